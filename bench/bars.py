@@ -36,15 +36,18 @@ def cpu_bars(main: Rotation | None, small: Rotation | None) -> list[Bar]:
     return [
         _rate("durable, share of the raw write rate", 0.85, size, _durable(ours), raw.write),
         _faster("durable, against dcp", 3, _durable(ours), _durable(peers.get("dcp"))),
-        _faster("durable, against torch.save", 2, _durable(ours),
-                _durable(peers.get("torch.save"))),
-        _faster("durable, against safetensors", 2, _durable(ours),
-                _durable(peers.get("safetensors"))),
-        _share("time lost, share of torch.save's", 0.20, _lost(ours),
-               _lost(peers.get("torch.save"))),
+        _faster(
+            "durable, against torch.save", 2, _durable(ours), _durable(peers.get("torch.save"))
+        ),
+        _faster(
+            "durable, against safetensors", 2, _durable(ours), _durable(peers.get("safetensors"))
+        ),
+        _share(
+            "time lost, share of torch.save's", 0.20, _lost(ours), _lost(peers.get("torch.save"))
+        ),
         _rate("cold restore, share of the raw read rate", 0.85, size, _load(ours), raw.read),
         *_small_bars(small),
-    ]  # fmt: skip
+    ]
 
 
 def gpu_bars(
@@ -66,13 +69,14 @@ def gpu_bars(
         _faster("durable, against the best peer", 1.4, _durable(ours), _best(map(_durable, best))),
         *_capture_bars("long iteration", long, copies),
         *_capture_bars("short iteration", short, copies),
-        _rate("cold restore, share of raw read and copy", 0.90, size, _load(ours),
-              raw.read_to_device),
+        _rate(
+            "cold restore, share of raw read and copy", 0.90, size, _load(ours), raw.read_to_device
+        ),
         _faster("cold restore, against the best peer", 1.5, _load(ours), _best(map(_load, best))),
         _at_most("peak host memory", host_memory_bytes / 1e9, _scaled(peak, 1e-9), "GB"),
         _at_most("save every iteration while the disk drains", 1.03, drained, "times"),
         *_small_bars(small),
-    ]  # fmt: skip
+    ]
 
 
 def _capture_bars(pace: str, rotation: Rotation | None, copies: CopyLimits | None) -> list[Bar]:
@@ -84,16 +88,25 @@ def _capture_bars(pace: str, rotation: Rotation | None, copies: CopyLimits | Non
         beyond_s = max(0.0, size / copies.to_host - rotation.forward_backward_s)
     worst_s = ours.worst_s.median if ours and ours.worst_s else None
     return [
-        _at_most(f"{pace}: time lost, device-first, worse of first and next", 10.0,
-                 _scaled(_worse_lost(ours), 1e3), "ms"),
-        _at_most(f"{pace}: worst iteration longer by, device-first",
-                 None if device_copy_s is None else 1.5e3 * device_copy_s + 2,
-                 _scaled(worst_s, 1e3), "ms"),
-        _at_most(f"{pace}: time lost, lazy, after the first",
-                 None if beyond_s is None else 1e3 * beyond_s + 10,
-                 _scaled(lazy.lost_next_s.median if lazy and lazy.lost_next_s else None, 1e3),
-                 "ms"),
-    ]  # fmt: skip
+        _at_most(
+            f"{pace}: time lost, device-first, worse of first and next",
+            10.0,
+            _scaled(_worse_lost(ours), 1e3),
+            "ms",
+        ),
+        _at_most(
+            f"{pace}: worst iteration longer by, device-first",
+            None if device_copy_s is None else 1.5e3 * device_copy_s + 2,
+            _scaled(worst_s, 1e3),
+            "ms",
+        ),
+        _at_most(
+            f"{pace}: time lost, lazy, after the first",
+            None if beyond_s is None else 1e3 * beyond_s + 10,
+            _scaled(lazy.lost_next_s.median if lazy and lazy.lost_next_s else None, 1e3),
+            "ms",
+        ),
+    ]
 
 
 def _small_bars(small: Rotation | None) -> list[Bar]:

@@ -42,7 +42,7 @@ from laststep.storage.registry import register_store  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from laststep.flush.handle import SaveReport
+    from laststep.flush.saves import SaveReport
 
 SEQUENCES, LENGTH = 4, 128
 MB_PER_S = 200
@@ -115,9 +115,11 @@ def dense(training: TextTraining, parent: Path, reps: int) -> dict[str, object]:
                     began = time.perf_counter()
                     ckpt.restore()
                     seconds.append(time.perf_counter() - began)
-    print(f"dense, max: fp32 state {spread(found['fp32'])} times smaller (bar 1.18), bf16 weights "
-          f"{spread(found['bf16'])} (1.45), encoded at {spread(found['encode_gb_s'])} GB/s a core; "
-          f"restored in {spread(found['restore_s'])} s beside {spread(raw_restore_s)}")  # fmt: skip
+    print(
+        f"dense, max: fp32 state {spread(found['fp32'])} times smaller (bar 1.18), bf16 weights "
+        f"{spread(found['bf16'])} (1.45), encoded at {spread(found['encode_gb_s'])} GB/s a core; "
+        f"restored in {spread(found['restore_s'])} s beside {spread(raw_restore_s)}"
+    )
     return {**found, "raw_restore_s": raw_restore_s}
 
 
@@ -127,18 +129,21 @@ def masters(training: TextTraining, parent: Path, reps: int) -> dict[str, object
     count = sum(tensor.numel() for tensor in model.values())
     found: dict[str, list[float]] = {"derived": [], "stored": []}
     with (
-        folder(parent) as one, folder(parent) as other,
+        folder(parent) as one,
+        folder(parent) as other,
         checkpointer(one, masters_of(training, model), "none", derived=True) as derives,
         checkpointer(other, masters_of(training, model), "none") as stores,
-    ):  # fmt: skip
+    ):
         for step in range(reps):
             training.train(1)
             for name, tensor in training.bf16().items():
                 model[name].copy_(tensor)
             for name, ckpt in (("derived", derives), ("stored", stores)):
                 found[name].append((ckpt.save(step).result().written_bytes or 0) / count)
-    print(f"bf16 weights with fp32 masters and moments: {spread(found['derived'])} bytes a "
-          f"parameter with derived=True (bar 12), {spread(found['stored'])} without")  # fmt: skip
+    print(
+        f"bf16 weights with fp32 masters and moments: {spread(found['derived'])} bytes a "
+        f"parameter with derived=True (bar 12), {spread(found['stored'])} without"
+    )
     return {**found, "parameters": count}
 
 
@@ -165,8 +170,11 @@ def low_rate(training: TextTraining, parent: Path, reps: int) -> dict[str, objec
                 for name, tensor in training.bf16().items():
                     weights[name].copy_(tensor)
                 found[mode].append(ratio(ckpt.save(step).result()))
-        print(f"bf16 weights, steps of 1e-6, {mode}: each save smaller by "
-              + ", ".join(f"{one:.3g}" for one in found[mode]) + " times (bar 20)")  # fmt: skip
+        print(
+            f"bf16 weights, steps of 1e-6, {mode}: each save smaller by "
+            + ", ".join(f"{one:.3g}" for one in found[mode])
+            + " times (bar 20)"
+        )
     return found
 
 
@@ -197,10 +205,12 @@ def durable(training: TextTraining, parent: Path, reps: int, *, slow: bool) -> d
                         ratios.append(ratio(report))
                         why += [f"{coding.picked}: {coding.why}" for coding in report.coding]
     share = statistics.median(seconds["adaptive"]) / statistics.median(seconds["none"])
-    print(f"{'a line of 200 MB/s' if slow else 'the disk'}: durable in "
-          f"{spread(seconds['adaptive'])} s with adaptive, {spread(seconds['none'])} without: "
-          f"{share:.2f} times, at {spread(ratios)} times smaller; lost "
-          f"{spread(lost['adaptive'], 1e3)} ms beside {spread(lost['none'], 1e3)}")  # fmt: skip
+    print(
+        f"{'a line of 200 MB/s' if slow else 'the disk'}: durable in "
+        f"{spread(seconds['adaptive'])} s with adaptive, {spread(seconds['none'])} without: "
+        f"{share:.2f} times, at {spread(ratios)} times smaller; lost "
+        f"{spread(lost['adaptive'], 1e3)} ms beside {spread(lost['none'], 1e3)}"
+    )
     print(f"    {why[-1]}")
     return {"durable_s": seconds, "lost_s": lost, "ratios": ratios, "why": why}
 
@@ -211,10 +221,11 @@ def looking(training: TextTraining, parent: Path, reps: int) -> dict[str, object
     lost: dict[str, list[float]] = {"looks": [], "does not": []}
     least = lending.LEAST_BYTES
     with (
-        folder(parent) as one, folder(parent) as other,
+        folder(parent) as one,
+        folder(parent) as other,
         checkpointer(one, training.items(), "none", flush="thread") as looks,
         checkpointer(other, training.items(), "none", flush="thread") as blind,
-    ):  # fmt: skip
+    ):
         for step in range(reps + 1):
             for name, ckpt in (("looks", looks), ("does not", blind)):
                 training.train(1)
@@ -224,9 +235,11 @@ def looking(training: TextTraining, parent: Path, reps: int) -> dict[str, object
                     seconds[name].append(report.durable_s or 0.0)
                     lost[name].append(report.lost_s)
     lending.LEAST_BYTES = least
-    print(f"looking for changes in dense state: durable in {spread(seconds['looks'])} s beside "
-          f"{spread(seconds['does not'])} without; lost {spread(lost['looks'], 1e3)} ms beside "
-          f"{spread(lost['does not'], 1e3)}")  # fmt: skip
+    print(
+        f"looking for changes in dense state: durable in {spread(seconds['looks'])} s beside "
+        f"{spread(seconds['does not'])} without; lost {spread(lost['looks'], 1e3)} ms beside "
+        f"{spread(lost['does not'], 1e3)}"
+    )
     return {"durable_s": seconds, "lost_s": lost}
 
 
@@ -253,9 +266,11 @@ def many(parent: Path, saves: int, mode: str) -> dict[str, object]:
                     ckpt.restore()
                     restores.append(time.perf_counter() - began)
     tenth = max(saves // 10, 1)
-    print(f"{saves} saves of LoRA with pruning, {mode}: a save {spread(took[1:tenth], 1e3)} ms in "
-          f"the first tenth, {spread(took[-tenth:], 1e3)} in the last; run {spread(sizes, 1e-6)} "
-          f"MB, a restore {spread(restores, 1e3)} ms, {spread(files)} files")  # fmt: skip
+    print(
+        f"{saves} saves of LoRA with pruning, {mode}: a save {spread(took[1:tenth], 1e3)} ms in "
+        f"the first tenth, {spread(took[-tenth:], 1e3)} in the last; run {spread(sizes, 1e-6)} "
+        f"MB, a restore {spread(restores, 1e3)} ms, {spread(files)} files"
+    )
     return {"save_s": took, "run_bytes": sizes, "files": files, "restore_s": restores}
 
 
@@ -308,10 +323,12 @@ def main() -> None:
     }
     wanted = [name.strip() for name in given.only.split(",")] if given.only else list(cases)
     result: dict[str, object] = {
-        "kind": "compression", "commit": commit(ROOT), "size_bytes": size,
+        "kind": "compression",
+        "commit": commit(ROOT),
+        "size_bytes": size,
         "hardware": dataclasses.asdict(hardware(given.dir)),
         "cases": {name: cases[name]() for name in wanted},
-    }  # fmt: skip
+    }
     (given.dir / "compression.json").write_text(json.dumps(result, indent=1))
 
 

@@ -44,9 +44,13 @@ def main() -> None:
     print(f"ours / theirs: {_median(seconds['laststep']) / _median(seconds['torch']):.2f}")
     if chosen.json:
         report = {
-            "kind": "dcp", "commit": commit(ROOT), "date": time.strftime("%Y-%m-%d"),
-            "hardware": asdict(hardware(chosen.dir)), "gb": chosen.gb, "warm load, s": seconds,
-        }  # fmt: skip
+            "kind": "dcp",
+            "commit": commit(ROOT),
+            "date": time.strftime("%Y-%m-%d"),
+            "hardware": asdict(hardware(chosen.dir)),
+            "gb": chosen.gb,
+            "warm load, s": seconds,
+        }
         chosen.json.write_text(json.dumps(report, indent=1))
 
 

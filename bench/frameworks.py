@@ -79,10 +79,15 @@ def llama(size: Size, device: str) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=size.width, intermediate_size=size.width * 3,
-        num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        num_key_value_heads=size.heads, max_position_embeddings=size.tokens, use_cache=False,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=size.width,
+        intermediate_size=size.width * 3,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=size.tokens,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         made: torch.nn.Module = LlamaForCausalLM(config)
@@ -107,10 +112,17 @@ def train_hf(way: str, folder: str, size: Size, device: str, clock: Clock) -> No
                 control.should_save = False
 
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=size.steps, save_steps=size.every, logging_strategy="no",
-        save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=size.rows,
-        use_cpu=device == "cpu", report_to=[], disable_tqdm=True, bf16=False,
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=size.steps,
+        save_steps=size.every,
+        logging_strategy="no",
+        save_strategy="no" if way == "none" else "steps",
+        per_device_train_batch_size=size.rows,
+        use_cpu=device == "cpu",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=False,
+    )
     trainer = Trainer(
         llama(size, device), arguments, train_dataset=samples(size), callbacks=[Ticks()]
     )
@@ -149,10 +161,15 @@ def train_lightning(way: str, folder: str, size: Size, device: str, clock: Clock
 
         callbacks.append(laststep.lightning.Checkpoint(f"{folder}/run", every=size.every))
     trainer = lightning.Trainer(
-        max_steps=size.steps, callbacks=callbacks, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu" if device == "cpu" else "gpu",
-        enable_checkpointing=way != "none", default_root_dir=folder,
-    )  # fmt: skip
+        max_steps=size.steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu" if device == "cpu" else "gpu",
+        enable_checkpointing=way != "none",
+        default_root_dir=folder,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(samples(size), batch_size=size.rows))  # type: ignore[arg-type]
 
 
@@ -185,9 +202,11 @@ def train_deepspeed(way: str, folder: str, size: Size, device: str, clock: Clock
     model = llama(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     settings = {
-        "train_micro_batch_size_per_gpu": size.rows, "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": size.rows,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if way == "ours":
         import laststep
@@ -204,9 +223,11 @@ def train_deepspeed(way: str, folder: str, size: Size, device: str, clock: Clock
 
 
 FRAMEWORKS: dict[str, Callable[[str, str, Size, str, Clock], None]] = {
-    "hf": train_hf, "lightning": train_lightning, "accelerate": train_accelerate,
+    "hf": train_hf,
+    "lightning": train_lightning,
+    "accelerate": train_accelerate,
     "deepspeed": train_deepspeed,
-}  # fmt: skip
+}
 
 
 def one(framework: str, way: str, folder: str, size: str, device: str) -> None:
@@ -223,9 +244,12 @@ def begins(framework: str, way: str, size: str, device: str) -> list[float]:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
         if framework == "deepspeed":
             environment |= {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0",
-                "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-            }  # fmt: skip
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29571",
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+            }
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("BEGINS ")]
     if done.returncode or not lines:
@@ -296,9 +320,13 @@ def main() -> None:
         print(framework, json.dumps(found[framework]["lost_s"]), flush=True)
         if asked.json:
             result = {
-                "commit": commit(ROOT), "hardware": asdict(hardware(Path(tempfile.gettempdir()))),
-                "size": asked.size, "device": asked.device, "saves": SAVES, "frameworks": found,
-            }  # fmt: skip
+                "commit": commit(ROOT),
+                "hardware": asdict(hardware(Path(tempfile.gettempdir()))),
+                "size": asked.size,
+                "device": asked.device,
+                "saves": SAVES,
+                "frameworks": found,
+            }
             asked.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 

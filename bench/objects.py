@@ -38,9 +38,8 @@ import torch  # noqa: E402
 import laststep  # noqa: E402
 from bench.hardware import commit, hardware  # noqa: E402
 from laststep.codecs.digests import block_digests  # noqa: E402
-from laststep.memory.landing import REMOTE_SLOT_BYTES  # noqa: E402
-from laststep.storage.bucket import Bucket  # noqa: E402
-from laststep.storage.retrying import Patience  # noqa: E402
+from laststep.memory.slots import REMOTE_SLOT_BYTES  # noqa: E402
+from laststep.storage.bucket import Bucket, Patience  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,10 +47,13 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20
 AT_ONCE = 12
 AGAINST = (
-    ("save", "raw upload"), ("save", "DCP save"), ("restore", "raw ranged reads"),
-    ("restore again", "raw ranged reads"), ("restore again", "raw reads of the same ranges"),
+    ("save", "raw upload"),
+    ("save", "DCP save"),
+    ("restore", "raw ranged reads"),
+    ("restore again", "raw ranged reads"),
+    ("restore again", "raw reads of the same ranges"),
     ("restore again", "DCP load"),
-)  # fmt: skip
+)
 
 
 class Bench:
@@ -87,9 +89,13 @@ class Bench:
         """One object, in parts."""
         began = time.perf_counter()
         obstore.put(
-            self.bucket.client, f"{self.bucket.prefix}/raw", memoryview(self.bytes),
-            use_multipart=True, chunk_size=PART_BYTES, max_concurrency=AT_ONCE,
-        )  # fmt: skip
+            self.bucket.client,
+            f"{self.bucket.prefix}/raw",
+            memoryview(self.bytes),
+            use_multipart=True,
+            chunk_size=PART_BYTES,
+            max_concurrency=AT_ONCE,
+        )
         return time.perf_counter() - began
 
     def raw_get(self) -> float:
@@ -195,11 +201,14 @@ def counted() -> Iterator[dict[str, int]]:
 def ways(bench: Bench) -> dict[str, Callable[[], float]]:
     """What is measured, by name; DCP only where it can be."""
     measured = {
-        "save": bench.save, "raw upload": bench.raw_put,
-        "restore": bench.restore, "raw ranged reads": bench.raw_get,
+        "save": bench.save,
+        "raw upload": bench.raw_put,
+        "restore": bench.restore,
+        "raw ranged reads": bench.raw_get,
         "restore again": functools.partial(bench.restore, again=True),
-        "raw reads of the same ranges": bench.raw_same, "digest on one thread": bench.digest,
-    }  # fmt: skip
+        "raw reads of the same ranges": bench.raw_same,
+        "digest on one thread": bench.digest,
+    }
     try:
         import s3fs  # noqa: F401
     except ImportError:
@@ -230,9 +239,11 @@ def main() -> None:
 
 
 def write(
-    bench: Bench, given: argparse.Namespace, seconds: dict[str, list[float]],
+    bench: Bench,
+    given: argparse.Namespace,
+    seconds: dict[str, list[float]],
     parts: dict[str, dict[str, int]],
-) -> None:  # fmt: skip
+) -> None:
     """Print it, and leave it in a file."""
     rates = {}
     for name, values in seconds.items():
@@ -241,18 +252,27 @@ def write(
         print(f"{name:28} {rates[name][0]:6} MB/s ({rates[name][1]} to {rates[name][2]})")
     ratios = {
         f"{ours} / {theirs}": round(rates[ours][0] / rates[theirs][0], 2)
-        for ours, theirs in AGAINST if theirs in rates
-    }  # fmt: skip
+        for ours, theirs in AGAINST
+        if theirs in rates
+    }
     for told in (ratios, parts):
         for what, value in told.items():
             print(f"{what}: {value}")
     out = ROOT / "bench" / "out"
     out.mkdir(parents=True, exist_ok=True)
     result = {
-        "kind": "objects", "commit": commit(ROOT), "hardware": dataclasses.asdict(hardware(out)),
-        "server": given.server, "mb": given.mb, "repetitions": given.reps, "mb_per_s": rates,
-        "order": "median, least, most", "ratios": ratios, "parts": parts, "seconds": seconds,
-    }  # fmt: skip
+        "kind": "objects",
+        "commit": commit(ROOT),
+        "hardware": dataclasses.asdict(hardware(out)),
+        "server": given.server,
+        "mb": given.mb,
+        "repetitions": given.reps,
+        "mb_per_s": rates,
+        "order": "median, least, most",
+        "ratios": ratios,
+        "parts": parts,
+        "seconds": seconds,
+    }
     (out / "objects.json").write_text(json.dumps(result, indent=1))
 
 

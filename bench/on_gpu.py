@@ -81,9 +81,14 @@ def _rotations(
     batch = training.pace_for(LONG_S, LENGTH)
     parts.say(f"long iterations: batch {batch}")
     result.rotations["long iterations"] = _rotation(
-        chosen, training, wanted, _raw_sample(chosen, training, disk), deadline,
-        repetitions=chosen.repetitions, measure_all=True,
-    )  # fmt: skip
+        chosen,
+        training,
+        wanted,
+        _raw_sample(chosen, training, disk),
+        deadline,
+        repetitions=chosen.repetitions,
+        measure_all=True,
+    )
     parts.keep(chosen, result)
     if ours and chosen.wants("every"):
         parts.say("a save after every iteration, of the whole state")
@@ -98,9 +103,8 @@ def _short(chosen: options.Options, result: report.Report, ours: list[Make]) -> 
     batch = training.pace_for(SHORT_S, LENGTH)
     parts.say(f"short iterations: batch {batch}")
     result.rotations["short iterations"] = _rotation(
-        chosen, training, ours, None, time.monotonic() + 60,
-        repetitions=1, measure_all=False,
-    )  # fmt: skip
+        chosen, training, ours, None, time.monotonic() + 60, repetitions=1, measure_all=False
+    )
 
 
 def _raw_sample(
@@ -108,9 +112,13 @@ def _raw_sample(
 ) -> Callable[[], raw.DiskSample]:
     reader = DeviceReader(disk.best_read)
     return partial(
-        raw.sample, chosen.folder / "raw", training.size_bytes(), disk.best_write, disk.best_read,
+        raw.sample,
+        chosen.folder / "raw",
+        training.size_bytes(),
+        disk.best_write,
+        disk.best_read,
         to_device=reader.read_s,
-    )  # fmt: skip
+    )
 
 
 def _rotation(

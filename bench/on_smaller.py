@@ -86,9 +86,12 @@ def run(case: str, size_bytes: float, device: str, folder: Path) -> list[dict[st
 
     found = []
     with laststep.Checkpointer(
-        folder, model=training.module, optimizer=optimizer, progress=False,
+        folder,
+        model=training.module,
+        optimizer=optimizer,
+        progress=False,
         keep=laststep.Keep(last=2),
-    ) as ckpt:  # fmt: skip
+    ) as ckpt:
         ckpt.restore()
         iterate()
         time.sleep(size_bytes / 1.2e9 if device == "cuda" else 0)  # until memory is pinned
@@ -104,11 +107,15 @@ def run(case: str, size_bytes: float, device: str, folder: Path) -> list[dict[st
             moved = report.size_bytes - report.unchanged_bytes
             found.append(
                 {
-                    "size_bytes": report.size_bytes, "written_bytes": report.written_bytes or 0,
-                    "moved_bytes": moved, "stall_s": stall_s, "lost_s": report.lost_s,
-                    "durable_s": report.durable_s or 0.0, "committed_s": report.committed_s or 0.0,
+                    "size_bytes": report.size_bytes,
+                    "written_bytes": report.written_bytes or 0,
+                    "moved_bytes": moved,
+                    "stall_s": stall_s,
+                    "lost_s": report.lost_s,
+                    "durable_s": report.durable_s or 0.0,
+                    "committed_s": report.committed_s or 0.0,
                 }
-            )  # fmt: skip
+            )
         wanted = {n: t.detach().cpu().clone() for n, t in training.module.state_dict().items()}
     stored = laststep.open(folder).latest()
     for name, tensor in wanted.items():
@@ -127,9 +134,11 @@ def main() -> None:
     given.dir.mkdir(parents=True, exist_ok=True)
     device = "cuda" if cuda else "cpu"
     result = {
-        "kind": "smaller", "commit": commit(ROOT),
-        "hardware": dataclasses.asdict(hardware(given.dir)), "cases": {},
-    }  # fmt: skip
+        "kind": "smaller",
+        "commit": commit(ROOT),
+        "hardware": dataclasses.asdict(hardware(given.dir)),
+        "cases": {},
+    }
     print(f"{'':28}{'state':>9}{'written':>18}{'to the host':>18}{'durable':>17}{'save()':>16}")
     for case in CASES:
         folder = Path(tempfile.mkdtemp(prefix="smaller-", dir=given.dir))

@@ -79,10 +79,16 @@ def train(options: argparse.Namespace) -> None:
             lost_s = time.perf_counter() - began - between * usual
             report = handle.result()
             say(
-                kind="save", several=several, step=step, lost_s=lost_s, stall_s=report.stall_s,
-                captured_s=report.captured_s, sealed_s=report.tiers.get("shm://"),
-                committed_s=report.committed_s, size_bytes=report.size_bytes,
-            )  # fmt: skip
+                kind="save",
+                several=several,
+                step=step,
+                lost_s=lost_s,
+                stall_s=report.stall_s,
+                captured_s=report.captured_s,
+                sealed_s=report.tiers.get("shm://"),
+                committed_s=report.committed_s,
+                size_bytes=report.size_bytes,
+            )
         noise_s = sum(training.iteration_s(between)) - between * usual
         say(kind="noise", several=several, lost_s=noise_s)
         if not several:
@@ -101,8 +107,12 @@ def restore(options: argparse.Namespace, *, from_memory: bool) -> None:
     found = ckpt.restore()
     if options.device != "cpu":
         torch.cuda.synchronize()
-    say(kind="restore", from_memory=from_memory, seconds=time.perf_counter() - began,
-        step=found.step)  # fmt: skip
+    say(
+        kind="restore",
+        from_memory=from_memory,
+        seconds=time.perf_counter() - began,
+        step=found.step,
+    )
     ckpt.close()
 
 
@@ -112,10 +122,19 @@ def repetition(options: argparse.Namespace) -> list[dict[str, object]]:
     try:
         for part in ("train", "memory", "disk"):
             command = [
-                sys.executable, str(ROOT / "bench" / "tiers.py"), "--part", part, "--dir",
-                str(folder), "--gb", str(options.gb), "--device", options.device,
-                "--iteration-s", str(options.iteration_s),
-            ]  # fmt: skip
+                sys.executable,
+                str(ROOT / "bench" / "tiers.py"),
+                "--part",
+                part,
+                "--dir",
+                str(folder),
+                "--gb",
+                str(options.gb),
+                "--device",
+                options.device,
+                "--iteration-s",
+                str(options.iteration_s),
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # it kills itself
             facts += [json.loads(line) for line in done.stdout.splitlines()]
     finally:
@@ -152,25 +171,34 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [repetition(options) for _ in range(options.reps)]
     result = {
-        "kind": "tiers", "commit": commit(ROOT), "gb": options.gb, "repetitions": runs,
+        "kind": "tiers",
+        "commit": commit(ROOT),
+        "gb": options.gb,
+        "repetitions": runs,
         "hardware": dataclasses.asdict(hardware(options.out)),
-    }  # fmt: skip
+    }
     (options.out / "tiers.json").write_text(json.dumps(result, indent=1, default=str))
     facts = [fact for run in runs for fact in run]
     for several in (False, True):
         saves = [f for f in facts if f["kind"] == "save" and f["several"] is several]
         noise = [f["lost_s"] for f in facts if f["kind"] == "noise" and f["several"] is several]
         name = "shared memory, folder, folder" if several else "folder alone"
-        for title, key in (("lost", "lost_s"), ("save()", "stall_s"), ("captured", "captured_s"),
-                           ("committed", "committed_s")):  # fmt: skip
+        for title, key in (
+            ("lost", "lost_s"),
+            ("save()", "stall_s"),
+            ("captured", "captured_s"),
+            ("committed", "committed_s"),
+        ):
             first = [f[key] for f in saves if f["step"] == 0]
             later = [f[key] for f in saves if f["step"] != 0]
             print(f"{name:32}{title:12} first {spread(first):28} later {spread(later)} ms")
         print(f"{name:32}{'noise':12} {spread(noise)} ms")
     sealed = [f for f in facts if f["kind"] == "save" and f["several"]]
     print("sealed after captured", spread([f["sealed_s"] - f["captured_s"] for f in sealed]), "ms")
-    back = {w: [f["seconds"] for f in facts if f["kind"] == "restore" and f["from_memory"] is w]
-            for w in (True, False)}  # fmt: skip
+    back = {
+        w: [f["seconds"] for f in facts if f["kind"] == "restore" and f["from_memory"] is w]
+        for w in (True, False)
+    }
     ratio = statistics.median(back[False]) / statistics.median(back[True])
     print(f"back from memory {spread(back[True])} ms, from the cold folder {spread(back[False])}")
     print(f"that is {ratio:.1f} times as fast")

@@ -44,12 +44,20 @@ def parse(kind: str, *, gb: float, quick_gb: float, names: list[str], budget_s: 
     parser.add_argument("--quick", action="store_true", help="a small state and one repetition")
     parser.add_argument("--dir", type=Path, help="folder for the files (default bench/out/tmp)")
     parser.add_argument("--json", type=Path, help=f"result (default bench/out/{kind}.json)")
-    parser.add_argument("--budget-s", type=float, default=budget_s,
-                        help="begin no repetition but the first after (%(default)s)")  # fmt: skip
-    parser.add_argument("--host-gb", type=float, help="laststep's cap on host memory "
-                        "(default 1.25 times the state)")  # fmt: skip
-    parser.add_argument("--only", default="", help="parts and peers, separated by commas: "
-                        + ", ".join([*PARTS, *names]))  # fmt: skip
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=budget_s,
+        help="begin no repetition but the first after (%(default)s)",
+    )
+    parser.add_argument(
+        "--host-gb", type=float, help="laststep's cap on host memory (default 1.25 times the state)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="parts and peers, separated by commas: " + ", ".join([*PARTS, *names]),
+    )
     given = parser.parse_args()
     chosen = [word.strip() for word in given.only.split(",") if word.strip()]
     unknown = [word for word in chosen if word not in (*PARTS, *names)]

@@ -192,7 +192,7 @@ class DCPThread(DCP):
 
         return async_save(
             training.state(), storage_writer=self._writer(path), async_stager=self._stager
-        )  # fmt: skip
+        )
 
 
 class DCPProcess(DCPThread):
@@ -214,15 +214,14 @@ class DCPProcess(DCPThread):
             torch.distributed.destroy_process_group()
 
     def _start(self, training: Training, path: Path):  # type: ignore[no-untyped-def]
-        from torch.distributed.checkpoint.state_dict_saver import (
-            AsyncCheckpointerType,
-            async_save,
-        )
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
         return async_save(
-            training.state(), storage_writer=self._writer(path), async_stager=self._stager,
+            training.state(),
+            storage_writer=self._writer(path),
+            async_stager=self._stager,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )  # fmt: skip
+        )
 
 
 def _free_port() -> int:

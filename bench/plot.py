@@ -45,13 +45,24 @@ def panels(report: dict) -> list[Panel]:  # type: ignore[type-arg]  # JSON of ou
         read = raw["read_to_device"] or raw["read"]
         peers = summary["peers"]
         found += [
-            Panel(title=f"{name}: training time lost by a save", unit="s (less is better)",
-                  rows=_rows(peers, "lost_s")),
-            Panel(title=f"{name}: until durable", unit="GB/s (more is better)",
-                  rows=_rates(peers, "durable_s", size_bytes), limit=_limit(raw["write"])),
-            Panel(title=f"{name}: cold load", unit="GB/s (more is better)",
-                  rows=_rates(peers, "load_s", size_bytes), limit=_limit(read)),
-        ]  # fmt: skip
+            Panel(
+                title=f"{name}: training time lost by a save",
+                unit="s (less is better)",
+                rows=_rows(peers, "lost_s"),
+            ),
+            Panel(
+                title=f"{name}: until durable",
+                unit="GB/s (more is better)",
+                rows=_rates(peers, "durable_s", size_bytes),
+                limit=_limit(raw["write"]),
+            ),
+            Panel(
+                title=f"{name}: cold load",
+                unit="GB/s (more is better)",
+                rows=_rates(peers, "load_s", size_bytes),
+                limit=_limit(read),
+            ),
+        ]
     return [panel for panel in found if panel.rows]
 
 
@@ -130,9 +141,15 @@ def _panel(panel: Panel, top: int) -> str:
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", size: int = 12,
-    weight: str = "normal", colour: str = "#222",
-) -> str:  # fmt: skip
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: int = 12,
+    weight: str = "normal",
+    colour: str = "#222",
+) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
         f'font-weight="{weight}" fill="{colour}">{escape(text)}</text>'

@@ -46,9 +46,12 @@ def main() -> None:
         results.append(_run(chosen, ranks))
         print(_table(results[-1]), flush=True)
     report = {
-        "kind": "ranks", "commit": commit(ROOT), "date": time.strftime("%Y-%m-%d"),
-        "hardware": asdict(hardware(chosen.dir)), "results": results,
-    }  # fmt: skip
+        "kind": "ranks",
+        "commit": commit(ROOT),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": asdict(hardware(chosen.dir)),
+        "results": results,
+    }
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps(report, indent=1))
@@ -62,10 +65,21 @@ def _run(chosen: argparse.Namespace, ranks: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="laststep-ranks-", dir=chosen.dir))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, "-W", "ignore", str(Path(__file__)), "--ranks", str(ranks),
-        "--gb", str(chosen.gb), "--reps", str(chosen.reps), "--dir", str(folder),
-        "--port", str(port),
-    ]  # fmt: skip
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__)),
+        "--ranks",
+        str(ranks),
+        "--gb",
+        str(chosen.gb),
+        "--reps",
+        str(chosen.reps),
+        "--dir",
+        str(folder),
+        "--port",
+        str(port),
+    ]
     try:
         workers = [
             subprocess.Popen([*command, "--worker", str(rank)], env=env, stdout=subprocess.PIPE)

@@ -148,9 +148,12 @@ def sample(
         os.sync()  # see files.remove
     way = str(write) if write == read else f"write: {write}; read: {read}"
     return DiskSample(
-        way=way, size_bytes=size_bytes, write_s=write_s, read_s=read_s,
+        way=way,
+        size_bytes=size_bytes,
+        write_s=write_s,
+        read_s=read_s,
         read_to_device_s=read_to_device_s,
-    )  # fmt: skip
+    )
 
 
 def _file_count(way: Way) -> int:

@@ -113,17 +113,33 @@ def _show_rotation(name: str, rotation: Rotation) -> None:
         loaded = "" if load is None else f"{load.median:.2f} s, {size / load.median / 1e9:.2f} GB/s"
         if figures.bit_equal is False:
             loaded += " WRONG STATE"
-        rows.append([
-            peer.name, _ms(figures.lost_first_s), _ms(figures.lost_next_s), _ms(figures.worst_s),
-            _seconds(durable), f"{size / durable.median / 1e9:.2f}", memory, loaded,
-        ])  # fmt: skip
+        rows.append(
+            [
+                peer.name,
+                _ms(figures.lost_first_s),
+                _ms(figures.lost_next_s),
+                _ms(figures.worst_s),
+                _seconds(durable),
+                f"{size / durable.median / 1e9:.2f}",
+                memory,
+                loaded,
+            ]
+        )
     title = (
         f"{name}: {size / 1e9:.2f} GB in {rotation.tensors} tensors, iteration "
         f"{rotation.iteration_s * 1e3:.0f} ms (forward and backward "
         f"{rotation.forward_backward_s * 1e3:.0f}); median [least, most]"
     )
-    columns = ["", "lost, first save (ms)", "lost, next (ms)", "worst iteration + (ms)",
-               "durable (s)", "GB/s", "peak host (GB)", "cold load"]  # fmt: skip
+    columns = [
+        "",
+        "lost, first save (ms)",
+        "lost, next (ms)",
+        "worst iteration + (ms)",
+        "durable (s)",
+        "GB/s",
+        "peak host (GB)",
+        "cold load",
+    ]
     _table(title, columns, rows)
     noise = spread(rotation.noise_s)
     if noise is not None:
@@ -143,9 +159,9 @@ def _show_every(results: Sequence[EveryIteration]) -> None:
         waited = f"{sum(every.waited_s):.2f} of {sum(every.saved_s):.2f}"
         if every.status != "measured":
             waited += f" ({every.status})"
-        rows.append([
-            every.name, f"{every.state_bytes / 1e9:.3f}", f"{ratio:.3f}", f"{own:.3f}", waited
-        ])  # fmt: skip
+        rows.append(
+            [every.name, f"{every.state_bytes / 1e9:.3f}", f"{ratio:.3f}", f"{own:.3f}", waited]
+        )
     columns = ["state", "GB", "iteration, times baseline", "less waiting", "waited (s)"]
     _table("A save after every iteration", columns, rows)
 
@@ -174,8 +190,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
         from rich.table import Table
     except ImportError:
         print(f"\n{title}")
-        widths = [max(len(row[i]) if i < len(row) else 0 for row in [columns, *rows])
-                  for i in range(len(columns))]  # fmt: skip
+        widths = [
+            max(len(row[i]) if i < len(row) else 0 for row in [columns, *rows])
+            for i in range(len(columns))
+        ]
         for row in [columns, *rows]:
             cells = zip(row, widths, strict=False)
             print("  " + "  ".join(cell.ljust(width) for cell, width in cells).rstrip())

@@ -115,9 +115,14 @@ def rotate(
             started = time.monotonic()
             say(f"repetition {repetition + 1}: {peer.name}")
             _once(
-                training, makers[i], folder / "peer", plan, peer, result,
+                training,
+                makers[i],
+                folder / "peer",
+                plan,
+                peer,
+                result,
                 memory_sampled=plan.memory and repetition == min(1, plan.repetitions - 1),
-            )  # fmt: skip
+            )
             took_s[peer.name] = time.monotonic() - started
     return result
 

@@ -28,12 +28,13 @@ import msgspec  # noqa: E402
 from laststep.format import group as grouping  # noqa: E402
 from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
 from laststep.plan.files import folder_of  # noqa: E402
-from laststep.plan.groups import Groups, cut  # noqa: E402
-from laststep.plan.receipts import (  # noqa: E402
+from laststep.plan.receipts import (  # noqa: E402  # noqa: E402
+    Groups,
     ItemTally,
     Receipt,
     Summary,
     classes_of,
+    cut,
     items_of,
     objection_to,
     summarise,
@@ -180,9 +181,15 @@ def _measure(kind: str, ranks: int) -> dict[str, Any]:
     planned = time.perf_counter() - began
     rank_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return {
-        "job": kind, "ranks": ranks, "classes": len(tables), "plan_s": planned, "plan_mb": rank_mb,
-        "own_parts": len(shares), "table_bytes": sum(map(len, data)), **_saved(agreement, ranks),
-    }  # fmt: skip
+        "job": kind,
+        "ranks": ranks,
+        "classes": len(tables),
+        "plan_s": planned,
+        "plan_mb": rank_mb,
+        "own_parts": len(shares),
+        "table_bytes": sum(map(len, data)),
+        **_saved(agreement, ranks),
+    }
 
 
 def _saved(agreement: Agreement, ranks: int) -> dict[str, Any]:
@@ -205,11 +212,16 @@ def _saved(agreement: Agreement, ranks: int) -> dict[str, Any]:
         entries.setdefault(folder, set()).update(f"{name}{rank}" for name in FILES)
     top = len(entries.pop("", ())) + len(entries) + (1 if alone else 2)
     return {
-        "groups": len(groups.leaders), "leader_s": leader_s, "leader_mb": leader_mb,
-        "commit_s": commit_s, "commit_mb": commit_mb, "manifest_bytes": len(manifest),
-        "group_bytes": 0 if alone else len(own[1]), "files": ranks * len(FILES),
+        "groups": len(groups.leaders),
+        "leader_s": leader_s,
+        "leader_mb": leader_mb,
+        "commit_s": commit_s,
+        "commit_mb": commit_mb,
+        "manifest_bytes": len(manifest),
+        "group_bytes": 0 if alone else len(own[1]),
+        "files": ranks * len(FILES),
         "largest_folder": max(top, len(groups.leaders), *(len(e) for e in entries.values()), 0),
-    }  # fmt: skip
+    }
 
 
 def _timed(act: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -231,10 +243,15 @@ def _receipts(agreement: Agreement, groups: Groups, leader: int) -> list[bytes]:
 def _receipt(agreement: Agreement, rank: int, ranks: int) -> bytes:
     names = [f"{folder_of(rank, ranks)}{name}-r{rank:05d}.safetensors" for name in FILES]
     files = tuple(
-        FileRecord(name=name, size_bytes=1 << 30, header_bytes=1 << 20,
-                   header_digest="xxh3-128:" + "0" * 32, rank=rank)
+        FileRecord(
+            name=name,
+            size_bytes=1 << 30,
+            header_bytes=1 << 20,
+            header_digest="xxh3-128:" + "0" * 32,
+            rank=rank,
+        )
         for name in names
-    )  # fmt: skip
+    )
     items = {
         item: ItemTally(kind="value", per_rank=False, tensors=1000, size_bytes=1 << 30, file=name)
         for item, name in zip(FILES, names, strict=True)
@@ -251,9 +268,13 @@ def _gather(agreement: Agreement, notes: list[bytes]) -> tuple[Summary, bytes]:
     found = [decode(note) for note in notes]
     receipts = {receipt.files[0].rank: receipt for receipt in found}
     manifest = grouping.GroupManifest(
-        step=1, epoch=1, attempt=1, first=min(receipts), ranks=len(receipts),
+        step=1,
+        epoch=1,
+        attempt=1,
+        first=min(receipts),
+        ranks=len(receipts),
         files=tuple(file for receipt in found for file in receipt.files),
-    )  # fmt: skip
+    )
     record, data = grouping.encode(manifest)
     return msgspec.structs.replace(summarise(receipts, agreement), group=record), data
 
@@ -272,10 +293,18 @@ def _commit(
         some = [msgspec.msgpack.decode(note, type=Receipt).files for note in notes]
         files = tuple(file for one in some for file in one)
     record = Commit(
-        run="0" * 32, step=1, epoch=1, attempt=1, created_s=0.0, laststep="0", files=files,
-        items=items_of(every, agreement), ranks=groups.ranks, classes=classes_of(agreement),
+        run="0" * 32,
+        step=1,
+        epoch=1,
+        attempt=1,
+        created_s=0.0,
+        laststep="0",
+        files=files,
+        items=items_of(every, agreement),
+        ranks=groups.ranks,
+        classes=classes_of(agreement),
         groups=() if files else tuple(one.group for one in every if one.group is not None),
-    )  # fmt: skip
+    )
     return encode(record)
 
 
@@ -308,11 +337,15 @@ def _measure_dcp(ranks: int) -> dict[str, Any]:
             rows = shape[0] // ranks
             start, size = (rank * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
             chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(size))
-            items.append(WriteItem(
-                index=MetadataIndex(f"t{number}", torch.Size(start)), type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties,
-                                            size=torch.Size(shape)),
-            ))  # fmt: skip
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(f"t{number}", torch.Size(start)),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=chunk, properties=properties, size=torch.Size(shape)
+                    ),
+                )
+            )
         plans.append(SavePlan(items))
     began = time.perf_counter()
     create_default_global_save_plan(dedup_save_plans(plans))

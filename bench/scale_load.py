@@ -11,25 +11,31 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from laststep.codecs import objects
-from laststep.codecs.typed_values import TensorRef
-from laststep.plan.chunk_readers import FileBox, chunks_of
+from laststep.codecs.objects import TensorRef
 from laststep.plan.files import TABLE_NAME, ItemSpec, plan_save, tree_name
+from laststep.plan.reads import FileBox, chunks_of
 from laststep.plan.tables import agree, decode_table, digest_of, encode_table
-from laststep.plan.who_reads import Ledger
-from laststep.plan.wishes import Wants, decode_wish, encode_wish
-from laststep.state.pieces import BoxPart, Piece
+from laststep.plan.who_reads import Ledger, Wants, decode_wish, encode_wish
+from laststep.state.provider import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.plan.groups import Groups
+    from laststep.plan.receipts import Groups
     from laststep.plan.tables import Agreement, Table
 
     Job = tuple[Sequence[Table], Callable[[int], int]]
 
 
-def measure(saved: Job, ranks: int, now: Job, loading: int, groups: Groups, manifest_bytes: int,
-            group_bytes: int) -> dict[str, Any]:  # fmt: skip
+def measure(
+    saved: Job,
+    ranks: int,
+    now: Job,
+    loading: int,
+    groups: Groups,
+    manifest_bytes: int,
+    group_bytes: int,
+) -> dict[str, Any]:
     """One rank in the middle of `loading` loads what `ranks` have saved."""
     tables, class_of = saved
     data = [encode_table(table) for table in tables]
@@ -42,12 +48,17 @@ def measure(saved: Job, ranks: int, now: Job, loading: int, groups: Groups, mani
     agreement = agree([names[class_of(one)] for one in range(ranks)], known)
     index = {key: at for at, key in enumerate(agreement.keys)}
     wishes = [
-        decode_wish(encode_wish({
-            index[item.name, tensor.name]: tensor.layout
-            for item in table for tensor in item.tensors
-        }))
+        decode_wish(
+            encode_wish(
+                {
+                    index[item.name, tensor.name]: tensor.layout
+                    for item in table
+                    for tensor in item.tensors
+                }
+            )
+        )
         for table in now[0]
-    ]  # fmt: skip
+    ]
     shapes = [spread.layouts[0].shape for spread in agreement.spreads]
     wants = Wants(wishes, {one: now[1](one) for one in range(loading)}, shapes)
     sources = list(Ledger(agreement.spreads, wants).sources(rank))
@@ -69,10 +80,13 @@ def measure(saved: Job, ranks: int, now: Job, loading: int, groups: Groups, mani
     read = {groups.leader_of(one) for one in asked}
     metadata += len(read) * group_bytes
     return {
-        "ranks": loading, "seconds": seconds, "chunks": chunks, "files": len(sources),
+        "ranks": loading,
+        "seconds": seconds,
+        "chunks": chunks,
+        "files": len(sources),
         "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
         "metadata_bytes": metadata,
-    }  # fmt: skip
+    }
 
 
 def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox], int, int]:
@@ -83,8 +97,18 @@ def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox
         size = share.box.volume * spread.itemsize
         part = BoxPart(key[1], spread.layouts[0].shape, share.box.start)
         name = f"{key[1]}~6at{','.join(map(str, share.box.start))}"
-        pieces.append(Piece(name, agreement.dtypes[key], share.box.shape, size, "cuda:0",
-                            contiguous=True, volatile=False, part=part))  # fmt: skip
+        pieces.append(
+            Piece(
+                name,
+                agreement.dtypes[key],
+                share.box.shape,
+                size,
+                "cuda:0",
+                contiguous=True,
+                volatile=False,
+                part=part,
+            )
+        )
     spec = ItemSpec(name="state", kind="value", standalone=True, pieces=tuple(pieces))
     plan = plan_save((spec,), rank=(writer, ranks), objects=())
     stored = []

@@ -45,13 +45,7 @@ class EveryIteration:
 
 
 def every_iteration(
-    name: str,
-    training: Training,
-    peer: Laststep,
-    folder: Path,
-    *,
-    rounds: int,
-    iterations: int,
+    name: str, training: Training, peer: Laststep, folder: Path, *, rounds: int, iterations: int
 ) -> EveryIteration:
     """Alternate `rounds` times between `iterations` without and with a save after each."""
     result = EveryIteration(name=name, state_bytes=training.size_bytes())

@@ -17,18 +17,30 @@ import laststep
 def main() -> None:
     out = sys.argv[1] if len(sys.argv) > 1 else "runs/hugging_face"
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     ids = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(0)).tolist()
     args = TrainingArguments(
-        output_dir=out, max_steps=40, save_steps=10, save_total_limit=2, logging_steps=10,
-        per_device_train_batch_size=8, report_to=[], disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+        output_dir=out,
+        max_steps=40,
+        save_steps=10,
+        save_total_limit=2,
+        logging_steps=10,
+        per_device_train_batch_size=8,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
     trainer = Trainer(
-        model=LlamaForCausalLM(config), args=args,
+        model=LlamaForCausalLM(config),
+        args=args,
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-    )  # fmt: skip
+    )
 
     laststep.hf.attach(trainer, progress=False)  # the line that is new
     trainer.train(resume_from_checkpoint=True)  # begins a new run where there is none

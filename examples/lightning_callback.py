@@ -37,9 +37,12 @@ def main() -> None:
     samples = TensorDataset(torch.randn(512, 16))
     checkpoint = laststep.lightning.Checkpoint(run, every=10, monitor="val_loss", top_k=2)
     trainer = pl.Trainer(
-        max_epochs=4, accelerator="cpu", callbacks=[checkpoint], logger=False,
+        max_epochs=4,
+        accelerator="cpu",
+        callbacks=[checkpoint],
+        logger=False,
         enable_progress_bar=False,
-    )  # fmt: skip
+    )
     trainer.fit(Net(), DataLoader(samples, 32, shuffle=True), DataLoader(samples, 128))
     print(f"step {trainer.global_step}, the best is {checkpoint.best_model_path}")
 

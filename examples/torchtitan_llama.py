@@ -91,8 +91,13 @@ def config(steps: int) -> Trainer.Config:
 
 
 def main() -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
-                        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):  # fmt: skip
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "0"),
+    ):
         os.environ.setdefault(name, value)  # without torchrun
     init_logger()
     trainer = config(int(sys.argv[1]) if len(sys.argv) > 1 else 10).build()

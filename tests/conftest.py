@@ -25,13 +25,25 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
 FIRST = (
-    "test_docs.py", "torture/test_short_torture.py", "faults/test_kills.py",
-    "checkpointer/test_interrupts.py", "capture/test_capture_changes.py", "ranks/test_matrix.py",
-    "faults/test_ranks_failing.py", "adapters/test_export_hf.py", "faults/test_ranks_killed.py",
-    "cli/test_processes.py", "faults/test_limits.py", "checkpointer/test_saving.py",
-    "faults/test_full_disk.py", "faults/test_ranks_groups.py", "faults/test_ranks_places.py",
-    "crash/test_crash_model.py", "adapters/test_megatron.py", "ranks/test_reading.py",
-)  # fmt: skip
+    "test_docs.py",
+    "torture/test_short_torture.py",
+    "faults/test_kills.py",
+    "checkpointer/test_interrupts.py",
+    "capture/test_capture_changes.py",
+    "ranks/test_matrix.py",
+    "faults/test_ranks_failing.py",
+    "adapters/test_export_hf.py",
+    "faults/test_ranks_killed.py",
+    "cli/test_processes.py",
+    "faults/test_limits.py",
+    "checkpointer/test_saving.py",
+    "faults/test_full_disk.py",
+    "faults/test_ranks_groups.py",
+    "faults/test_ranks_places.py",
+    "crash/test_crash_model.py",
+    "adapters/test_megatron.py",
+    "ranks/test_reading.py",
+)
 """The files that take longest, in that order: at the end no worker sits alone with one of them."""
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
@@ -73,13 +85,17 @@ def pytest_configure(config: pytest.Config) -> None:
         listener.listen(100)
         server = subprocess.Popen(
             [sys.executable, WARM / "server.py", str(listener.fileno())],
-            pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
             env={
-                **os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "src"),
+                "OMP_NUM_THREADS": "1",
                 # To ask whether there is a GPU would otherwise leave none to what is forked.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             },
-        )  # fmt: skip
+        )
 
     def end() -> None:
         server.communicate()
@@ -147,7 +163,7 @@ def disk_folder() -> Path:
 def pages_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that saves pass through is made by whoever writes into it, not ahead of time: 60 ms of
     CPU for each Checkpointer. tests/memory has it as it is, and so has every new interpreter."""
-    if (shared := sys.modules.get("laststep.memory.shared")) is not None:
+    if (shared := sys.modules.get("laststep.memory.segments")) is not None:
         for name in ("allocate", "populate"):
             monkeypatch.setattr(shared.Mapping, name, lambda *_: None)
 

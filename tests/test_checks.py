@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from laststep.checks import Checked, allowed, checked, seconds
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 
 class Colour(StrEnum):
@@ -55,13 +55,18 @@ class Sample(Checked, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (int, "an int"), (Few, "an int from 1 to 9"), (Counted, "an int of 0 or more"),
-        (Span, "a number above 0 and below 1000000"), (float | None, "a number or None"),
-        (bool, "True or False"), (str, "a str"), (Colour, "one of 'red', 'blue'"),
+        (int, "an int"),
+        (Few, "an int from 1 to 9"),
+        (Counted, "an int of 0 or more"),
+        (Span, "a number above 0 and below 1000000"),
+        (float | None, "a number or None"),
+        (bool, "True or False"),
+        (str, "a str"),
+        (Colour, "one of 'red', 'blue'"),
         (Literal["a"] | None, "one of 'a' or None"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_type_says_what_a_value_may_be(kind: object, words: str) -> None:
     assert allowed(kind) == words
 
@@ -69,13 +74,21 @@ def test_a_type_says_what_a_value_may_be(kind: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "plain"),
     [
-        (np.int64(3), Few, 3), (np.bool_(True), bool, True), (np.float32(0.5), Span, 0.5),
-        (OwnInt(3), Few, 3), (OwnFloat(0.5), Span, 0.5), (OwnStr("a"), str, "a"),
-        (np.str_("a"), str, "a"), (Shade.BLUE, str, "blue"), (Shade.BLUE, Colour, Colour.BLUE),
-        (2, Span, 2.0), ("blue", Colour, Colour.BLUE), (None, bool | None, None),
+        (np.int64(3), Few, 3),
+        (np.bool_(True), bool, True),
+        (np.float32(0.5), Span, 0.5),
+        (OwnInt(3), Few, 3),
+        (OwnFloat(0.5), Span, 0.5),
+        (OwnStr("a"), str, "a"),
+        (np.str_("a"), str, "a"),
+        (Shade.BLUE, str, "blue"),
+        (Shade.BLUE, Colour, Colour.BLUE),
+        (2, Span, 2.0),
+        ("blue", Colour, Colour.BLUE),
+        (None, bool | None, None),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_value_that_fits_comes_back_as_its_type(
     value: object, kind: object, plain: object
 ) -> None:
@@ -87,15 +100,24 @@ def test_a_value_that_fits_comes_back_as_its_type(
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (0, Few), (True, Few), (3.0, Few), ("3", Few), (np.float64(3), Few), (1, bool),
-        (float("nan"), Span), (0, Span), (np.array([1, 2]), Few), ("green", Colour), (3, Colour),
+        (0, Few),
+        (True, Few),
+        (3.0, Few),
+        ("3", Few),
+        (np.float64(3), Few),
+        (1, bool),
+        (float("nan"), Span),
+        (0, Span),
+        (np.array([1, 2]), Few),
+        ("green", Colour),
+        (3, Colour),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_value_that_does_not_fit_is_told_by_name_type_and_value(
     value: object, kind: object
 ) -> None:
-    with pytest.raises(Usage, match="it has no such value") as caught:
+    with pytest.raises(UsageError, match="it has no such value") as caught:
         checked("it", value, kind)
     assert caught.value.expected == allowed(kind)
     assert caught.value.remedy
@@ -105,14 +127,15 @@ def test_a_value_that_does_not_fit_is_told_by_name_type_and_value(
     ("value", "kind", "words"),
     [
         (1 << 70, Counted, f"an int of 0 or more, at most {1 << 62}"),
-        ("", str | None, "a str or None that is not empty"), (Unshowable(), Few, allowed(Few)),
+        ("", str | None, "a str or None that is not empty"),
+        (Unshowable(), Few, allowed(Few)),
     ],
     ids=["huge", "empty", "unshowable"],
-)  # fmt: skip
+)
 def test_what_could_not_be_stored_or_shown_is_told_as_well(
     value: object, kind: object, words: str
 ) -> None:
-    with pytest.raises(Usage, match="it has no such value") as caught:
+    with pytest.raises(UsageError, match="it has no such value") as caught:
         checked("it", value, kind)
     assert caught.value.expected == words
 
@@ -127,5 +150,7 @@ def test_one_may_wait_longer_than_the_system_can(timeout_s: float) -> None:
 def test_a_struct_holds_what_was_checked_and_names_a_field_in_its_own_way() -> None:
     sample = Sample(few=np.int8(4), colour="blue")
     assert (type(sample.few), sample.colour) == (int, Colour.BLUE)
-    with pytest.raises(Usage, match=r"Sample\(few=…\) has no such value: expected an int from 1"):
+    with pytest.raises(
+        UsageError, match=r"Sample\(few=…\) has no such value: expected an int from 1"
+    ):
         Sample(few=10)

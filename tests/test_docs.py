@@ -235,9 +235,10 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "<!-- needs" in page.read_text("utf-8")],
+    "page",
+    [page for page in PAGES if "<!-- needs" in page.read_text("utf-8")],
     ids=lambda page: str(page.relative_to(ROOT)),
-)  # fmt: skip
+)
 def test_every_block_of_the_page_runs_with_what_it_needs(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page.read_text(encoding="utf-8"), str(page))
     if missing := not_installed(blocks):
@@ -353,10 +354,11 @@ def named_paths(text: str) -> list[str]:
     words = re.findall(r"`([\w.*/-]+)`", text)
     words += re.findall(r"(?<=\s)((?:tests|src|docs|bench|examples)/[\w./-]+)", text)
     return [
-        word for word in dict.fromkeys(words)
+        word
+        for word in dict.fromkeys(words)
         if ("/" in word or re.search(r"\.(py|md|toml|yaml|txt|cu)$", word))
         and not re.search(r"\.(json|safetensors)$|^torch|^\.", word)
-    ]  # fmt: skip
+    ]
 
 
 def is_there(path: str) -> bool:

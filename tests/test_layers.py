@@ -26,8 +26,7 @@ MAY_IMPORT_TORCH = (
     "state/tensors/*.py",
     "capture/*.py",
     "memory/pool.py",
-    "restoring/placer.py",
-    "restoring/parcels.py",
+    "restoring/exchange.py",
     "ranks/*.py",
     "adapters/*.py",
     "cli/demo_train.py",  # the training of `laststep demo`, always a process of its own
@@ -112,7 +111,7 @@ def test_the_scan_sees_every_way_to_import_torch(source: str, lines: list[int]) 
         ("capture/device.py", True),
         ("ranks/__init__.py", True),
         ("ranks/store/client.py", True),
-        ("restoring/placer.py", True),
+        ("restoring/exchange.py", True),
         ("restoring/restore.py", False),
         ("state/__init__.py", False),
         ("state/tree.py", False),

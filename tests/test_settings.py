@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.settings import Settings
 
 
@@ -27,6 +27,6 @@ def test_threads_that_wait_for_a_server_need_no_core_each(monkeypatch: pytest.Mo
 
 
 def test_a_mean_time_between_failures_that_nobody_reckons_with_is_refused() -> None:
-    with pytest.raises(Usage, match="every='auto'"):
+    with pytest.raises(UsageError, match="every='auto'"):
         Settings(mtbf="6 h", every=10)
     assert Settings(mtbf="6 h", every="auto").mtbf == "6 h"

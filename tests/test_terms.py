@@ -13,9 +13,15 @@ from laststep.terms import DURATION, UNITS_S, duration_s, duration_text
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("10 min", 600.0), ("10min", 600.0), ("1.5 h", 5400.0), ("90s", 90.0), ("0.25 s", 0.25),
-     ("2 d", 172800.0)],
-)  # fmt: skip
+    [
+        ("10 min", 600.0),
+        ("10min", 600.0),
+        ("1.5 h", 5400.0),
+        ("90s", 90.0),
+        ("0.25 s", 0.25),
+        ("2 d", 172800.0),
+    ],
+)
 def test_a_duration_has_a_number_and_a_unit(text: str, seconds: float) -> None:
     assert re.fullmatch(DURATION, text)
     assert duration_s(text) == seconds

@@ -28,29 +28,28 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer
     from laststep.errors import (
-        Aborted,
-        Corrupt,
-        Exists,
+        AbortedError,
+        AlreadyExistsError,
+        CorruptError,
         LaststepError,
-        Mismatch,
-        NotFound,
+        MismatchError,
+        NotFoundError,
         Problems,
-        StorageFailed,
-        Torn,
-        Usage,
+        StorageError,
+        TornCaptureError,
+        UsageError,
     )
-    from laststep.flush.handle import SaveHandle, SaveReport
+    from laststep.flush.saves import SaveHandle, SaveReport
     from laststep.oneoff import load, save
     from laststep.plan.frequency import Reckoning
-    from laststep.restoring.attempts import Skipped
+    from laststep.restoring.choose import Skipped
     from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.preempting import Preempted
     from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Preemption
-    from laststep.state.late import Late
+    from laststep.state.items import Late, trainable
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
-    from laststep.state.trainable import trainable
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
     from laststep.tiers.leftovers import RescueReport, rescue
@@ -63,44 +62,51 @@ _WHERE = {
     "laststep.oneoff": ("load", "save"),
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.plan.frequency": ("Reckoning",),
-    "laststep.restoring.attempts": ("Skipped",),
+    "laststep.restoring.choose": ("Skipped",),
     "laststep.restoring.restore": ("Peeked", "Restored"),
     "laststep.saving.preempting": ("Preempted",),
     "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy", "Preemption"),
-    "laststep.flush.handle": ("SaveHandle", "SaveReport"),
+    "laststep.flush.saves": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
-        "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "Problems",
-        "StorageFailed", "Torn", "Usage",
+        "AbortedError",
+        "CorruptError",
+        "AlreadyExistsError",
+        "LaststepError",
+        "MismatchError",
+        "NotFoundError",
+        "Problems",
+        "StorageError",
+        "TornCaptureError",
+        "UsageError",
     ),
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
-    "laststep.state.late": ("Late",),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
-    "laststep.state.trainable": ("trainable",),
+    "laststep.state.items": ("Late", "trainable"),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
     "laststep.tiers.leftovers": ("RescueReport", "rescue"),
     "laststep.tiers.runs": ("CopyReport", "copy"),
     "laststep.tiers.tier": ("Tier",),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
-_ADAPTERS = frozenset({
-    "accelerate", "dcp", "deepspeed", "hf", "lightning", "megatron", "ray", "torchtitan",
-})  # fmt: skip
+_ADAPTERS = frozenset(
+    {"accelerate", "dcp", "deepspeed", "hf", "lightning", "megatron", "ray", "torchtitan"}
+)
 """Of frameworks: `laststep.hf` is `laststep.adapters.hf`, and needs what its extra installs."""
 
 __all__ = [
     "ABSENT",
     "RNG",
-    "Aborted",
+    "AbortedError",
+    "AlreadyExistsError",
     "Capture",
     "Catalog",
     "Checkpoint",
     "Checkpointer",
     "CompareReplicas",
     "CopyReport",
-    "Corrupt",
-    "Exists",
+    "CorruptError",
     "Flat",
     "FlushIn",
     "Keep",
@@ -108,8 +114,8 @@ __all__ = [
     "LaststepError",
     "Late",
     "Mesh",
-    "Mismatch",
-    "NotFound",
+    "MismatchError",
+    "NotFoundError",
     "OnBusy",
     "Peeked",
     "PerRank",
@@ -127,11 +133,11 @@ __all__ = [
     "Skipped",
     "State",
     "StateProvider",
-    "StorageFailed",
+    "StorageError",
     "StoredTensor",
     "Tier",
-    "Torn",
-    "Usage",
+    "TornCaptureError",
+    "UsageError",
     "__version__",
     "copy",
     "load",

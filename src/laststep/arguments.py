@@ -1,7 +1,7 @@
 """Check what a user passes to a Checkpointer, and bring it into one form.
 
-Knows nothing of what the arguments do. Whatever cannot work is `Usage`, before anything is begun.
-"""
+Knows nothing of what the arguments do. Whatever cannot work is `UsageError`, before anything is
+begun."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
 from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere
-from laststep.errors import Usage
-from laststep.flush.rounding import ROUNDED
+from laststep.errors import UsageError
+from laststep.flush.encoder import ROUNDERS
 from laststep.restoring.restore import RestoreRequest
 from laststep.settings import ALL_ITEMS, Compression, Preemption, Settings
 from laststep.state.tensors import is_tensor
@@ -43,20 +43,23 @@ def plain_step(step: SupportsIndex) -> int:
     """A step as an int; NumPy's integers are welcome, booleans, floats and tensors are not."""
     if is_tensor(step):
         # int() of a tensor on a device waits for all work there: the user should see that.
-        raise Usage(
-            "a step is a whole number, not a tensor", expected="an int of 0 or more",
+        raise UsageError(
+            "a step is a whole number, not a tensor",
+            expected="an int of 0 or more",
             found=f"a tensor of {step.dtype} on {step.device}",  # type: ignore[attr-defined]
             remedy="pass step=int(step)",
-        )  # fmt: skip
+        )
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_STEP:
-        raise Usage(
-            "a step is a whole number", expected=f"an int from 0 to {MAX_STEP}", found=shown(step),
+        raise UsageError(
+            "a step is a whole number",
+            expected=f"an int from 0 to {MAX_STEP}",
+            found=shown(step),
             remedy="count the steps of the training from 0",
-        )  # fmt: skip
+        )
     return number
 
 
@@ -86,26 +89,31 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
             name = "model"
         elif any(kind.__module__ == "torch.optim.optimizer" for kind in first.__mro__):
             name = "optimizer"
-        raise Usage(
-            "only the run is passed without a name", expected="every part of the state by a name",
+        raise UsageError(
+            "only the run is passed without a name",
+            expected="every part of the state by a name",
             found=f"{with_article(first)} without one",
             remedy=f"pass Checkpointer(run, {name}=…)",
-        )  # fmt: skip
+        )
 
 
 def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
     """The items of both ways to name them."""
     if items is not None and not isinstance(items, Mapping):
-        raise Usage(
-            "items is not a mapping", expected="names and what they stand for",
-            found=with_article(type(items)), remedy="pass items={'model': model, …}",
-        )  # fmt: skip
+        raise UsageError(
+            "items is not a mapping",
+            expected="names and what they stand for",
+            found=with_article(type(items)),
+            remedy="pass items={'model': model, …}",
+        )
     twice = sorted(set(items or {}) & set(more_items))
     if twice:
-        raise Usage(
-            "an item is named twice", expected="each name once, in items={…} or as a keyword",
-            found=f"{', '.join(twice)} in both", remedy="rename one, or leave one out",
-        )  # fmt: skip
+        raise UsageError(
+            "an item is named twice",
+            expected="each name once, in items={…} or as a keyword",
+            found=f"{', '.join(twice)} in both",
+            remedy="rename one, or leave one out",
+        )
     for name, value in more_items.items():
         _refuse_misspelt(name, value)
     return {**(items or {}), **more_items}
@@ -130,12 +138,13 @@ def _refuse_misspelt(name: str, value: object) -> None:
         remedy = f"did you mean {meant}={shown(value)}?"
     else:
         remedy = f"pass a dict if it is an item, {name}={{'value': …}}; else leave it out"
-    raise Usage(
-        f"{name} is no setting", expected=f"an item, or one of {', '.join(SETTINGS)}",
+    raise UsageError(
+        f"{name} is no setting",
+        expected=f"an item, or one of {', '.join(SETTINGS)}",
         found=f"{name}={shown(value)}: keywords that are no settings are items of the state, and "
         f"{with_article(type(value))} cannot be restored in place",
         remedy=remedy,
-    )  # fmt: skip
+    )
 
 
 def true_or_false(name: str, value: object) -> bool:
@@ -146,17 +155,23 @@ def true_or_false(name: str, value: object) -> bool:
 def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
     """Streams on which state was written."""
     return _all_of(
-        streams, lambda one: hasattr(one, "cuda_stream"), "streams does not name CUDA streams",
-        expected="a sequence of torch.cuda.Stream", remedy="pass streams=[stream]",
-    )  # fmt: skip
+        streams,
+        lambda one: hasattr(one, "cuda_stream"),
+        "streams does not name CUDA streams",
+        expected="a sequence of torch.cuda.Stream",
+        remedy="pass streams=[stream]",
+    )
 
 
 def callables(subscribers: object) -> tuple[Subscriber, ...]:
     """Who is told of events."""
     return _all_of(
-        subscribers, callable, "subscribers is not a sequence of functions",
-        expected="functions that take an event", remedy="pass subscribers=[on_event]",
-    )  # fmt: skip
+        subscribers,
+        callable,
+        "subscribers is not a sequence of functions",
+        expected="functions that take an event",
+        remedy="pass subscribers=[on_event]",
+    )
 
 
 class CodingSettings(TypedDict):
@@ -170,18 +185,20 @@ def derived(asked: object) -> bool | dict[str, str]:
     """What follows from what, in a form of its own."""
     pairs: Any = dict(asked) if isinstance(asked, Mapping) else asked
     if not isinstance(pairs, bool) and not _are_words(pairs):
-        raise Usage(
-            "derived is not understood", found=shown(asked),
+        raise UsageError(
+            "derived is not understood",
+            found=shown(asked),
             expected="True, False, or names of tensors and those of their masters",
             remedy="pass derived=True, or derived={'model/*': 'optimizer/state/*/master'}",
-        )  # fmt: skip
+        )
     for name, master in pairs.items() if isinstance(pairs, dict) else ():
         if name.count("*") != master.count("*"):
-            raise Usage(
+            raise UsageError(
                 "derived maps names of tensors to those of their masters",
-                expected="as many '*' on both sides", found=f"{name!r}: {master!r}",
+                expected="as many '*' on both sides",
+                found=f"{name!r}: {master!r}",
                 remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
-            )  # fmt: skip
+            )
     return pairs  # type: ignore[no-any-return]
 
 
@@ -193,17 +210,19 @@ def coding(
     modes: Any = dict(compression) if isinstance(compression, Mapping) else compression
     rounded: Any = dict(lossy) if isinstance(lossy, Mapping) else {} if lossy is None else lossy
     if not isinstance(modes, str) and not _are_words(modes):
-        raise Usage(
-            "compression is not understood", expected="a word such as 'adaptive', or a word for "
-            "each item, {'optimizer': 'max'}", found=shown(compression),
+        raise UsageError(
+            "compression is not understood",
+            expected="a word such as 'adaptive', or a word for each item, {'optimizer': 'max'}",
+            found=shown(compression),
             remedy="see docs/guides/smaller.md",
-        )  # fmt: skip
+        )
     if not _are_words(rounded):
-        raise Usage(
-            "lossy is not understood", found=shown(lossy),
+        raise UsageError(
+            "lossy is not understood",
+            found=shown(lossy),
             expected="patterns of tensors and what they are rounded to",
             remedy="pass lossy={'optimizer/*exp_avg': 'int8'}, or leave it out",
-        )  # fmt: skip
+        )
     modes = plain(modes) if isinstance(modes, str) else modes
     names = [*items, ALL_ITEMS]
     for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
@@ -211,14 +230,16 @@ def coding(
             raise _unknown(f"compression names {item!r}, which is no item", item, names)
         _check_mode(word, here=here)
     for pattern, word in rounded.items():
-        if word not in ROUNDED:
-            raise _unknown(f"{pattern} cannot be rounded to that", word, list(ROUNDED))
+        if word not in ROUNDERS:
+            raise _unknown(f"{pattern} cannot be rounded to that", word, list(ROUNDERS))
         whose = pattern.partition("/")[0]
         if not any(fnmatchcase(item, whose) for item in names):
             raise _unknown(
                 f"lossy={{{pattern!r}: …}} names no item: a pattern is item/tensor, as in "
-                "'optimizer/*exp_avg' or '*/*exp_avg'", whose, names,
-            )  # fmt: skip
+                "'optimizer/*exp_avg' or '*/*exp_avg'",
+                whose,
+                names,
+            )
         codec_named("planes")  # which makes something of it
     return {"compression": modes, "lossy": rounded or None}
 
@@ -236,36 +257,41 @@ def _check_mode(word: str, *, here: bool) -> None:
     if word == Compression.ADAPTIVE:
         try:
             codec_named("planes")
-        except Usage as error:
+        except UsageError as error:
             log.warning("compression='adaptive' stores everything as it is: %s", error)
         return
     name = "planes" if word == Compression.MAX else word
     try:
         codec = codec_named(name)
-    except Usage as error:
+    except UsageError as error:
         if name == word and word not in OURS:
             words = [*Compression, *sorted(OURS)]
             raise _unknown("there is no such compression, nor a codec", word, words) from error
         raise
     if not here and not is_known_everywhere(name):
-        raise Usage(
-            "the flusher, a process of its own, does not know this codec", found=repr(name),
+        raise UsageError(
+            "the flusher, a process of its own, does not know this codec",
+            found=repr(name),
             expected="one that a package brings by an entry point of 'laststep.codecs'",
             remedy="pass flush='thread' for one that is registered in this process only",
-        )  # fmt: skip
+        )
     if not codec.lossless:
-        raise Usage(
-            "compression does not change values", expected="a codec that is lossless",
-            found=f"the codec {word!r}, which is not", remedy="lossy={…} rounds, and says so",
-        )  # fmt: skip
+        raise UsageError(
+            "compression does not change values",
+            expected="a codec that is lossless",
+            found=f"the codec {word!r}, which is not",
+            remedy="lossy={…} rounds, and says so",
+        )
 
 
-def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller") -> Usage:
+def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller") -> UsageError:
     near = difflib.get_close_matches(found.lower(), known, n=1)
-    return Usage(
-        what, expected=f"one of {', '.join(known)}", found=repr(found),
+    return UsageError(
+        what,
+        expected=f"one of {', '.join(known)}",
+        found=repr(found),
         remedy=f"did you mean '{near[0]}'?" if near else f"see docs/guides/{guide}.md",
-    )  # fmt: skip
+    )
 
 
 def restore_request(
@@ -281,20 +307,25 @@ def restore_request(
 ) -> RestoreRequest:
     """What restore() was asked for."""
     return RestoreRequest(
-        step=None if step is None else plain_step(step), only=patterns(only),
-        strict=true_or_false("strict", strict), exact=true_or_false("exact", exact),
+        step=None if step is None else plain_step(step),
+        only=patterns(only),
+        strict=true_or_false("strict", strict),
+        exact=true_or_false("exact", exact),
         allow_pickle=settings.allow_pickle,
-        threads=settings.readers(ranks_here, remote=remote), tiers=tiers,
-    )  # fmt: skip
+        threads=settings.readers(ranks_here, remote=remote),
+        tiers=tiers,
+    )
 
 
 def check_metrics(metrics: object) -> None:
     """Metrics have names."""
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise Usage(
-            "metrics is not a mapping", expected="names and numbers",
-            found=with_article(type(metrics)), remedy="pass metrics={'loss': loss}",
-        )  # fmt: skip
+        raise UsageError(
+            "metrics is not a mapping",
+            expected="names and numbers",
+            found=with_article(type(metrics)),
+            remedy="pass metrics={'loss': loss}",
+        )
 
 
 def patterns(only: object) -> tuple[str, ...] | None:
@@ -302,11 +333,13 @@ def patterns(only: object) -> tuple[str, ...] | None:
     if only is None:
         return None
     names = _all_of(
-        (only,) if isinstance(only, str) else only, lambda one: isinstance(one, str),
-        "only does not name parts of the state", at_least=1,
+        (only,) if isinstance(only, str) else only,
+        lambda one: isinstance(one, str),
+        "only does not name parts of the state",
+        at_least=1,
         expected="names of items, or globs over item/tensor names",
         remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
-    )  # fmt: skip
+    )
     return tuple(map(plain, names))  # type: ignore[arg-type]
 
 
@@ -322,7 +355,7 @@ def _all_of(
     """A sequence of one kind of thing."""
     given = tuple(value) if isinstance(value, Iterable) else None
     if given is None or len(given) < at_least or not all(map(is_one, given)):
-        raise Usage(refusal, expected=expected, found=shown(value), remedy=remedy)
+        raise UsageError(refusal, expected=expected, found=shown(value), remedy=remedy)
     return given
 
 
@@ -350,11 +383,13 @@ def _refuse_orphans(url: str, items: tuple[str, ...], derived: Mapping[str, str]
         low, high = (text.partition("/")[0] for text in (pattern, master))
         takes = [any(fnmatchcase(item, whose) for item in items) for whose in (low, high)]
         if takes == [True, False]:
-            raise Usage(
+            raise UsageError(
                 "tensors are declared to follow from others that the tier does not take",
-                where=url, expected=f"{master} among the items", found=f"items={items}",
+                where=url,
+                expected=f"{master} among the items",
+                found=f"items={items}",
                 remedy=f"take {high!r} too, or pass derived=True: it stores what is to stand alone",
-            )  # fmt: skip
+            )
 
 
 def preemption(asked: object) -> Preemption | None:
@@ -368,7 +403,7 @@ def preemption(asked: object) -> Preemption | None:
 def rules(keep: Keep | None) -> Keep | None:
     """The rules of retention."""
     if keep is not None and not isinstance(keep, Keep):
-        raise Usage(
+        raise UsageError(
             "keep is not a Keep", found=shown(keep), remedy="pass keep=laststep.Keep(last=3)"
         )
     return keep

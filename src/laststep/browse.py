@@ -19,10 +19,10 @@ from laststep.catalog import decision
 from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
-from laststep.process import shortage
-from laststep.process.only_one import OnlyOne
+from laststep.process import system
+from laststep.process.threads import OnlyOne
 from laststep.read.blocks import refuse
 from laststep.read.content import Content, Place
 from laststep.read.files import close_files
@@ -38,25 +38,26 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.catalog.listing import Listed
-    from laststep.state.stored_items import TensorSpec
+    from laststep.state.tree import TensorSpec
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 
-@shortage.told("look into a run")
+@system.translate_oom("look into a run")
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
-    """The catalog of a run; `NotFound` where there is none."""
+    """The catalog of a run; `NotFoundError` where there is none."""
     store = open_store(path)
     try:
         return Catalog(Run.open(store))
-    except NotFound:
+    except NotFoundError:
         if not is_checkpoint(store):
             raise
-        raise NotFound(
-            "this is one checkpoint, not a run", where=store.url,
+        raise NotFoundError(
+            "this is one checkpoint, not a run",
+            where=store.url,
             remedy="laststep.load(path) loads it, `laststep show` says what it holds",
-        ) from None  # fmt: skip
+        ) from None
 
 
 class Catalog:
@@ -79,19 +80,22 @@ class Catalog:
     def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
         step = _whole_number(wanted)
         if step is None:
-            raise Usage(
-                "a catalog is asked by step", expected="an int of 0 or more", found=repr(wanted),
+            raise UsageError(
+                "a catalog is asked by step",
+                expected="an int of 0 or more",
+                found=repr(wanted),
                 remedy="catalog.steps() lists the steps",
-            )  # fmt: skip
+            )
         listed = self._all()
         same_step = [entry for entry in listed if entry.step == step]
         same_step.sort(key=lambda entry: entry.on_lineage)
         if not same_step:
-            raise NotFound(
-                f"there is no checkpoint of step {step}", where=self._run.store.url,
+            raise NotFoundError(
+                f"there is no checkpoint of step {step}",
+                where=self._run.store.url,
                 found=nearest_steps((entry.step for entry in listed), step),
                 remedy="catalog.steps() lists all of the lineage, `laststep ls` the rest",
-            )  # fmt: skip
+            )
         return self._open(same_step[-1])
 
     def steps(self) -> list[int]:
@@ -99,34 +103,37 @@ class Catalog:
         return [entry.step for entry in self._lineage() if entry.commit is not None]
 
     def latest(self) -> Checkpoint:
-        """The newest checkpoint of the lineage; `Corrupt` where its manifest cannot be read."""
+        """The newest checkpoint of the lineage; `CorruptError` where its manifest cannot be
+        read."""
         # Not `Run.newest`: what is damaged raises, instead of giving an older checkpoint to
         # somebody who would not notice.
         lineage = self._lineage()
         if not lineage:
-            raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
+            raise NotFoundError("the run has no checkpoint yet", where=self._run.store.url)
         newest = lineage[-1]
         good = [entry.step for entry in lineage[:-1] if entry.is_whole]
         older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
-        if not isinstance(newest.error, Corrupt):
+        if not isinstance(newest.error, CorruptError):
             return self._open(newest, older)
-        raise Corrupt(
+        raise CorruptError(
             f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
-            where=newest.error.where, expected=newest.error.expected, found=newest.error.found,
+            where=newest.error.where,
+            expected=newest.error.expected,
+            found=newest.error.found,
             remedy=DAMAGE_REMEDY + older,
-        ) from newest.error  # fmt: skip
+        ) from newest.error
 
-    @shortage.told("list a run")
+    @system.translate_oom("list a run")
     def _lineage(self) -> tuple[Listed, ...]:
         return self._run.lineage()
 
-    @shortage.told("list a run")
+    @system.translate_oom("list a run")
     def _all(self) -> tuple[Listed, ...]:
         return self._run.checkpoints()
 
     def _open(self, listed: Listed, older: str = "") -> Checkpoint:
         if listed.commit is None:
-            raise listed.error or Corrupt(
+            raise listed.error or CorruptError(
                 "the manifest cannot be read", where=listed.folder, remedy=DAMAGE_REMEDY
             )
         return Checkpoint(self._run.store, listed.folder, listed.commit, older=older)
@@ -136,13 +143,7 @@ class Checkpoint(OnlyOne):
     """One committed checkpoint; of what each rank has for itself, the view of one rank."""
 
     def __init__(
-        self,
-        store: Store,
-        folder: str,
-        commit: Commit,
-        *,
-        rank: int | None = None,
-        older: str = "",
+        self, store: Store, folder: str, commit: Commit, *, rank: int | None = None, older: str = ""
     ) -> None:
         self._store = store
         self._older = older
@@ -177,13 +178,13 @@ class Checkpoint(OnlyOne):
         """The same checkpoint in the view of that rank, from 0 on: of what each rank has for
         itself, its own."""
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise Usage("a rank is a number", expected="an int of 0 or more", found=repr(rank))
+            raise UsageError("a rank is a number", expected="an int of 0 or more", found=repr(rank))
         number = operator.index(rank)
         if not 0 <= number < self.ranks:
             known = "rank 0, which alone wrote it"
             if self.ranks > 1:
                 known = f"one of the ranks 0 to {self.ranks - 1} that wrote it"
-            raise NotFound(
+            raise NotFoundError(
                 f"the checkpoint has no rank {number}", where=self.folder, expected=known
             )
         return Checkpoint(self._store, self.folder, self._commit, rank=number, older=self._older)
@@ -196,29 +197,33 @@ class Checkpoint(OnlyOne):
     def tensor(self, full_name: str) -> StoredTensor:
         """A tensor by its full name; nothing of it is read before it is sliced."""
         if not isinstance(full_name, str):
-            raise Usage(
-                "a tensor is asked for by its name", expected="text such as 'model/weight'",
-                found=repr(full_name), remedy="checkpoint.tensors() lists the names",
-            )  # fmt: skip
+            raise UsageError(
+                "a tensor is asked for by its name",
+                expected="text such as 'model/weight'",
+                found=repr(full_name),
+                remedy="checkpoint.tensors() lists the names",
+            )
         content = self._opened()
         item_name, _, name = full_name.partition("/")
         if not name and (meant := _meant_by(full_name, content)) is not None:
-            raise NotFound(
-                f"there is no tensor {full_name!r}", where=self.folder,
+            raise NotFoundError(
+                f"there is no tensor {full_name!r}",
+                where=self.folder,
                 remedy=f"did you mean {meant!r}?",
-            )  # fmt: skip
+            )
         item = content.item(item_name)
         self._tell_whose(item_name)
         if item.view_of(name) is not None:
-            raise Usage(
+            raise UsageError(
                 f"{full_name} shares bytes with other tensors", remedy="load its item whole"
             )
         stored = item.ties.get(name, name)
         if stored not in item.tensors:
-            raise NotFound(
-                f"there is no tensor {full_name!r}", where=self.folder,
+            raise NotFoundError(
+                f"there is no tensor {full_name!r}",
+                where=self.folder,
                 remedy=_remedy_for(content, item_name, name),
-            )  # fmt: skip
+            )
         places = content.places(item_name, stored)
         return StoredTensor(content, full_name, item.tensors[stored], places)
 
@@ -227,10 +232,12 @@ class Checkpoint(OnlyOne):
             self._told.add(item)
             log.warning(
                 "%s: each of %d ranks has its own; this is rank 0's: checkpoint.of_rank(…) has the "
-                "others'", item, self.ranks,
-            )  # fmt: skip
+                "others'",
+                item,
+                self.ranks,
+            )
 
-    @shortage.told("verify a checkpoint")
+    @system.translate_oom("verify a checkpoint")
     def verify(self) -> VerifyReport:
         """Read and check every byte."""
         return verify_checkpoint(self._store, self.folder)
@@ -256,17 +263,20 @@ class Checkpoint(OnlyOne):
         """Damage that is found in this block is told with how to get at an older checkpoint."""
         try:
             yield
-        except Corrupt as error:
+        except CorruptError as error:
             if not self._older or (error.remedy or "").endswith(self._older):
                 raise
-            told = Corrupt(
-                error.what, where=error.where, expected=error.expected, found=error.found,
+            told = CorruptError(
+                error.what,
+                where=error.where,
+                expected=error.expected,
+                found=error.found,
                 remedy=f"{error.remedy}{self._older}",
-            )  # fmt: skip
+            )
             told.missing = error.missing
             raise told from error
 
-    @shortage.told("open a checkpoint")
+    @system.translate_oom("open a checkpoint")
     def _opened(self) -> Content:
         if self._content is None:
             with self.advising():
@@ -282,7 +292,7 @@ class Checkpoint(OnlyOne):
         return f"<Checkpoint step={self.step} {self.folder}{whose}>"
 
 
-class NoSuchElements(Usage, IndexError):
+class NoSuchElements(UsageError, IndexError):
     """An index that a stored tensor does not have; an `IndexError` too, at which loops end."""
 
 
@@ -297,7 +307,7 @@ class StoredTensor(OnlyOne):
         self.name = name
         self.dtype, self.shape = spec
 
-    @shortage.told("read a tensor")
+    @system.translate_oom("read a tensor")
     def __getitem__(self, index: object) -> torch.Tensor:
         """The slice as a CPU tensor. A leading int or slice limits what is read. `t[:]` is all of
         it, also where the tensor is a single number."""
@@ -317,12 +327,14 @@ class StoredTensor(OnlyOne):
         try:
             return part[index]  # type: ignore[index]
         except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch has no one type
-            if shortage.is_one(error):
+            if system.is_one(error):
                 raise
             raise NoSuchElements(
-                f"cannot index {self.name}", expected=f"an index into the shape {list(self.shape)}",
-                found=str(error).partition("\n")[0], remedy="t[:] reads all of it",
-            ) from error  # fmt: skip
+                f"cannot index {self.name}",
+                expected=f"an index into the shape {list(self.shape)}",
+                found=str(error).partition("\n")[0],
+                remedy="t[:] reads all of it",
+            ) from error
 
     def _box(self, wanted: Box) -> torch.Tensor:
         """A box of the tensor, put together from where its parts lie."""
@@ -358,10 +370,12 @@ class StoredTensor(OnlyOne):
             odd = any(bound is not None and not hasattr(bound, "__index__") for bound in bounds)
             odd = odd or (isinstance(part, slice) and part.step == 0)
             if odd or isinstance(part, str | bytes | float | complex | Mapping | AbstractSet):
-                raise Usage(
-                    f"cannot index {self.name}", expected="ints, slices or index tensors",
-                    found=repr(index), remedy="t[:] reads all of it",
-                )  # fmt: skip
+                raise UsageError(
+                    f"cannot index {self.name}",
+                    expected="ints, slices or index tensors",
+                    found=repr(index),
+                    remedy="t[:] reads all of it",
+                )
 
     def _rows(self, lead: object) -> tuple[range, int | slice] | None:
         """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""
@@ -372,8 +386,9 @@ class StoredTensor(OnlyOne):
             if not 0 <= row < self.shape[0]:
                 raise NoSuchElements(
                     f"there is no row {lead} of {self.name}",
-                    found=f"{self.shape[0]} rows", remedy="t[:] reads all of it",
-                )  # fmt: skip
+                    found=f"{self.shape[0]} rows",
+                    remedy="t[:] reads all of it",
+                )
             return range(row, row + 1), 0
         if isinstance(lead, slice):
             start, stop, step = lead.indices(self.shape[0])
@@ -391,11 +406,14 @@ class StoredTensor(OnlyOne):
         buffer = bytearray(extent.size_bytes)
         try:
             refuse(extent.read(memoryview(buffer)))
-        except Corrupt as error:
-            raise Corrupt(
-                f"cannot read {self.name}: {error.what}", where=error.where,
-                expected=error.expected, found=error.found, remedy=error.remedy,
-            ) from error  # fmt: skip
+        except CorruptError as error:
+            raise CorruptError(
+                f"cannot read {self.name}: {error.what}",
+                where=error.where,
+                expected=error.expected,
+                found=error.found,
+                remedy=error.remedy,
+            ) from error
         at = first_byte % BLOCK_BYTES
         return buffer[at : at + size]
 
@@ -436,18 +454,18 @@ def _meant_by(name: str, content: Content) -> str | None:
     return None
 
 
-@shortage.told("open a checkpoint")
+@system.translate_oom("open a checkpoint")
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """A checkpoint's folder on its own, wherever it was copied to."""
     store, folder = open_parent(path)
     full = f"{store.url}/{folder}"
     try:
         data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=decision.MANIFEST_LIMIT_BYTES)
-    except NotFound:
-        raise NotFound(
+    except NotFoundError:
+        raise NotFoundError(
             "there is no checkpoint", where=full, expected=MANIFEST_NAME, remedy="check the path"
         ) from None
     decided = decode(data, where=f"{full}/{MANIFEST_NAME}")
     if not isinstance(decided, Commit):
-        raise NotFound("this checkpoint was given up", where=full, found=decided.reason)
+        raise NotFoundError("this checkpoint was given up", where=full, found=decided.reason)
     return Checkpoint(store, folder, decided)

@@ -17,28 +17,26 @@ from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
 from laststep.checks import seconds
-from laststep.commit import meeting as teaming
-from laststep.errors import Aborted, LaststepError, brief
+from laststep.commit import thread as teaming
+from laststep.errors import AbortedError, LaststepError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
-from laststep.process import interrupts, lifetimes, shortage
-from laststep.process import only_one as single
+from laststep.process import signals, system
+from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
-from laststep.restoring import neighbours
+from laststep.restoring import waiting
 from laststep.resuming import Resuming
 from laststep.running import RunningParts, start_parts
-from laststep.saving import backlog as queueing
 from laststep.saving import place as places
+from laststep.saving import place as queueing
 from laststep.saving import preempting
 from laststep.saving import preflight as sizing
 from laststep.saving import schedule as scheduling
-from laststep.saving.describe import take_state
-from laststep.saving.pausing import without_collection
+from laststep.saving.describe import take_state, without_collection
+from laststep.saving.place import SavedSteps
 from laststep.saving.prepare import Preparer, rehearse
-from laststep.saving.saved_steps import SavedSteps
 from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
-from laststep.state.items import providers_for
-from laststep.state.late import Late
+from laststep.state.items import Late, providers_for
 from laststep.storage.registry import open_store
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.job import Job
     from laststep.catalog.retention import Keep
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import SaveHandle
     from laststep.plan.files import SavePlan
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
@@ -102,21 +100,33 @@ class Checkpointer(single.OnlyOne):
         arguments.refuse_unnamed(unnamed)
         named = arguments.all_items(items, more_items)
         self._settings = Settings(
-            capture=capture, flush=flush, on_busy=on_busy,  # type: ignore[arg-type]
-            host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,
-            allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
-            compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
-            every=every, mtbf=mtbf, most_share=most_share, derived=arguments.derived(derived),
+            capture=capture,  # type: ignore[arg-type]
+            flush=flush,  # type: ignore[arg-type]
+            on_busy=on_busy,  # type: ignore[arg-type]
+            host_memory_bytes=host_memory_bytes,
+            device_margin_bytes=device_margin_bytes,
+            allow_pickle=allow_pickle,
+            writers=writers,
+            progress=progress,
+            deadline_s=deadline_s,
+            compare_replicas=compare_replicas,  # type: ignore[arg-type]
+            new_lineage=new_lineage,
+            every=every,
+            mtbf=mtbf,
+            most_share=most_share,
+            derived=arguments.derived(derived),
             **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
-        )  # fmt: skip
+        )
         self._tiers = arranged(run, tiers, arguments.rules(keep))
         excerpts = arguments.excerpts(self._tiers.further, named, self._settings.derived)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._preparer = Preparer(
-            self._rank, derived=self._settings.derived, lossy=self._settings.lossy,
+            self._rank,
+            derived=self._settings.derived,
+            lossy=self._settings.lossy,
             excerpts=excerpts,
-        )  # fmt: skip
+        )
         self._caches: dict[str, CollectCache] = {}
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
@@ -134,7 +144,7 @@ class Checkpointer(single.OnlyOne):
         self._bus = Bus()
         watch(self._bus, subscribers, progress=self._settings.progress)
         self._ending = preempting.look_out(arguments.preemption(preemption), self._rank, self._bus)
-        with interrupts.held():
+        with signals.held():
             self._start()
         if self._ending is not None:
             self._ending.install()  # outside of `held`, which holds other handlers now
@@ -147,16 +157,22 @@ class Checkpointer(single.OnlyOne):
         self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
         self._team = work.team
         self._capturer.at_optimizer_step(1, self._work.start_early)
-        self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
+        self._capturer.at_optimizer_step(_REHEARSAL_STEP, system.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
         self._resuming = Resuming(
-            self._store, self._tiers, self._providers, self._settings, self._rank, self._bus, work,
+            self._store,
+            self._tiers,
+            self._providers,
+            self._settings,
+            self._rank,
+            self._bus,
+            work,
             self._steps,
-        )  # fmt: skip
+        )
         self._schedule = scheduling.Schedule(
             self._settings, self._rank, self._client.past, may_only_end=self._ending is not None
         )
-        neighbours.enter(self._work, self.path, RunningParts.under_way)
+        waiting.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -183,9 +199,9 @@ class Checkpointer(single.OnlyOne):
         way all the same when it does: the others count on it. `streams` names CUDA streams, other
         than the current one, on which state was written and not yet joined.
         """
-        lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
+        system.check_process("save", self._pid)  # before a turn that may be another process's
         asked = arguments.SaveRequest(step, metrics, metadata, overwrite, streams)
-        with interrupts.held(), self._turn.of("save"), shortage.told("save"):
+        with signals.held(), self._turn.of("save"), system.translate_oom("save"):
             handle = self._save(asked)
         if self._ending is not None and self._team is not None:
             self._ending.reached(handle.step, self._meet_to_stop)
@@ -209,9 +225,11 @@ class Checkpointer(single.OnlyOne):
         others = [save.handle.step for save in self._client.saves.all()]
         overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
         save = SaveUnderWay(
-            self._client, step, overwrite=overwrite,
+            self._client,
+            step,
+            overwrite=overwrite,
             role="alone" if self._team is None else "first" if self._rank.is_first else "member",
-        )  # fmt: skip
+        )
         waited = self._make_room(save)
         if save.handle.report.skipped is None:
             with without_collection():
@@ -233,9 +251,12 @@ class Checkpointer(single.OnlyOne):
         try:
             self._resuming.saves()
             taken = take_state(
-                self._providers, self._caches, asked.metrics, asked.metadata,
+                self._providers,
+                self._caches,
+                asked.metrics,
+                asked.metadata,
                 allow_pickle=self._settings.allow_pickle,
-            )  # fmt: skip
+            )
             self._look_at_late()
             agree = None
             if self._team is not None:
@@ -257,7 +278,9 @@ class Checkpointer(single.OnlyOne):
         except BaseException as error:
             # Ctrl-C included: a save that is never sealed would hold up all that follow it.
             save.failed(
-                error if isinstance(error, LaststepError) else Aborted("save() was interrupted")
+                error
+                if isinstance(error, LaststepError)
+                else AbortedError("save() was interrupted")
             )
             self._client.saves.forget(save)
             raise
@@ -296,13 +319,13 @@ class Checkpointer(single.OnlyOne):
         elif due:
             return save()
         if self._team is None and any(save.over for save in self._client.saves.all()):
-            with interrupts.held(), self._turn.of("step"):
+            with signals.held(), self._turn.of("step"):
                 self._raise_failed()
         return None
 
     def _meet(self) -> scheduling.Notes:
         """Bring the ranks together for `step()`, when it is first called or after a restore."""
-        with interrupts.held():
+        with signals.held():
             team, ranks = self._team, self._resuming.all_ranks("step()")
             return scheduling.OwnNotes() if team is None else team.notes(ranks)
 
@@ -317,16 +340,16 @@ class Checkpointer(single.OnlyOne):
 
     def _meet_to_stop(self) -> Board:
         """Bring several ranks together, so that they can agree on the step at which they stop."""
-        with interrupts.held():
+        with signals.held():
             return teaming.board_to_stop(self._team, self._resuming.all_ranks("step()"))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
-        lifetimes.check_process("wait", self._pid)
+        system.check_process("wait", self._pid)
         self._turn.check("wait")
         if not self._work.over_within(seconds(timeout_s)):
             return False
-        with interrupts.held(), self._turn.of("wait"):
+        with signals.held(), self._turn.of("wait"):
             self._raise_failed()
         return True
 
@@ -340,7 +363,7 @@ class Checkpointer(single.OnlyOne):
         if os.getpid() != self._pid or self._work.closes:
             return
         self._turn.check("close")
-        with interrupts.held():
+        with signals.held():
             self._work.wait()  # Ctrl-C here leaves it open
             with self._turn.of("close"):
                 self._closed = True
@@ -348,7 +371,7 @@ class Checkpointer(single.OnlyOne):
                 self._client.ends_well = well and self._schedule.end()
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
-                lifetimes.let_be(self._work)
+                system.let_be(self._work)
                 if self._ending is not None:
                     self._ending.close()
                 self._raise_failed()
@@ -392,9 +415,9 @@ class Checkpointer(single.OnlyOne):
         this run that are under way in this process are waited for; what failed of one's own is
         raised.
         """
-        lifetimes.check_process("restore", self._pid)
+        system.check_process("restore", self._pid)
         starting = self._work.starting(beside=leaves_cores(self._rank))
-        with interrupts.held(), self._turn.of("restore"), shortage.told("restore"), starting:
+        with signals.held(), self._turn.of("restore"), system.translate_oom("restore"), starting:
             self._check_usable("restore", mixed_is_fine=True)
             wanted = self._request(step, only, strict=strict, exact=exact)
             restored = self._resuming.restore(wanted, self._begin_anew)
@@ -406,11 +429,10 @@ class Checkpointer(single.OnlyOne):
         in a new run. On all ranks, as with `restore()`.
 
         Each `restore()` that follows, up to the next save, reads this very one, of which it names a
-        part or not. One that finds it damaged raises `Corrupt`, and `peek()` then gives the next
-        older one.
-        """
-        lifetimes.check_process("peek", self._pid)
-        with interrupts.held(), self._turn.of("peek"), shortage.told("peek"):
+        part or not. One that finds it damaged raises `CorruptError`, and `peek()` then gives the
+        next older one."""
+        system.check_process("peek", self._pid)
+        with signals.held(), self._turn.of("peek"), system.translate_oom("peek"):
             self._check_usable("peek", mixed_is_fine=True)
             return self._resuming.peek(self._request(None, None, strict=True, exact=False))
 
@@ -424,9 +446,15 @@ class Checkpointer(single.OnlyOne):
         self, step: SupportsIndex | None, only: object, *, strict: bool, exact: bool
     ) -> RestoreRequest:
         return arguments.restore_request(
-            step, only, self._settings, ranks_on_this_node(self._rank), strict=strict, exact=exact,
-            remote=self._store.same_everywhere, tiers=self._tiers.further,
-        )  # fmt: skip
+            step,
+            only,
+            self._settings,
+            ranks_on_this_node(self._rank),
+            strict=strict,
+            exact=exact,
+            remote=self._store.same_everywhere,
+            tiers=self._tiers.further,
+        )
 
     def _begin_anew(self) -> None:
         """The ranks of this job are here to restore."""
@@ -442,7 +470,7 @@ class Checkpointer(single.OnlyOne):
             self._work.expect(self._providers, self._settings, self._rank)
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
-        lifetimes.check_process(what, self._pid)
+        system.check_process(what, self._pid)
         mixed = None if mixed_is_fine else self._resuming.mixed
         places.refuse_unusable(what, closed=self._closed, mixed=mixed)
 
@@ -488,6 +516,10 @@ class Checkpointer(single.OnlyOne):
         ):
             return True
         return rehearse(
-            self._providers, self._caches, self._preparer, self._pool, self._capturer,
+            self._providers,
+            self._caches,
+            self._preparer,
+            self._pool,
+            self._capturer,
             allow_pickle=self._settings.allow_pickle,
-        )  # fmt: skip
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import msgspec
 from msgspec import Meta, inspect
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ def plain(value: object) -> object:
 
 
 _AS_THEY_ARE: Final[dict[type, Callable[[Any], object]]] = {
-    str: str.__str__, int: int.__int__, float: float.__float__
-}  # fmt: skip
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+}
 """Not str() and the like, which ask the class: of a member of an enum they give its name."""
 
 
@@ -69,8 +71,9 @@ def shown(value: object) -> str:
 
 
 def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
-    """The value as that type, in Python's own. `Usage` names what was expected, as the type has it.
-    Whole numbers must also fit where they are sent and stored, and text must not be empty."""
+    """The value as that type, in Python's own. `UsageError` names what was expected, as the type
+    has it. Whole numbers must also fit where they are sent and stored, and text must not be
+    empty."""
     value, more = plain(value), ""
     try:
         made = msgspec.convert(value, kind)
@@ -82,7 +85,7 @@ def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> An
             return made
     except msgspec.ValidationError:
         pass
-    raise Usage(
+    raise UsageError(
         f"{name} has no such value",
         expected=allowed(kind) + more,
         found=f"{shown(value)}, {with_article(type(value))}",

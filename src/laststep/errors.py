@@ -85,19 +85,19 @@ class LaststepError(Exception):
         return type(self).__name__, fields
 
 
-class NotFound(LaststepError):
+class NotFoundError(LaststepError):
     """There is nothing there: no run, no checkpoint of that step, no such piece."""
 
     usual_remedy = "check the name; `laststep ls` and `laststep show --all` list what there is"
 
 
-class Exists(LaststepError):
+class AlreadyExistsError(LaststepError):
     """The name is taken: that step of this lineage, or that path, has been committed already."""
 
     usual_remedy = "use another name, or remove what is there"
 
 
-class Corrupt(LaststepError):
+class CorruptError(LaststepError):
     """Stored bytes are not what was written; an older checkpoint may still be good."""
 
     usual_remedy = "`laststep verify` lists damaged bytes; restore an older step, or from a copy"
@@ -106,7 +106,7 @@ class Corrupt(LaststepError):
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
     """What did not fit between a checkpoint and the live state; empty, and false, when all is well.
 
-    `Mismatch.problems` and, with strict=False, `Restored.problems` are one of these.
+    `MismatchError.problems` and, with strict=False, `Restored.problems` are one of these.
     """
 
     missing: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Mismatch(LaststepError):
+class MismatchError(LaststepError):
     """The checkpoint is sound but does not fit the live state; see `.problems` for all of it."""
 
     problems: Problems = Problems()
@@ -146,7 +146,7 @@ class Mismatch(LaststepError):
         where: str,
         remedy: str,
         what: str = "the checkpoint does not fit the live state",
-    ) -> Mismatch:
+    ) -> MismatchError:
         """The error for these problems, of a checkpoint `where`."""
         count = len(problems)
         places = "1 place" if count == 1 else f"{count} places"
@@ -168,7 +168,7 @@ class Mismatch(LaststepError):
         return (":" if lines else "") + "".join(lines)
 
 
-class StorageFailed(LaststepError):
+class StorageError(LaststepError):
     """The store could not be read or written; `transient` says that trying again may help."""
 
     usual_remedy = "the log says more; look at the disk and at `dmesg`, and try again"
@@ -178,19 +178,19 @@ class StorageFailed(LaststepError):
     access or of the network says nothing about the stored bytes."""
 
 
-class Aborted(LaststepError):
+class AbortedError(LaststepError):
     """The save was given up, here or by another writer, and nothing of it was committed."""
 
     usual_remedy = "the next save tries again"
 
 
-class Torn(LaststepError):
+class TornCaptureError(LaststepError):
     """The state changed while it was captured; nothing of that save was committed."""
 
     usual_remedy = "the next save tries again"
 
 
-class Usage(LaststepError):
+class UsageError(LaststepError):
     """The call cannot work as it was made, and will not work when repeated unchanged."""
 
     usual_remedy = "pass what is expected; docs/guides/api.md has all arguments"
@@ -206,9 +206,17 @@ def brief(error: BaseException) -> str:
 _KINDS: dict[str, type[LaststepError]] = {
     kind.__name__: kind
     for kind in (
-        NotFound, Exists, Corrupt, Mismatch, StorageFailed, Aborted, Torn, Usage, LaststepError,
+        NotFoundError,
+        AlreadyExistsError,
+        CorruptError,
+        MismatchError,
+        StorageError,
+        AbortedError,
+        TornCaptureError,
+        UsageError,
+        LaststepError,
     )
-}  # fmt: skip
+}
 
 
 def drop_tracebacks(error: BaseException) -> None:
@@ -233,7 +241,7 @@ def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
         found=fields.get("found"),
         remedy=fields.get("remedy"),
     )
-    if isinstance(error, StorageFailed):
+    if isinstance(error, StorageError):
         error.transient = fields.get("transient") == "yes"
         error.device_failed = fields.get("device_failed") == "yes"
     error.missing = fields.get("missing")

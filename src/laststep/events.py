@@ -15,10 +15,27 @@ from dataclasses import dataclass
 from laststep.process import threads
 
 __all__ = [
-    "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "PreemptionEnded",
-    "PreemptionSeen", "Preflight", "Pruned", "ReplicasDiffer", "Restored", "SaveFailed",
-    "SaveSkipped", "SaveStarted", "Subscriber", "TierHolds", "TierLags", "WorkAtRisk", "Written",
-]  # fmt: skip
+    "Captured",
+    "Committed",
+    "Durable",
+    "Event",
+    "MetricMissing",
+    "PassedOver",
+    "PreemptionEnded",
+    "PreemptionSeen",
+    "Preflight",
+    "Pruned",
+    "ReplicasDiffer",
+    "Restored",
+    "SaveFailed",
+    "SaveSkipped",
+    "SaveStarted",
+    "Subscriber",
+    "TierHolds",
+    "TierLags",
+    "WorkAtRisk",
+    "Written",
+]
 
 log = logging.getLogger(__name__)
 
@@ -201,10 +218,25 @@ class PreemptionEnded:
 
 
 Event = (
-    Preflight | SaveStarted | Captured | TierHolds | Written | Durable | Committed | SaveFailed
-    | SaveSkipped | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing | TierLags
-    | WorkAtRisk | PreemptionSeen | PreemptionEnded
-)  # fmt: skip
+    Preflight
+    | SaveStarted
+    | Captured
+    | TierHolds
+    | Written
+    | Durable
+    | Committed
+    | SaveFailed
+    | SaveSkipped
+    | Restored
+    | PassedOver
+    | Pruned
+    | ReplicasDiffer
+    | MetricMissing
+    | TierLags
+    | WorkAtRisk
+    | PreemptionSeen
+    | PreemptionEnded
+)
 Subscriber = Callable[[Event], None]
 
 

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
 from laststep.catalog.decision import is_checkpoint, read_newest
-from laststep.catalog.names import FATE_NAME, PIN_NAME, parse_folder
+from laststep.catalog.lineage import FATE_NAME, PIN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
-from laststep.memory.landing import Landing
-from laststep.process import interrupts, shortage
+from laststep.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from laststep.memory.slots import Landing
+from laststep.plan.files import index_name
+from laststep.process import signals, system
 from laststep.ranks.group import Alone
 from laststep.ranks.rank import Rank, this_rank
 from laststep.restoring.fit import VALUE, fit, judge_twins
@@ -31,8 +39,7 @@ from laststep.restoring.transfer import Transfer, load_all
 from laststep.saving.place import check_new_folder
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
-from laststep.storage.disk import UNSUPPORTED, Disk, failed
-from laststep.storage.paths import absolute
+from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
 from laststep.storage.registry import local_path, open_store
 from laststep.terms import MANIFEST_NAME, with_article
 
@@ -69,10 +76,12 @@ def save(
     """Save a nested state (or a module, an optimizer, …) as one new folder, durably. `overwrite`
     replaces what an earlier `save` has stored there, at once: it is there until the new one is."""
     if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
-        raise Usage(
-            "the arguments are swapped", expected="save(state, path)",
-            found=f"save({state!r}, {with_article(type(path))})", remedy="pass the state first",
-        )  # fmt: skip
+        raise UsageError(
+            "the arguments are swapped",
+            expected="save(state, path)",
+            found=f"save({state!r}, {with_article(type(path))})",
+            remedy="pass the state first",
+        )
     full = absolute(path)
     if os.path.lexists(full):
         full = _to_replace(full, overwrite=overwrite)
@@ -80,34 +89,40 @@ def save(
 
 
 def _to_replace(full: str, *, overwrite: bool) -> str:
-    """The folder itself, where a link leads to it; `Exists` where it is not to be replaced."""
+    """The folder itself, where a link leads to it; `AlreadyExistsError` where it is not to be
+    replaced."""
     if not overwrite:
-        raise Exists(
-            "there is something already", where=full,
+        raise AlreadyExistsError(
+            "there is something already",
+            where=full,
             remedy="choose another path, or pass overwrite=True to replace a checkpoint",
-        )  # fmt: skip
+        )
     real = os.path.realpath(full)
     name = Path(real).name
     if not is_checkpoint(open_store(real)) or parse_folder(name) is not None:
-        raise Exists(
-            "there is something that is not replaced", where=full,
+        raise AlreadyExistsError(
+            "there is something that is not replaced",
+            where=full,
             expected="what laststep.save has stored",
             found="a checkpoint of a run" if parse_folder(name) else "something else",
             remedy="choose another path or remove it",
-        )  # fmt: skip
+        )
     names = sorted(entry.name for entry in Path(real).iterdir())
     if others := [name for name in names if not _is_stored(name)]:
-        raise Exists(
-            "there are files of others in what is to be replaced", where=full,
-            expected="what laststep.save has stored", found=", ".join(others[:3]),
+        raise AlreadyExistsError(
+            "there are files of others in what is to be replaced",
+            where=full,
+            expected="what laststep.save has stored",
+            found=", ".join(others[:3]),
             remedy="choose another path, or move them elsewhere: they would be deleted",
-        )  # fmt: skip
+        )
     return real
 
 
 def _is_stored(name: str) -> bool:
     """Whether a file in the folder of a checkpoint is one of laststep's."""
-    return name in (MANIFEST_NAME, PIN_NAME, FATE_NAME) or name.endswith((".safetensors", ".lock"))
+    own = (MANIFEST_NAME, index_name(0), PIN_NAME, FATE_NAME)
+    return name in own or name.endswith((".safetensors", ".pack", ".lock"))
 
 
 @contextlib.contextmanager
@@ -115,13 +130,16 @@ def _without_settings() -> Iterator[None]:
     """Tell of memory that cannot be had without naming a setting, as there are none here."""
     try:
         yield
-    except StorageFailed as error:
+    except StorageError as error:
         if "host_memory_bytes" not in (error.remedy or ""):
             raise
-        raise StorageFailed(
-            error.what, expected=error.expected, found=error.found, remedy="raise the limits of "
+        raise StorageError(
+            error.what,
+            expected=error.expected,
+            found=error.found,
+            remedy="raise the limits of "
             "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def write_folder(
@@ -156,7 +174,7 @@ def _staging(beside: Store, name: str) -> Iterator[str]:
         _clear(beside, name)
     staging = f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(NotFound):  # no file can be made there, as the save will say
+        with contextlib.suppress(NotFoundError):  # no file can be made there, as the save will say
             held.enter_context(contextlib.closing(beside.lock(staging + _LOCK)))
         try:
             yield staging
@@ -195,11 +213,13 @@ def _exchange(made: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        raise StorageFailed(
-            "this filesystem cannot replace a folder at once", where=str(target),
+        raise StorageError(
+            "this filesystem cannot replace a folder at once",
+            where=str(target),
             expected="one that can exchange two names, as ext4, XFS, Btrfs and tmpfs can",
-            found=str(error.strerror), remedy="remove the folder first, or save to another path",
-        ) from error  # fmt: skip
+            found=str(error.strerror),
+            remedy="remove the folder first, or save to another path",
+        ) from error
 
 
 def load(
@@ -218,19 +238,24 @@ def load(
     Of a run, `step` names another than the newest. Of what each rank has for itself, `rank` says
     whose: this process's own if None, or rank 0's where the checkpoint has no such rank. With
     `into`, the state is written into it in place and returned. Nothing else is loaded in the place
-    of what is damaged: that is `Corrupt`. Without `into` tensors go to `map_location`, which may
-    be called `device` too: the CPU, unless that says otherwise.
-    """
+    of what is damaged: that is `CorruptError`. Without `into` tensors go to `map_location`, which
+    may be called `device` too: the CPU, unless that says otherwise."""
     target = _device(map_location, device)
     store = open_store(path)
 
     def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
         where = f"{store.url}/{checkpoint.folder}" if is_run else store.url
-        with interrupts.held(), shortage.told("load"), checkpoint.advising():
+        with signals.held(), system.translate_oom("load"), checkpoint.advising():
             return _load(
-                checkpoint, into, rank, where, target,
-                is_run=is_run, allow_pickle=allow_pickle, strict=strict,
-            )  # fmt: skip
+                checkpoint,
+                into,
+                rank,
+                where,
+                target,
+                is_run=is_run,
+                allow_pickle=allow_pickle,
+                strict=strict,
+            )
 
     if not is_checkpoint(store):
         catalog = _open_run(path, store)
@@ -238,12 +263,14 @@ def load(
             return load_from(catalog[step], is_run=True)
         return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
     if step is not None:
-        raise Usage("one checkpoint has but one step", where=store.url, remedy="leave `step` out")
+        raise UsageError(
+            "one checkpoint has but one step", where=store.url, remedy="leave `step` out"
+        )
     while True:
         checkpoint = open_folder(store.url)
         try:
             return load_from(checkpoint, is_run=False)
-        except (Corrupt, NotFound):
+        except (CorruptError, NotFoundError):
             if not _is_replaced(checkpoint, path):
                 raise
             log.info("%s was overwritten while it was loaded: loading it again", store.url)
@@ -283,11 +310,15 @@ def _load(
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
         found = fit(
-            content, providers, None, strict=strict, where=where,
+            content,
+            providers,
+            None,
+            strict=strict,
+            where=where,
             remedy=pass_objects(content, providers) + _remedy(checkpoint, rank),
             # What was asked for by its rank fits, however many ranks there are now.
             ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
-        )  # fmt: skip
+        )
         if rank is None:
             taken = [match for match in found.matches if match.item.name not in found.derived]
             _tell_whose(checkpoint, taken, own, me)
@@ -303,8 +334,10 @@ def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me:
     if names and me.ranks != checkpoint.ranks:
         log.warning(
             "%s: each of %d ranks has its own; this is rank %d's: load(…, rank=…) loads another's",
-            ", ".join(names), checkpoint.ranks, rank,
-        )  # fmt: skip
+            ", ".join(names),
+            checkpoint.ranks,
+            rank,
+        )
 
 
 def _remedy(checkpoint: Checkpoint, rank: int | None) -> str:
@@ -318,63 +351,73 @@ def _remedy(checkpoint: Checkpoint, rank: int | None) -> str:
 def _items_in(into: object, content: Content) -> Mapping[str, object]:
     if not isinstance(into, Mapping):
         names = ", ".join(f"{name!r}: …" for name in content.items)
-        raise Usage(
-            "cannot tell which item `into` is", expected="a dict with all items of the checkpoint",
-            found=with_article(type(into)), remedy=f"pass into={{{names}}}",
-        )  # fmt: skip
+        raise UsageError(
+            "cannot tell which item `into` is",
+            expected="a dict with all items of the checkpoint",
+            found=with_article(type(into)),
+            remedy=f"pass into={{{names}}}",
+        )
     return into
 
 
 def _device(map_location: object, device: object) -> str:
     """Where tensors are to go, by the word of torch or by the shorter one."""
     if map_location is not None and device is not None:
-        raise Usage(
-            "map_location and device are two words for one thing", expected="one of them",
-            found=f"map_location={map_location!r} and device={device!r}", remedy="leave one out",
-        )  # fmt: skip
+        raise UsageError(
+            "map_location and device are two words for one thing",
+            expected="one of them",
+            found=f"map_location={map_location!r} and device={device!r}",
+            remedy="leave one out",
+        )
     wanted = device if map_location is None else map_location
     if wanted is None or wanted == "cpu":
         return "cpu"
     if isinstance(wanted, Mapping) or callable(wanted):
-        raise Usage(
-            "map_location names no device", expected="one device for all tensors",
+        raise UsageError(
+            "map_location names no device",
+            expected="one device for all tensors",
             found=with_article(type(wanted)),
             remedy='pass map_location="cpu" or "cuda", and move what is to lie elsewhere',
-        )  # fmt: skip
+        )
     try:
         return str(allocate("uint8", (0,), wanted).device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch has no one type
-        raise Usage(
-            "cannot load to that device", expected="a device that this process has",
+        raise UsageError(
+            "cannot load to that device",
+            expected="a device that this process has",
             found=f"{wanted!r}: {str(error).partition(chr(10))[0]}",
             remedy='pass map_location="cpu"',
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
-    """Open the run at a path that is not a checkpoint's folder; `NotFound` if there is none."""
+    """Open the run at a path that is not a checkpoint's folder; `NotFoundError` if there is
+    none."""
     local = local_path(path)
     if local is not None and os.path.isfile(local):  # noqa: PTH113 (False where one may not look)
         raise _is_file(local)
     try:
         return Catalog(Run.open(store))
-    except NotFound as error:
-        raise NotFound(
+    except NotFoundError as error:
+        raise NotFoundError(
             "there is neither a checkpoint nor a run", where=store.url, remedy=error.remedy
         ) from None
 
 
-def _is_file(full: str) -> NotFound:
+def _is_file(full: str) -> NotFoundError:
     folder = str(Path(full).parent)
     remedy = f"`laststep import {full} RUN` makes a checkpoint of a torch.save or safetensors file"
     if is_checkpoint(open_store(folder)):
         remedy = f"laststep.load({folder!r}) loads the checkpoint that it belongs to"
     elif full.endswith(".safetensors"):
         remedy = f"safetensors.torch.load_file reads it; {remedy}"
-    return NotFound(
-        "cannot load a file", where=full, expected="the folder of a checkpoint or of a run",
-        found="a file", remedy=remedy,
-    )  # fmt: skip
+    return NotFoundError(
+        "cannot load a file",
+        where=full,
+        expected="the folder of a checkpoint or of a run",
+        found="a file",
+        remedy=remedy,
+    )
 
 
 def import_state(

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog.lineage import Seen
-from laststep.commit import meeting as teaming
-from laststep.errors import Corrupt, NotFound
+from laststep.commit import thread as teaming
+from laststep.errors import CorruptError, NotFoundError
 from laststep.ranks.group import together
-from laststep.restoring import neighbours
+from laststep.restoring import waiting
 from laststep.restoring.fit import selection
 from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
 from laststep.running import continuing
-from laststep.saving import backlog as queueing
 from laststep.saving import place as places
-from laststep.saving.pausing import without_collection
+from laststep.saving import place as queueing
+from laststep.saving.describe import without_collection
 from laststep.tiers.nearest import nearest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from laststep.ranks.rank import Rank
     from laststep.restoring.restore import Outcome, Peeked, RestoreRequest
     from laststep.running import RunningParts
-    from laststep.saving.saved_steps import SavedSteps
+    from laststep.saving.place import SavedSteps
     from laststep.settings import Settings
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
@@ -106,12 +106,13 @@ class Resuming:
                 store, self._bus, replace(wanted, damaged=self._damaged), ranks=group, saw=self._saw
             )
         if found is None and self._damaged:
-            raise Corrupt(
-                "no checkpoint of this run is sound", where=self._store.url,
+            raise CorruptError(
+                "no checkpoint of this run is sound",
+                where=self._store.url,
                 found=f"damage in {', '.join(sorted(self._damaged))}",
                 remedy=f"`laststep verify {self._store.url}` lists it; a copy of the run may still "
                 "be good, and a new run elsewhere begins from the start",
-            )  # fmt: skip
+            )
         self._peek = None if found is None else _Peek(found, set())
         if earlier is not None and found is not None and found.folder == earlier.peeked.folder:
             self._peek = earlier
@@ -131,10 +132,16 @@ class Resuming:
                 begin_anew()
                 before = self._origins
                 outcome = restore_into(
-                    store, self._providers, room, self._bus, wanted, ranks=group,
-                    touched=functools.partial(self._touch, wanted.only), saw=self._saw,
-                )  # fmt: skip
-        except (Corrupt, NotFound) as error:
+                    store,
+                    self._providers,
+                    room,
+                    self._bus,
+                    wanted,
+                    ranks=group,
+                    touched=functools.partial(self._touch, wanted.only),
+                    saw=self._saw,
+                )
+        except (CorruptError, NotFoundError) as error:
             if peek is None:
                 raise
             raise self._let_go(peek, error) from error
@@ -180,17 +187,22 @@ class Resuming:
             self._steps.restored(found.step, found.lineage_steps)
             self._resumed = True
 
-    def _let_go(self, peek: _Peek, error: Corrupt | NotFound) -> Corrupt | NotFound:
+    def _let_go(
+        self, peek: _Peek, error: CorruptError | NotFoundError
+    ) -> CorruptError | NotFoundError:
         """What was peeked at is not to be had: the next `peek()` offers another."""
         self._peek = None
         offered = "another"
-        if isinstance(error, Corrupt):
+        if isinstance(error, CorruptError):
             self._damaged |= {peek.peeked.folder}
             offered = "the next older"
         told = type(error)(
-            error.what, where=error.where, expected=error.expected, found=error.found,
+            error.what,
+            where=error.where,
+            expected=error.expected,
+            found=error.found,
             remedy=f"peek() again offers {offered} one, of which all is then to be restored",
-        )  # fmt: skip
+        )
         return told if error.missing is None else told.lacking(error.missing)
 
     def saves(self) -> None:
@@ -216,11 +228,13 @@ class Resuming:
         """All saves are over, here and in other Checkpointers of this process, and all ranks are
         here: the run as they see it."""
         self._work.wait()
-        neighbours.wait_for_others(self._work, self._store.url)
+        waiting.wait_for_others(self._work, self._store.url)
         near = nearest(
-            self._store, self._tiers.memory, self._work.segment,
+            self._store,
+            self._tiers.memory,
+            self._work.segment,
             has_further=bool(self._tiers.further),
-        )  # fmt: skip
+        )
         with without_collection(), near as store:
             known = self._group is not None
             group = self.all_ranks(call)

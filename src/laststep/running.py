@@ -17,16 +17,16 @@ import weakref
 from typing import TYPE_CHECKING
 
 from laststep.capture.capture import Capturer
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.starts import Start
-from laststep.commit import meeting as teaming
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.commit import thread as teaming
+from laststep.errors import AbortedError, LaststepError, StorageError
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
 from laststep.flush.protocol import Continue, Orders
 from laststep.memory import segments
 from laststep.memory.pool import Pool
-from laststep.process import interrupts, lifetimes, threads
+from laststep.process import signals, system, threads
 from laststep.ranks.rank import ranks_on_this_node
 from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.commit.thread import CommitThread
     from laststep.events import Bus
-    from laststep.flush.handle import SaveHandle
     from laststep.flush.launch import Helper, Launch
-    from laststep.flush.saves import Saves
+    from laststep.flush.saves import SaveHandle, Saves
     from laststep.memory.segments import Segment
     from laststep.ranks.rank import Rank
     from laststep.settings import Settings
@@ -91,11 +90,15 @@ def drain_orders(tiers: Arranged) -> tuple[DrainOrder, ...]:
     """What a flusher is told of the further tiers."""
     return tuple(
         DrainOrder(
-            url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
-            keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s, items=tier.items,
+            url=place_of(tier.url),
+            opener=import_path(tier.url),
+            every=tier.every,
+            keep=tier.keep,
+            bytes_per_s=tier.limit_bytes_per_s,
+            items=tier.items,
         )
         for tier in tiers.further
-    )  # fmt: skip
+    )
 
 
 def launcher(
@@ -111,10 +114,15 @@ def launcher(
 
     def launch(end: socket.socket) -> Helper:
         orders = Orders(
-            writers=settings.writers, keep=tiers.keep, compression=settings.compression,
-            lossy=settings.lossy or {}, segment=segment, rank=rank.number, ranks=rank.ranks,
+            writers=settings.writers,
+            keep=tiers.keep,
+            compression=settings.compression,
+            lossy=settings.lossy or {},
+            segment=segment,
+            rank=rank.number,
+            ranks=rank.ranks,
             further=drain_orders(tiers),
-        )  # fmt: skip
+        )
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
                 end, pool.memory(), run=run, trainer=trainer, orders=orders
@@ -154,9 +162,11 @@ def continuing(
     if found is None:
         return Continue(seen=seen)
     return Continue(
-        after=AttemptName(step=found.step, epoch=found.epoch, attempt=found.attempt), seen=seen,
-        resumed_from=found.folder if resumed else None, was_read=was_read,
-    )  # fmt: skip
+        after=AttemptName(step=found.step, epoch=found.epoch, attempt=found.attempt),
+        seen=seen,
+        resumed_from=found.folder if resumed else None,
+        was_read=was_read,
+    )
 
 
 def _sets(segment: Segment | None) -> int:
@@ -192,7 +202,7 @@ def start_parts(
     pool.want(_sets(segment) * expected, without_pauses=not staged)
     client, team = client_of(store, tiers, pool, settings, bus, segment, rank), None
     try:
-        interrupts.let_in()
+        signals.let_in()
         if rank.ranks > 1:
             team = teaming.gather(rank, store.url, client, settings, bus)
     except BaseException:
@@ -243,7 +253,7 @@ class RunningParts:
             self._starter = threading.Thread(target=self._start, name="laststep-start", daemon=True)
             try:
                 threads.start(self._starter)
-            except StorageFailed:
+            except StorageError:
                 self._starter = None
         return True
 
@@ -260,7 +270,7 @@ class RunningParts:
         yield
         if self._starter is not None:
             self._starter.join(_START_S)
-            interrupts.wait(self.client.up, _START_S)
+            signals.wait(self.client.up, _START_S)
 
     def _start(self) -> None:
         try:
@@ -342,7 +352,7 @@ class RunningParts:
         """Have the last checkpoint of a job brought to all further tiers, and wait until each has
         it, as far as this rank is told, or has failed to get it once."""
         self.client.drain_last(handle)
-        interrupts.wait(self.client.drains.settled)
+        signals.wait(self.client.drains.settled)
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
         """Which tiers hold that save, the newest, in the order in which they got it. Memory does if
@@ -373,17 +383,21 @@ class RunningParts:
         log.warning(
             "%d bytes of shared memory stay in %s: %s. The next start on this machine restores "
             "what is needed and then frees it; `laststep rescue %s%s` stores and frees it now",
-            segment.size_bytes, segment.folder, why, self._run, place,
-        )  # fmt: skip
+            segment.size_bytes,
+            segment.folder,
+            why,
+            self._run,
+            place,
+        )
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
         """Inside is waited for what runs; where the time is up it is left alone. The flusher, where
         that is a process, goes on with what was handed over whole."""
         try:
-            with interrupts.limited(self._is_over):
+            with signals.limited(self._is_over):
                 yield
-        except interrupts.TimeIsUp:
+        except signals.TimeIsUp:
             self._leave()
 
     def _leave(self) -> None:
@@ -392,9 +406,9 @@ class RunningParts:
         for save in self.saves.all():
             if not (save.over or save.handle.captured.done()):
                 save.handle.committed.seen = True
-                save.failed(Aborted("the program ends before it is captured"))
+                save.failed(AbortedError("the program ends before it is captured"))
             if save.job is not None:  # no copy may run while the interpreter takes torch down
-                interrupts.wait(save.job.over, _LEAVE_S)
+                signals.wait(save.job.over, _LEAVE_S)
         if self.team is not None:
             self.team.leave()
         self.client.leave()
@@ -413,7 +427,7 @@ class RunningParts:
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
         """See to it that all is finished when that is collected, and at the end of the program. It
         is not kept alive; returns what is to be detached when it is closed."""
-        lifetimes.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
+        system.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
         dropped = weakref.finalize(checkpointer, self.drop)
         dropped.atexit = False  # `finish_at_exit` comes then
         return dropped
@@ -432,7 +446,7 @@ class RunningParts:
     def finish_at_exit(self) -> None:
         """The program ends without close()."""
         if os.getpid() == self._pid:
-            with interrupts.held():
+            with signals.held():
                 self._finish("the program ends")
 
     def _finish(self, why: str) -> None:
@@ -442,7 +456,7 @@ class RunningParts:
             log.warning("%s without close(); finishing saves of steps %s", why, pending)
         self.wait()
         self.close()
-        lifetimes.let_be(self)  # not before: the end of the program waits for it here
+        system.let_be(self)  # not before: the end of the program waits for it here
         self.saves.take_over()
         for error in self.saves.tell():
             log.error("a save failed and nobody was there to see it: %s", error)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from laststep.checks import Checked
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.process.signals import OF_SCHEDULERS
 from laststep.terms import CHUNK_BYTES, DURATION
 
@@ -88,8 +88,9 @@ class Preemption(Checked, frozen=True, kw_only=True):
     """What tells a job that it is to end, and how it does; see docs/guides/preemption.md."""
 
     signals: Annotated[tuple[str, ...], Meta(description="a tuple of names of signals")] = (
-        "SIGTERM", "SIGUSR1",
-    )  # fmt: skip
+        "SIGTERM",
+        "SIGUSR1",
+    )
     file: Annotated[str, Meta(description="a path")] | None = None
     """One that appears, or is touched, says the same as a signal; looked at once a second."""
     grace: Duration = "25 s"
@@ -106,12 +107,12 @@ class Preemption(Checked, frozen=True, kw_only=True):
         super().__post_init__()
         unknown = [name for name in self.signals if name not in OF_SCHEDULERS]
         if unknown or not (self.signals or self.file):
-            raise Usage(
+            raise UsageError(
                 "there is no such signal" if unknown else "nothing says when the job is to end",
                 expected=f"some of {', '.join(OF_SCHEDULERS)}" + ("" if unknown else ", or a file"),
                 found=", ".join(unknown) or "signals=() and no file",
                 remedy="pass signals=('SIGTERM',), say, or file='/run/preempted'",
-            )  # fmt: skip
+            )
 
 
 _READERS_OF_SERVERS = 8
@@ -162,7 +163,7 @@ class Settings(Checked, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mtbf is not None and self.every != "auto":
-            raise Usage(
+            raise UsageError(
                 "mtbf is for every='auto', which reckons with it",
                 found=f"every={self.every!r}",
                 remedy="pass every='auto', or leave mtbf out",

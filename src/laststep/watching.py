@@ -46,13 +46,24 @@ def log_event(event: Event) -> None:
             log.info("step %d: saving %s", event.step, human(event.size_bytes))
         case events.Captured():
             size = human(event.size_bytes)
-            log.info("step %d: captured %s in %.3f s, training was held for %.4f s",
-                     event.step, size, event.seconds, event.blocked_s)  # fmt: skip
+            log.info(
+                "step %d: captured %s in %.3f s, training was held for %.4f s",
+                event.step,
+                size,
+                event.seconds,
+                event.blocked_s,
+            )
         case events.Durable():
             rate = human(int(event.written_bytes / max(event.seconds, 1e-9)))
             shared = f", {human(event.shared_bytes)} shared" if event.shared_bytes else ""
-            log.info("step %d: durable after %.3f s: %s written (%s/s)%s", event.step,
-                     event.seconds, human(event.written_bytes), rate, shared)  # fmt: skip
+            log.info(
+                "step %d: durable after %.3f s: %s written (%s/s)%s",
+                event.step,
+                event.seconds,
+                human(event.written_bytes),
+                rate,
+                shared,
+            )
         case events.Committed():
             log.info(
                 "step %d: committed as %s after %.3f s", event.step, event.folder, event.seconds
@@ -62,8 +73,13 @@ def log_event(event: Event) -> None:
         case events.SaveSkipped():
             log.warning("step %d: not saved: %s", event.step, event.reason)
         case events.Restored():
-            log.info("restored step %d from %s: %s read in %.3f s",
-                     event.step, event.folder, human(event.size_bytes), event.seconds)  # fmt: skip
+            log.info(
+                "restored step %d from %s: %s read in %.3f s",
+                event.step,
+                event.folder,
+                human(event.size_bytes),
+                event.seconds,
+            )
         case events.PassedOver():
             log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)
         case events.Pruned():
@@ -81,11 +97,11 @@ def _log_rarer(event: Event) -> None:
     match event:
         case events.TierHolds():
             what = "it" if event.items is None else f"{', '.join(event.items)} of it"
-            log.info("step %d: %s has %s after %.3f s",
-                     event.step, event.tier, what, event.seconds)  # fmt: skip
+            log.info("step %d: %s has %s after %.3f s", event.step, event.tier, what, event.seconds)
         case events.TierLags():
-            log.warning("step %d: %s does not have it yet: %s",
-                        event.step, event.tier, event.reason)  # fmt: skip
+            log.warning(
+                "step %d: %s does not have it yet: %s", event.step, event.tier, event.reason
+            )
         case events.PreemptionSeen() | events.PreemptionEnded():
             _log_preempted(event)
         case _:
@@ -97,9 +113,12 @@ def _log_differing(event: events.ReplicasDiffer) -> None:
     ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
     log.warning(
         "step %d: %s differ on %s from rank %d, whose are stored: ranks that should hold the same "
-        "have gone apart", event.step, tensors or "tensors",
-        ranks + (f" and {event.more_ranks} more" if event.more_ranks else ""), event.stored,
-    )  # fmt: skip
+        "have gone apart",
+        event.step,
+        tensors or "tensors",
+        ranks + (f" and {event.more_ranks} more" if event.more_ranks else ""),
+        event.stored,
+    )
 
 
 def _log_preempted(event: events.PreemptionSeen | events.PreemptionEnded) -> None:
@@ -109,11 +128,21 @@ def _log_preempted(event: events.PreemptionSeen | events.PreemptionEnded) -> Non
     after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
     held = listed(event.tiers)
     if event.committed:
-        log.warning("the job ends: step %d is committed, %s; it is at %s; nothing is lost",
-                    event.step, after, held)  # fmt: skip
+        log.warning(
+            "the job ends: step %d is committed, %s; it is at %s; nothing is lost",
+            event.step,
+            after,
+            held,
+        )
     else:
-        log.error("the job ends: step %d is not committed, %s: %s; it is at %s; at risk: %s",
-                  event.step, after, event.problem, held or "no tier", event.at_risk)  # fmt: skip
+        log.error(
+            "the job ends: step %d is not committed, %s: %s; it is at %s; at risk: %s",
+            event.step,
+            after,
+            event.problem,
+            held or "no tier",
+            event.at_risk,
+        )
 
 
 def _log_preflight(event: events.Preflight) -> None:
@@ -126,12 +155,17 @@ def _log_preflight(event: events.Preflight) -> None:
     seconds = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
     log.info(
         "every save: %s; host memory up to %s; disk: %s, %s%s",
-        human(event.state_bytes), human(event.host_memory_bytes), free, room, seconds,
-    )  # fmt: skip
+        human(event.state_bytes),
+        human(event.host_memory_bytes),
+        free,
+        room,
+        seconds,
+    )
     if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
         count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
-        log.warning("the disk is short: %s, %s needed for %s and one on its way",
-                    free, needed, count)  # fmt: skip
+        log.warning(
+            "the disk is short: %s, %s needed for %s and one on its way", free, needed, count
+        )
 
 
 class ProgressBar:
@@ -148,10 +182,14 @@ class ProgressBar:
         )
 
         self._progress = Progress(
-            TextColumn("step {task.fields[step]}"), BarColumn(), DownloadColumn(),
-            TransferSpeedColumn(), TextColumn("{task.fields[state]}"),
-            console=Console(stderr=True), transient=True,
-        )  # fmt: skip
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
         self._tasks: dict[int, TaskID] = {}
 
     def __call__(self, event: Event) -> None:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 KINDS = ("bf16", "fp32")
 CUTS = {
-    "embed.weight": (1, 1), "up.weight": (0, 2), "up.bias": (0, 2), "down.weight": (1, 1),
+    "embed.weight": (1, 1),
+    "up.weight": (0, 2),
+    "up.bias": (0, 2),
+    "down.weight": (1, 1),
     "mix": (0, 1),
-}  # fmt: skip
+}
 """What tensor parallelism cuts: along which dimension, and with what stride. `up` is cut as a gated
 layer is, each of its halves by itself."""
 REAL_CUTS = {"up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1)}
@@ -273,18 +276,18 @@ class RealMegatron(Megatron):
     def __init__(self) -> None:
         pretend_cuda()
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
         parallel_state.initialize_model_parallel(self.parts)
         config = TransformerConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
             tensor_model_parallel_size=self.parts,
-        )  # fmt: skip
+        )
         self.net = Net()
         if self.half:
             self.net.bfloat16()
@@ -294,12 +297,16 @@ class RealMegatron(Megatron):
         self.chunk = self.model = DistributedDataParallel(config, options, self.net)
         self.chain = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=0.05, weight_decay=0.1, use_distributed_optimizer=True,
-                clip_grad=0.0, bf16=self.half,
+                optimizer="adam",
+                lr=0.05,
+                weight_decay=0.1,
+                use_distributed_optimizer=True,
+                clip_grad=0.0,
+                bf16=self.half,
                 params_dtype=torch.bfloat16 if self.half else torch.float32,
             ),
             [self.chunk],
-        )  # fmt: skip
+        )
         (self.distributed,) = self.chain.chained_optimizers
         self.optimizer = self.distributed.optimizer
 
@@ -309,8 +316,11 @@ class RealMegatron(Megatron):
 
         wholes = dict(self.net.named_parameters())
         options = {
-            "config": config, "init_method": nn.init.zeros_, "bias": True, "skip_bias_add": False,
-        }  # fmt: skip
+            "config": config,
+            "init_method": nn.init.zeros_,
+            "bias": True,
+            "skip_bias_add": False,
+        }
         up = ColumnParallelLinear(WIDTH, INNER, **options)
         down = RowParallelLinear(INNER, WIDTH, input_is_parallel=True, **options)
         for name, layer in (("up", up), ("down", down)):
@@ -349,17 +359,21 @@ class TwoGroups(Trainer):
     def __init__(self) -> None:
         self.net = self.model = Net()
         parameters = list(self.net.parameters())
-        self.optimizer = adam([
-            {"params": [p for p in parameters if p.dim() != 1]},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ])  # fmt: skip
+        self.optimizer = adam(
+            [
+                {"params": [p for p in parameters if p.dim() != 1]},
+                {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+            ]
+        )
 
 
 WAYS |= {
-    "megatron": Megatron, "real": RealMegatron, "two-groups": TwoGroups,
+    "megatron": Megatron,
+    "real": RealMegatron,
+    "two-groups": TwoGroups,
     "real-half": type("RealHalf", (RealMegatron,), {"half": True}),
     "real-tp": type("RealParallel", (RealMegatron,), {"parts": 2, "cuts": REAL_CUTS}),
     "megatron-tp": type("TensorParallel", (Megatron,), {"parts": 2}),
     "rmsprop-tp": type("Unknown", (Megatron,), {"parts": 2, "inner": staticmethod(rmsprop)}),
-}  # fmt: skip
+}
 save_as, load_as, load_by_itself = tasks.save_as, tasks.load_as, tasks.load_by_itself

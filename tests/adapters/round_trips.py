@@ -20,6 +20,10 @@ def save_and_load(
     crew(f"{module}:save_as", source[1], way=source[0], run=str(run))
     for trained in (False, True):
         crew(
-            f"{module}:load_as", target[1], way=target[0], run=str(run), trained=trained,
+            f"{module}:load_as",
+            target[1],
+            way=target[0],
+            run=str(run),
+            trained=trained,
             exactly=source == target,
-        )  # fmt: skip
+        )

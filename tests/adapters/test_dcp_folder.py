@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import laststep
 from laststep import cli
 from laststep.adapters.importing.dcp_folder import read_folder
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,9 +221,7 @@ def test_what_two_ranks_saved_with_fsdp_is_put_together(
     for rank in ranks:
         _, err = rank.communicate()
         assert rank.returncode == 0, err.decode()
-    assert {path.name for path in folder.iterdir()} == {
-        ".metadata", "__0_0.distcp", "__1_0.distcp",
-    }  # fmt: skip
+    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     expected = by_torch(folder)
     assert expected["model"]["0.weight"].shape == (5, 7)
     assert (expected["rank0"], expected["rank1"]) == ([0], [1])
@@ -234,7 +232,7 @@ def test_what_two_ranks_saved_with_fsdp_is_put_together(
     assert_same(loaded, {name: expected[name] for name in ("model", "optimizer")})
     assert rest == {name: expected[name] for name in rest}
     (folder / "__1_0.distcp").unlink()
-    with pytest.raises(Corrupt, match=r"__1_0.distcp: found no such file.*all ranks"):
+    with pytest.raises(CorruptError, match=r"__1_0.distcp: found no such file.*all ranks"):
         read_folder(folder)
 
 
@@ -256,7 +254,7 @@ def test_chunks_that_the_safetensors_format_lost_are_missed(tmp_path: Path) -> N
     (info,) = metadata.storage_data.values()
     metadata.storage_data[MetadataIndex("a", second)] = info
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(Corrupt, match="no bytes for one of the chunks of 'a'"):
+    with pytest.raises(CorruptError, match="no bytes for one of the chunks of 'a'"):
         read_folder(folder)
 
 
@@ -289,7 +287,9 @@ def test_streams_that_were_transformed_are_refused(tmp_path: Path) -> None:
             return output
 
     folder = save({"a": torch.ones(2)}, tmp_path / "dcp", _extensions=[Upside()])
-    with pytest.raises(Usage, match=r"'a' behind stream transforms: upside/1; load the folder"):
+    with pytest.raises(
+        UsageError, match=r"'a' behind stream transforms: upside/1; load the folder"
+    ):
         read_folder(folder)
 
 
@@ -318,13 +318,13 @@ def test_a_folder_without_metadata_says_so(tmp_path: Path, monkeypatch: pytest.M
     status, _, err = run_import(monkeypatch, folder, tmp_path / "run")
     assert status == 1
     assert "expected a .metadata, found none: the save did not end" in err
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         read_folder(folder)
 
 
 def test_an_index_of_huggingface_is_told(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_text('{"weight_map": {}}')
-    with pytest.raises(Usage, match="an index of HuggingFace storage"):
+    with pytest.raises(UsageError, match="an index of HuggingFace storage"):
         read_folder(tmp_path)
 
 
@@ -362,10 +362,7 @@ def replaced(payload: object, *, compressed: bool = False) -> bytes:
     ],
 )
 def test_payloads_that_are_not_the_chunk_are_refused(
-    payload: Callable[[], bytes],
-    found: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    payload: Callable[[], bytes], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save({"a": torch.ones(64, 64)}, tmp_path / "dcp")
     (file,) = folder.glob("*.distcp")
@@ -374,6 +371,6 @@ def test_payloads_that_are_not_the_chunk_are_refused(
     info.offset, info.length = file.stat().st_size, len(payload())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     file.write_bytes(file.read_bytes() + payload())
-    with pytest.raises((Corrupt, Usage), match=found):
+    with pytest.raises((CorruptError, UsageError), match=found):
         read_folder(folder)
     assert "printed" not in capsys.readouterr().out

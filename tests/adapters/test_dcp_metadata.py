@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from laststep.adapters.importing.dcp_folder import read_folder
 from laststep.adapters.importing.dcp_metadata import CutTensor, Region, decode
-from laststep.errors import Corrupt, LaststepError, Usage
+from laststep.errors import CorruptError, LaststepError, UsageError
 from laststep.state.boxes import Box
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def test_chunks_that_do_not_cover_the_tensor_once_are_corrupt(
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], found: str, metadata: Metadata
 ) -> None:
     cut(metadata, *boxes)
-    with pytest.raises(Corrupt, match=found):
+    with pytest.raises(CorruptError, match=found):
         decode(pickle.dumps(metadata), where="there")
 
 
@@ -151,7 +151,9 @@ def test_a_class_that_is_not_admitted_is_named_and_not_run(
     field: str, metadata: Metadata, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = pickle.dumps(replace(metadata, **{field: {"x": Evil()}}))
-    with pytest.raises(Usage, match=r"builtins.print, which is code and not allowed; load the"):
+    with pytest.raises(
+        UsageError, match=r"builtins.print, which is code and not allowed; load the"
+    ):
         decode(data, where="there")
     assert capsys.readouterr().out == ""
 
@@ -168,7 +170,7 @@ def test_getattr_is_read_but_never_called(metadata: Metadata) -> None:
 def test_every_cut_is_corrupt(metadata: Metadata) -> None:
     data = pickle.dumps(metadata)
     for length in range(len(data)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode(data[:length], where="there")
 
 
@@ -268,7 +270,7 @@ def test_hostile_metadata_raises_our_errors(
     change: Callable[[Metadata], None], found: str, metadata: Metadata, folder: Path, tmp_path: Path
 ) -> None:
     change(metadata)
-    with pytest.raises(Corrupt, match=found):
+    with pytest.raises(CorruptError, match=found):
         read_folder(changed(metadata, folder, tmp_path / "dcp"))
 
 
@@ -284,14 +286,14 @@ def test_hostile_metadata_raises_our_errors(
     ],
 )
 def test_other_pickles_are_corrupt(data: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode(data, where="there")
 
 
 def test_what_is_sparse_or_of_an_unknown_dtype_is_refused(metadata: Metadata) -> None:
     tensor_of(metadata).properties.layout = torch.sparse_coo
-    with pytest.raises(Usage, match=r"'m.a', which is a sparse tensor"):
+    with pytest.raises(UsageError, match=r"'m.a', which is a sparse tensor"):
         decode(pickle.dumps(metadata), where="there")
     tensor_of(metadata).properties.dtype = torch.qint8
-    with pytest.raises(Usage, match=r"torch.qint8, which is"):
+    with pytest.raises(UsageError, match=r"torch.qint8, which is"):
         decode(pickle.dumps(metadata), where="there")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 import laststep
 from laststep.adapters.dcp import Reader, Writer, options
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, Exists, StorageFailed, Usage
+from laststep.errors import AlreadyExistsError, CorruptError, StorageError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +59,7 @@ def test_saving_again_replaces_what_is_there(tmp_path: Path) -> None:
         dcp.save(state_of(value), storage_writer=Writer(tmp_path))
         assert same(loaded(Reader(tmp_path)), state_of(value))
     assert len(list(tmp_path.glob("step-*"))) == 1
-    with failing(Exists, "Checkpoint already exists"):
+    with failing(AlreadyExistsError, "Checkpoint already exists"):
         dcp.save(state_of(9), storage_writer=Writer(tmp_path, overwrite=False))
     assert same(loaded(Reader(tmp_path)), state_of(2))
 
@@ -95,7 +95,7 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method:
         warnings.simplefilter("ignore")
         import torch, torch.distributed.checkpoint as dcp
         from laststep.adapters.dcp import Writer
-        from laststep.catalog.prune import PrunePlan
+        from laststep.catalog.retention import PrunePlan
         from laststep.catalog.run import Run
 
         def save(value):
@@ -109,8 +109,9 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method:
     """
     done = subprocess.run(
         [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(script), str(tmp_path), method],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL
     assert same(loaded(Reader(tmp_path)), state_of(1.0 if method == "commit" else 2.0))
     dcp.save(state_of(3.0), storage_writer=Writer(tmp_path))
@@ -121,7 +122,7 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method:
 def test_a_run_with_steps_is_not_taken_for_one_checkpoint(tmp_path: Path) -> None:
     for step in (0, 5):
         dcp.save(state_of(step), storage_writer=Writer(tmp_path, step=step))
-    with failing(Usage, "cannot save without a step"):
+    with failing(UsageError, "cannot save without a step"):
         dcp.save(state_of(9), storage_writer=Writer(tmp_path))
     assert steps(tmp_path) == [0, 5]
 
@@ -135,10 +136,16 @@ def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
     monkeypatch.setattr(options, "_told", set())
     for number in range(2):
         writer = Writer(
-            tmp_path / str(number), single_file_per_rank=False, sync_files=False, thread_count=3,
-            per_thread_copy_ahead=5, cache_staged_state_dict=True, overwrite=True,
-            serialization_format=SerializationFormat.TORCH_SAVE, _extensions=None,
-        )  # fmt: skip
+            tmp_path / str(number),
+            single_file_per_rank=False,
+            sync_files=False,
+            thread_count=3,
+            per_thread_copy_ahead=5,
+            cache_staged_state_dict=True,
+            overwrite=True,
+            serialization_format=SerializationFormat.TORCH_SAVE,
+            _extensions=None,
+        )
         dcp.save(state_of(1), storage_writer=writer)
         assert same(loaded(Reader(tmp_path / str(number))), state_of(1))
     told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -151,9 +158,9 @@ def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
 
 
 def test_arguments_that_cannot_be_ignored_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="stream extensions"):
+    with pytest.raises(UsageError, match="stream extensions"):
         Writer(tmp_path, _extensions=[object()])  # type: ignore[list-item]
-    with pytest.raises(Usage, match="number of threads"):
+    with pytest.raises(UsageError, match="number of threads"):
         Writer(tmp_path, thread_count=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'"):
         Writer(tmp_path, stepp=3)  # type: ignore[call-arg]
@@ -183,14 +190,18 @@ def test_plans_that_were_kept_for_another_storage_are_not_used(tmp_path: Path) -
 
 @pytest.mark.parametrize("written", list(SerializationFormat))
 def test_a_folder_of_torchs_own_is_read(tmp_path: Path, written: SerializationFormat) -> None:
-    state = {"model": {"w": torch.randn(40, 3), "b": torch.arange(3)}, "list": [1, {"x": "y"}],
-             "empty": torch.empty(0, 2)}  # fmt: skip
+    state = {
+        "model": {"w": torch.randn(40, 3), "b": torch.arange(3)},
+        "list": [1, {"x": "y"}],
+        "empty": torch.empty(0, 2),
+    }
     writer = dcp.FileSystemWriter(tmp_path, thread_count=2, serialization_format=written)
     dcp.save(state, storage_writer=writer)
     into: dict[str, Any] = {
         "model": {"w": torch.zeros(40, 3), "b": torch.zeros(3, dtype=torch.int64)},
-        "list": [0, {"x": 0}], "empty": torch.empty(0, 2),
-    }  # fmt: skip
+        "list": [0, {"x": 0}],
+        "empty": torch.empty(0, 2),
+    }
     dcp.load(into, storage_reader=Reader(tmp_path))
     assert same(into, state)
     assert Reader(tmp_path).checkpoint_id == str(tmp_path)
@@ -202,7 +213,7 @@ def test_a_folder_of_torchs_own_runs_nothing(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "harmed",)
 
     dcp.save({"own": Harm()}, checkpoint_id=tmp_path / "old")
-    with failing(Usage, "cannot load own: it is a pickled object"):
+    with failing(UsageError, "cannot load own: it is a pickled object"):
         dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old"))
     assert not (tmp_path / "harmed").exists()
     dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old", allow_pickle=True))
@@ -212,7 +223,7 @@ def test_a_folder_of_torchs_own_runs_nothing(tmp_path: Path) -> None:
 def test_a_folder_of_torchs_own_that_lacks_a_file_says_which(tmp_path: Path) -> None:
     dcp.save(state_of(1), checkpoint_id=tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
-    with failing(Corrupt, "__0_0.distcp"):
+    with failing(CorruptError, "__0_0.distcp"):
         loaded(Reader(tmp_path))
 
 
@@ -220,15 +231,15 @@ def test_a_folder_of_torchs_own_is_replaced_when_the_new_checkpoint_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failed(*_: object) -> None:
-        raise StorageFailed("no space left")
+        raise StorageError("no space left")
 
     dcp.save(state_of(1), checkpoint_id=tmp_path)
     (tmp_path / "notes.txt").write_text("a user's own")
-    with failing(Exists, "torch's own storage has saved here"):
+    with failing(AlreadyExistsError, "torch's own storage has saved here"):
         dcp.save(state_of(2), storage_writer=Writer(tmp_path, overwrite=False))
     with monkeypatch.context() as patch:
         patch.setattr(Run, "commit", failed)
-        with failing(StorageFailed, "no space left"):
+        with failing(StorageError, "no space left"):
             dcp.save(state_of(2), storage_writer=Writer(tmp_path))
     assert same(loaded(Reader(tmp_path)), state_of(1))
     dcp.save(state_of(2), storage_writer=Writer(tmp_path))
@@ -243,7 +254,7 @@ def test_a_path_to_which_torchs_own_storage_has_saved_later_is_refused(tmp_path:
     dcp.save(state_of(2), checkpoint_id=tmp_path)
     later = laststep.open(tmp_path).latest().content().commit.created_s + 5
     os.utime(tmp_path / ".metadata", (later, later))
-    with pytest.raises(Usage, match="two storages have saved to one path"):
+    with pytest.raises(UsageError, match="two storages have saved to one path"):
         Reader(tmp_path).read_metadata()
     dcp.save(state_of(3), storage_writer=Writer(tmp_path))
     assert same(loaded(Reader(tmp_path)), state_of(3))
@@ -262,5 +273,5 @@ def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(content.dcp_record, "decode", lying)
-        with pytest.raises(Corrupt, match="outside"):
+        with pytest.raises(CorruptError, match="outside"):
             Reader(tmp_path).read_metadata()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import laststep
 from laststep import cli
 from laststep.adapters.dcp import Reader, Writer, attempts
-from laststep.errors import Exists, NotFound, Usage
+from laststep.errors import AlreadyExistsError, NotFoundError, UsageError
 from laststep.terms import DTYPES
 
 pytestmark = [*ALONE, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
@@ -45,10 +45,12 @@ def test_tensors_of_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
     shapes["parameter"] = torch.nn.Parameter(torch.randn(3))
     save(state, tmp_path)
     into = {
-        part: {key: torch.zeros_like(t, memory_format=torch.contiguous_format).detach()
-               for key, t in state[part].items()}
+        part: {
+            key: torch.zeros_like(t, memory_format=torch.contiguous_format).detach()
+            for key, t in state[part].items()
+        }
         for part in state
-    }  # fmt: skip
+    }
     load(into, tmp_path)
     state["shapes"]["conjugate"] = state["shapes"]["conjugate"].resolve_conj()
     state["shapes"]["parameter"] = state["shapes"]["parameter"].detach()
@@ -57,14 +59,16 @@ def test_tensors_of_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
 
 
 def test_large_tensors_pass_through_small_buffers(tmp_path: Path) -> None:
-    state = {"w": {
-        "plain": torch.randn(5_000_000),
-        "columns": torch.randn(3_000, 2_000).t(),
-        "rows": torch.randn(2, 5_000_000).t(),
-        "one row": torch.randn(5_000_000, 2).t()[:1],
-        "rows across the ends of chunks": torch.randn(20, 500_003),
-        "small": torch.randn(3),
-    }}  # fmt: skip
+    state = {
+        "w": {
+            "plain": torch.randn(5_000_000),
+            "columns": torch.randn(3_000, 2_000).t(),
+            "rows": torch.randn(2, 5_000_000).t(),
+            "one row": torch.randn(5_000_000, 2).t()[:1],
+            "rows across the ends of chunks": torch.randn(20, 500_003),
+            "small": torch.randn(3),
+        }
+    }
     save(state, tmp_path)
     into = {"w": {key: torch.zeros(t.shape) for key, t in state["w"].items()}}
     load(into, tmp_path)
@@ -75,15 +79,20 @@ def test_large_tensors_pass_through_small_buffers(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_come_back_there(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state = {"w": {
-        "plain": torch.randn(6_000_000, device="cuda"),
-        "strided": torch.randn(3_000, 2_000, device="cuda").t(),
-        "scalar": torch.tensor(2.5, device="cuda"),
-        "half": torch.randn(5, 3, device="cuda").bfloat16(),
-    }}  # fmt: skip
+    state = {
+        "w": {
+            "plain": torch.randn(6_000_000, device="cuda"),
+            "strided": torch.randn(3_000, 2_000, device="cuda").t(),
+            "scalar": torch.tensor(2.5, device="cuda"),
+            "half": torch.randn(5, 3, device="cuda").bfloat16(),
+        }
+    }
     save(state, tmp_path)
-    into = {"w": {key: torch.zeros(t.shape, dtype=t.dtype, device="cuda")
-                  for key, t in state["w"].items()}}  # fmt: skip
+    into = {
+        "w": {
+            key: torch.zeros(t.shape, dtype=t.dtype, device="cuda") for key, t in state["w"].items()
+        }
+    }
     load(into, tmp_path)
     assert same(into, state)
 
@@ -91,15 +100,39 @@ def test_tensors_on_a_gpu_come_back_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 3, -(1 << 80), 1.5, float("inf"), "text", "", b"bytes", bytes(10_000), 2 + 3j,
-        (1, (2, "x")), ({1: "int key", "a": [1]},), (OrderedDict(b=1, a=2),), {1, 2}, range(3),
-        frozenset({3}), slice(1, 2), bytearray(b"x"), deque([1], 3), (Counter("aab"),),
-        np.arange(6.0).reshape(2, 3), np.float64(2.5), torch.float16,
-        torch.device("cuda:1"), torch.Size([2, 3]), (torch.arange(3), "with a tensor"),
-        [], [1, 2], ({},),
+        None,
+        True,
+        3,
+        -(1 << 80),
+        1.5,
+        float("inf"),
+        "text",
+        "",
+        b"bytes",
+        bytes(10_000),
+        2 + 3j,
+        (1, (2, "x")),
+        ({1: "int key", "a": [1]},),
+        (OrderedDict(b=1, a=2),),
+        {1, 2},
+        range(3),
+        frozenset({3}),
+        slice(1, 2),
+        bytearray(b"x"),
+        deque([1], 3),
+        (Counter("aab"),),
+        np.arange(6.0).reshape(2, 3),
+        np.float64(2.5),
+        torch.float16,
+        torch.device("cuda:1"),
+        torch.Size([2, 3]),
+        (torch.arange(3), "with a tensor"),
+        [],
+        [1, 2],
+        ({},),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_values_come_back_as_they_were(tmp_path: Path, value: object) -> None:
     save({"state": {"value": value}, "top": value}, tmp_path)
     into: dict[str, Any] = {"state": {"value": 0}, "top": 0}
@@ -110,7 +143,7 @@ def test_values_come_back_as_they_were(tmp_path: Path, value: object) -> None:
 
 def test_a_sparse_tensor_is_a_value_or_refused(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
-    with failing(Usage, "a dense tensor"):
+    with failing(UsageError, "a dense tensor"):
         save({"w": sparse}, tmp_path)
     save({"w": (sparse,)}, tmp_path)
     into: dict[str, Any] = {"w": None}
@@ -145,8 +178,12 @@ def test_stateful_objects_are_saved_and_loaded_through_their_methods(tmp_path: P
 
 def test_a_nested_state_has_an_item_for_each_key(tmp_path: Path) -> None:
     model, _ = trained()
-    state = {"model": model.state_dict(), "data": {"files": ["a", "b"]}, "step": 7,
-             "ema": torch.ones(3)}  # fmt: skip
+    state = {
+        "model": model.state_dict(),
+        "data": {"files": ["a", "b"]},
+        "step": 7,
+        "ema": torch.ones(3),
+    }
     save(state, tmp_path, 7)
     checkpoint = laststep.open(tmp_path).latest()
     assert sorted(checkpoint.items()) == ["data", "ema", "model", "step"]
@@ -219,10 +256,15 @@ def test_what_a_checkpointer_wrote_is_loaded(tmp_path: Path) -> None:
     fresh = untrained()
     weights, moments = get_state_dict(*fresh)
     into: dict[str, Any] = {
-        "model": weights, "optimizer": moments,
-        "extra": {"one": torch.zeros(6), "two": torch.zeros(6), "part": torch.zeros(3),
-                  "values": 0},
-    }  # fmt: skip
+        "model": weights,
+        "optimizer": moments,
+        "extra": {
+            "one": torch.zeros(6),
+            "two": torch.zeros(6),
+            "part": torch.zeros(3),
+            "values": 0,
+        },
+    }
     load(into, tmp_path)
     set_state_dict(*fresh, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
     assert same(fresh[0].state_dict(), model.state_dict())
@@ -234,7 +276,7 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
     with laststep.Checkpointer(tmp_path, state=state, flush="thread", progress=False) as ckpt:
         ckpt.save(0).wait()
-    with pytest.raises(Usage, match="same name"):
+    with pytest.raises(UsageError, match="same name"):
         Reader(tmp_path).read_metadata()
 
 
@@ -254,10 +296,10 @@ def test_the_newest_is_loaded_unless_a_step_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="there is no run"):
+    with pytest.raises(NotFoundError, match="there is no run"):
         Reader(tmp_path / "nothing").read_metadata()
     save({"w": torch.ones(1)}, tmp_path, 5)
-    with pytest.raises(NotFound, match="no checkpoint of step 6"):
+    with pytest.raises(NotFoundError, match="no checkpoint of step 6"):
         Reader(tmp_path, 6).read_metadata()
     with pytest.raises(CheckpointException, match="no checkpoint of step 6"):
         load({"w": torch.ones(1)}, tmp_path, 6)
@@ -275,7 +317,7 @@ def test_the_id_of_a_checkpoint_is_its_step(tmp_path: Path) -> None:
     assert Reader.validate_checkpoint_id(Path("100"))
     assert not Writer.validate_checkpoint_id("")
     for wrong in (1.5, True):
-        with pytest.raises(Usage, match="a path or a step"):
+        with pytest.raises(UsageError, match="a path or a step"):
             dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id=wrong)  # type: ignore[arg-type]
 
 
@@ -315,15 +357,17 @@ def test_a_reader_reads_the_checkpoint_that_the_metadata_are_of(tmp_path: Path) 
 
 def test_a_step_is_a_number(tmp_path: Path) -> None:
     for step in (-1, 1.5, True, "3"):
-        with pytest.raises(Usage, match="a step is"):
+        with pytest.raises(UsageError, match="a step is"):
             Writer(tmp_path, step=step)  # type: ignore[arg-type]
 
 
 def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
     save({"w": torch.zeros(1)}, tmp_path, 1)
-    with failing(Exists, "Checkpoint already exists: step 1 has been saved already"):  # as DCP says
+    with failing(
+        AlreadyExistsError, "Checkpoint already exists: step 1 has been saved already"
+    ):  # as DCP says
         save({"w": torch.ones(1)}, tmp_path, 1)
-    with failing(Exists, "pass overwrite=True to the Writer"):
+    with failing(AlreadyExistsError, "pass overwrite=True to the Writer"):
         save({"w": torch.ones(1)}, tmp_path, 1)
     into = {"w": torch.full((1,), 5.0)}
     load(into, tmp_path)

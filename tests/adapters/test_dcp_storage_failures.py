@@ -25,7 +25,7 @@ import laststep
 from laststep.adapters.dcp import Reader, Writer
 from laststep.catalog.epochs import this_writer
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Corrupt, StorageFailed
+from laststep.errors import AbortedError, CorruptError, StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader, FileWriter
 
@@ -64,11 +64,11 @@ def test_a_store_that_fails_its_write_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: FileWriter, offset: int, data: memoryview) -> None:
-        raise StorageFailed("no space left", where="here")
+        raise StorageError("no space left", where="here")
 
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "write_at", fail)
-        with failing(StorageFailed, "no space left"):
+        with failing(StorageError, "no space left"):
             save({"a": torch.ones(2)}, tmp_path)
     assert list(tmp_path.glob("step-*")) == []
     save({"a": torch.ones(2)}, tmp_path)
@@ -76,11 +76,11 @@ def test_a_store_that_fails_its_write_fails_the_save(
 
 def test_a_failed_commit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Run, folder: str, commit: object) -> None:
-        raise StorageFailed("no space left", where="here")
+        raise StorageError("no space left", where="here")
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "commit", fail)
-        with failing(StorageFailed, "no space left"):
+        with failing(StorageError, "no space left"):
             save({"a": torch.ones(2)}, tmp_path)
     assert list(tmp_path.glob("step-*")) == []
 
@@ -88,9 +88,12 @@ def test_a_failed_commit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["run/step-*", "run"])
 @pytest.mark.parametrize("when", ["write_data", "finish"])
 def test_a_save_whose_folder_is_deleted_says_so_and_nothing_else(
-    what: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    when: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     run = tmp_path / "run"
     act = getattr(Writer, when)
 
@@ -101,10 +104,13 @@ def test_a_save_whose_folder_is_deleted_says_so_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, when, overtaken)
-        with failing(Aborted, "the folder of the save is gone"):
+        with failing(AbortedError, "the folder of the save is gone"):
             save({"w": torch.ones(3)}, run, 1)
-    assert [record for record in caplog.records if record.name.startswith("laststep")
-            and record.levelno > logging.INFO] == []  # fmt: skip
+    assert [
+        record
+        for record in caplog.records
+        if record.name.startswith("laststep") and record.levelno > logging.INFO
+    ] == []
     save({"w": torch.ones(3)}, run, 1)
     assert steps(run) == [1]
 
@@ -147,7 +153,7 @@ def test_a_writer_that_is_used_for_two_saves_at_once_commits_neither_for_the_oth
     first, metadata, planner = plan({"w": torch.zeros(3)})
     written = writer.write_data(first, planner).value()
     plan({"w": torch.ones(3)})
-    with pytest.raises(Aborted, match="another save"):
+    with pytest.raises(AbortedError, match="another save"):
         writer.finish(metadata, [written])
     assert steps(tmp_path) == []
 
@@ -172,8 +178,9 @@ def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> No
     save({"a": torch.ones(2)}, tmp_path, 1)
     done = subprocess.run(
         [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob("step-*"))) == 2
     assert steps(tmp_path) == [1]
@@ -183,31 +190,38 @@ def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> No
     code = script.replace('== "b"', '== ""')
     done = subprocess.run(
         [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(code), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
     assert done.returncode == 0
     assert steps(tmp_path) == [1, 2]
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 
-@pytest.mark.parametrize("what", ["tensor", "value", "tree", "header"])
+@pytest.mark.parametrize("what", ["tensor", "value", "index", "coordinator's index"])
 def test_a_changed_byte_is_noticed(tmp_path: Path, what: str) -> None:
-    save({"model": {"w": torch.ones(1 << 20)}, "values": {"array": (np.arange(500_000),)}},
-         tmp_path)  # fmt: skip
+    save(
+        {"model": {"w": torch.ones(1 << 20)}, "values": {"array": (np.arange(500_000),)}}, tmp_path
+    )
     [folder] = tmp_path.glob("step-*")
-    name = {"tensor": "model-r00000", "value": "values-r00000"}.get(what, "shared")
-    path = folder / f"{name}.safetensors"
+    names = {
+        "tensor": "model-r00000.safetensors",
+        "value": "values-r00000.safetensors",
+        "index": "index-r00000",
+        "coordinator's index": "index-r00001",
+    }
+    path = folder / names[what]
     data = bytearray(path.read_bytes())
-    data[{"tree": -1, "header": 9}.get(what, len(data) // 2)] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
     into: dict[str, Any] = {"model": {"w": torch.zeros(1 << 20)}, "values": {"array": None}}
     if what in ("tensor", "value"):
-        with failing(Corrupt, "stored bytes have changed"):
+        with failing(CorruptError, "stored bytes have changed"):
             load(into, tmp_path)
     else:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             Reader(tmp_path).read_metadata()
-        with pytest.raises(CheckpointException, match="have changed"):
+        with pytest.raises(CheckpointException, match="it has been changed"):
             load(into, tmp_path)
 
 
@@ -263,7 +277,7 @@ def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> 
     run = Run.open(DirectoryStore(tmp_path))
     stranger = msgspec.structs.replace(this_writer(), pid=1)
     run.claim_epoch((1, 1), writer=stranger)
-    with failing(Aborted, "taken over by another writer"):
+    with failing(AbortedError, "taken over by another writer"):
         save({"w": torch.ones(1)}, tmp_path, 2)
     assert steps(tmp_path) == [1]
 

@@ -15,7 +15,7 @@ from laststep.adapters.dcp import record as dcp_record
 from laststep.adapters.dcp.layout import FlatEntry, entries_of, locate, paths_told, tensor_name
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 
 KEYS = st.sampled_from(["a", "b", "model", "shared", "x/y", "", "ü", "a.b"])
 PATHS = st.tuples(KEYS, st.lists(KEYS | st.integers(0, 3), max_size=3)).map(
@@ -88,7 +88,11 @@ def test_a_record_comes_back(
 @pytest.mark.parametrize(
     "told",
     [
-        None, [], {}, {"version": 1}, {"version": 0, "planner_data": None, "entries": []},
+        None,
+        [],
+        {},
+        {"version": 1},
+        {"version": 0, "planner_data": None, "entries": []},
         {"version": 1, "planner_data": None, "entries": {}},
         {"version": 1, "planner_data": None, "entries": [], "more": 1},
         {"version": 1, "planner_data": None, "entries": [], "save_id": 1},
@@ -96,16 +100,24 @@ def test_a_record_comes_back(
         *(
             {"version": 1, "planner_data": None, "entries": [entry]}
             for entry in (
-                None, [], ["a"], ["a", [], "tensor"], ["a", [1], "tensor"], ["a", "b", "tensor"],
-                ["a", ["b"], "other"], [1, ["b"], "tensor"], ["a", ["b", -1], "tensor"],
-                ["a", ["b", True], "tensor"], ["a", ["b", None], "tensor"],
+                None,
+                [],
+                ["a"],
+                ["a", [], "tensor"],
+                ["a", [1], "tensor"],
+                ["a", "b", "tensor"],
+                ["a", ["b"], "other"],
+                [1, ["b"], "tensor"],
+                ["a", ["b", -1], "tensor"],
+                ["a", ["b", True], "tensor"],
+                ["a", ["b", None], "tensor"],
             )
         ),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_malformed_record_is_corrupt(told: object) -> None:
-    with pytest.raises(Corrupt, match="DCP state"):
+    with pytest.raises(CorruptError, match="DCP state"):
         dcp_record.decode(objects.encode(told), where="here", allow_pickle=False)
 
 
@@ -116,5 +128,5 @@ def test_a_record_without_the_id_of_its_save_is_read() -> None:
 
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:
-    with pytest.raises(Usage, match="upgrade laststep"):
+    with pytest.raises(UsageError, match="upgrade laststep"):
         dcp_record.decode(objects.encode({"version": 3}), where="here", allow_pickle=True)

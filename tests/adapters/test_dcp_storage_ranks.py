@@ -124,10 +124,15 @@ def start(count: int, body: str, run: Path) -> list[tuple[int, str]]:
     # Hosted here, under a port that nobody else can take before a rank has it.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT / "src"), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     processes = [
         subprocess.Popen(
             [os.environ["WARM_PYTHON"], str(script), str(run)],
@@ -254,6 +259,37 @@ def test_every_way_of_sharding_loads_into_every_other(tmp_path: Path) -> None:
         torch.testing.assert_close(got[way], got["plain"], rtol=0, atol=0)
     assert got["of rank"].keys() == {"rank 0", "rank 1", "value 0", "value 1"}
     assert laststep.open(tmp_path / "run").latest().verify().damage == ()
+
+
+def test_the_coordinator_writes_the_indexes_of_ranks_that_have_nothing_to_write(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    run_ranks(
+        3,
+        """
+        def main():
+            state = {"a": {"w": torch.arange(5.0), "none": torch.zeros(0, 4)}, "n": 7}
+            dcp.save(state, storage_writer=Writer(run, step=1))
+            into = {"a": {"w": torch.zeros(5), "none": torch.ones(0, 4)}, "n": 0}
+            dcp.load(into, storage_reader=Reader(run))
+            assert into["a"]["w"].tolist() == [0, 1, 2, 3, 4] and into["n"] == 7
+        """,
+        run,
+    )
+    [folder] = run.glob("step-*")
+    wrote = [path.name for path in folder.glob("*-r*.safetensors")]
+    assert len(wrote) < 3, "some rank has nothing to write, or this shows nothing"
+    # The last is the coordinator's own.
+    indexes = sorted(path.name for path in folder.glob("index-*"))
+    assert indexes == [f"index-r{number:05}" for number in range(4)]
+    checkpoint = laststep.open(run).latest()
+    commit = checkpoint.content().commit
+    assert (commit.ranks, commit.index_count) == (3, 4)
+    assert checkpoint.verify().damage == ()
+    loaded: Any = laststep.load(run)
+    assert loaded["a"]["w"].tolist() == [0, 1, 2, 3, 4]
+    assert loaded["a"]["none"].shape == (0, 4)
 
 
 @pytest.mark.long
@@ -397,7 +433,7 @@ def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
                 raise AssertionError("the save did not fail")
             try:
                 dcp.save(state, storage_writer=Writer(run, step=1), use_collectives=False)
-            except laststep.Usage as error:
+            except laststep.UsageError as error:
                 assert "both with collectives and without" in str(error)
             else:
                 raise AssertionError("the save did not fail")
@@ -507,5 +543,5 @@ def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
         planner.set_up_planner({"w": torch.zeros(1)}, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         plans.append(reader.prepare_local_plan(planner.create_local_plan()))
-    with pytest.raises(laststep.Aborted, match="different checkpoints"):
+    with pytest.raises(laststep.AbortedError, match="different checkpoints"):
         reader.prepare_global_plan(plans)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import laststep
 from laststep.adapters.dcp import typed
-from laststep.errors import Corrupt, Mismatch, Usage
+from laststep.errors import CorruptError, MismatchError, UsageError
 
 pytestmark = ALONE
 
@@ -81,13 +81,22 @@ NOW = datetime(2026, 11, 16, 21, 5, 3, 77, tzinfo=UTC)
 @pytest.mark.parametrize(
     "value",
     [
-        NOW, NOW.replace(tzinfo=None), date(2026, 1, 2), time(1, 2, 3), timedelta(-3, 4, 5),
-        NOW.astimezone(timezone(timedelta(hours=5, minutes=30))), UTC,
-        timezone(timedelta(hours=1), "here"), Path("a/b"), Path("/"), PurePosixPath("x"),
-        PureWindowsPath("c:/x"), (1, [NOW, {"p": Path("q")}]),
+        NOW,
+        NOW.replace(tzinfo=None),
+        date(2026, 1, 2),
+        time(1, 2, 3),
+        timedelta(-3, 4, 5),
+        NOW.astimezone(timezone(timedelta(hours=5, minutes=30))),
+        UTC,
+        timezone(timedelta(hours=1), "here"),
+        Path("a/b"),
+        Path("/"),
+        PurePosixPath("x"),
+        PureWindowsPath("c:/x"),
+        (1, [NOW, {"p": Path("q")}]),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_values_of_the_standard_library_come_back(tmp_path: Path, value: object) -> None:
     save({"state": {"value": value}}, tmp_path)
     into: dict[str, Any] = {"state": {"value": None}}
@@ -98,18 +107,23 @@ def test_values_of_the_standard_library_come_back(tmp_path: Path, value: object)
 @pytest.mark.parametrize(
     "value",
     [
-        Colour.RED, Colour.BLUE, Level.LOW, Access.READ | Access.WRITE,
-        Schedule("warm", Colour.BLUE, [1, 2]), Longer("longer", Colour.RED),
-        Frozen(NOW, Slotted(3)), (Slotted(1), Colour.RED),
+        Colour.RED,
+        Colour.BLUE,
+        Level.LOW,
+        Access.READ | Access.WRITE,
+        Schedule("warm", Colour.BLUE, [1, 2]),
+        Longer("longer", Colour.RED),
+        Frozen(NOW, Slotted(3)),
+        (Slotted(1), Colour.RED),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_enums_and_dataclasses_come_back_where_their_classes_are_known(
     tmp_path: Path, value: object
 ) -> None:
     save({"state": {"value": value}}, tmp_path)
     into: dict[str, Any] = {"state": {"value": None}}
-    with failing(Usage, "pass it to the Reader, as types="):
+    with failing(UsageError, "pass it to the Reader, as types="):
         load(into, tmp_path)
     load(into, tmp_path, types=[Colour, Level, Access, Schedule, Longer, Frozen, Slotted])
     assert same(into["state"]["value"], value)
@@ -141,7 +155,7 @@ def test_a_dataclass_may_hold_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [Cunning(1), Listing([1])])
 def test_a_class_that_pickles_in_its_own_way_is_refused(tmp_path: Path, value: object) -> None:
-    with failing(Usage, "it is a pickled object"):
+    with failing(UsageError, "it is a pickled object"):
         save({"own": (value,)}, tmp_path)
 
 
@@ -153,18 +167,22 @@ def test_a_dataclass_with_other_fields_now_is_told(tmp_path: Path) -> None:
         b: int
 
     Other.__module__, Other.__qualname__ = Slotted.__module__, Slotted.__qualname__
-    with failing(Mismatch, "has other fields now"):
+    with failing(MismatchError, "has other fields now"):
         load({"own": None}, tmp_path, types=[Other])
 
 
 @pytest.mark.parametrize(
     "tree",
-    [{"~type": "os.system", "value": "x"}, {"~type": "datetime", "value": 3}, {"~type": "timezone"},
-     {"~type": "timedelta", "value": [10**30, 0, 0]}],
+    [
+        {"~type": "os.system", "value": "x"},
+        {"~type": "datetime", "value": 3},
+        {"~type": "timezone"},
+        {"~type": "timedelta", "value": [10**30, 0, 0]},
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_a_file_says_makes_nothing_else(tree: object) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         typed.rebuilt(tree, {}, fqn="n")
 
 

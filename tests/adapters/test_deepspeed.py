@@ -73,19 +73,23 @@ class Zero(Trainer):
         self.net.mix.requires_grad_(not self.frozen)
         zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.options}
         self.engine, self.zero, _, _ = real.initialize(
-            model=self.net, optimizer=adam([p for p in self.net.parameters() if p.requires_grad]),
+            model=self.net,
+            optimizer=adam([p for p in self.net.parameters() if p.requires_grad]),
             config={
-                "train_micro_batch_size_per_gpu": 4, "zero_optimization": zero,
+                "train_micro_batch_size_per_gpu": 4,
+                "zero_optimization": zero,
                 "gradient_clipping": 0.0,
-                "bf16": {"enabled": self.half}, **self.more,
+                "bf16": {"enabled": self.half},
+                **self.more,
             },
-        )  # fmt: skip
+        )
         self.net.mean = self.net.mean.float()  # as a plain model has it; DeepSpeed rounds it too
 
     def items(self) -> dict[str, object]:
         return {
-            "model": deepspeed.model(self.engine), "optimizer": deepspeed.optimizer(self.engine),
-        }  # fmt: skip
+            "model": deepspeed.model(self.engine),
+            "optimizer": deepspeed.optimizer(self.engine),
+        }
 
     def step(self, number: int) -> float:
         words = batch(number)
@@ -219,20 +223,20 @@ def engine_with(**zero: Any) -> SimpleNamespace:
 
 def test_an_engine_without_an_optimizer_is_refused() -> None:
     engine = SimpleNamespace(module=nn.Linear(2, 2), optimizer=None)
-    with pytest.raises(laststep.Usage, match=r"no optimizer.*engine\.module"):
+    with pytest.raises(laststep.UsageError, match=r"no optimizer.*engine\.module"):
         deepspeed.model(engine).describe()
 
 
 @pytest.mark.parametrize("attribute", ["swap_optimizer", "zenflow"])
 def test_state_that_lies_elsewhere_is_refused(attribute: str) -> None:
-    with pytest.raises(laststep.Usage, match="cannot take the state of DeepSpeed with"):
+    with pytest.raises(laststep.UsageError, match="cannot take the state of DeepSpeed with"):
         deepspeed.model(engine_with(bit16_groups=[], **{attribute: True})).describe()
 
 
 def test_experts_that_lie_in_one_tensor_are_refused() -> None:
     fused = type("AutoEPMoELayer", (nn.Module,), {})()
     engine = SimpleNamespace(module=nn.Sequential(fused), optimizer=SimpleNamespace())
-    with pytest.raises(laststep.Usage, match="AutoEP"):
+    with pytest.raises(laststep.UsageError, match="AutoEP"):
         deepspeed.model(engine)
 
 
@@ -243,24 +247,31 @@ def test_experts_that_lie_in_one_tensor_are_refused() -> None:
         ({"bit16_groups": []}, "bit16_groups_flat"),
         ({"fp32_partitioned_groups_flat": []}, "grad_position"),
         (
-            {"fp32_partitioned_groups_flat": [], "grad_position": {}, "sub_group_to_group_id": {},
-             "fp16_groups": []},
+            {
+                "fp32_partitioned_groups_flat": [],
+                "grad_position": {},
+                "sub_group_to_group_id": {},
+                "fp16_groups": [],
+            },
             "ds_tensor",
         ),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_version_is_named_with_the_attribute_that_it_lacks(
     zero: dict[str, Any], missing: str
 ) -> None:
-    with pytest.raises(laststep.Usage, match=f"attribute '{missing}', as in DeepSpeed"):
+    with pytest.raises(laststep.UsageError, match=f"attribute '{missing}', as in DeepSpeed"):
         deepspeed.model(engine_with(**zero)).describe()
 
 
 def test_importing_laststep_imports_no_adapter() -> None:
     code = "import laststep, sys; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )  # fmt: skip
+    )
     assert "laststep" in done.stdout.split()
     assert not [name for name in done.stdout.split() if name.startswith("laststep.adapters")]

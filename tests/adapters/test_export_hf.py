@@ -164,8 +164,14 @@ def test_tensors_that_overlap_are_written_apart(
 ) -> None:
     monkeypatch.setattr(export_pieces, "PIECE_BYTES", piece_bytes)
     whole = torch.arange(48.0).reshape(6, 8)
-    state = {"whole": whole, "rows": whole[2:5], "columns": whole[:, 3:5], "turned": whole.t(),
-             "one": whole[1, 1], "again": whole[2:5]}  # fmt: skip
+    state = {
+        "whole": whole,
+        "rows": whole[2:5],
+        "columns": whole[:, 3:5],
+        "turned": whole.t(),
+        "one": whole[1, 1],
+        "again": whole[2:5],
+    }
     save(run_folder, model=state)
     assert export(run_folder, tmp_path / "hf", "--format", "hf")[0] == 0
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
@@ -179,9 +185,17 @@ def test_names_change_one_rule_after_the_other(
 ) -> None:
     save(run_folder, model={"layers.0.w": torch.ones(1), "layers.1.w": torch.ones(2)})
     status, _, err = export(
-        run_folder, tmp_path / "hf", "--format", "hf",
-        "--rename", r"layers\.(\d+)=h.\1", "--rename", "(?=^)=model.", "--rename", r"w$=weight",
-    )  # fmt: skip
+        run_folder,
+        tmp_path / "hf",
+        "--format",
+        "hf",
+        "--rename",
+        r"layers\.(\d+)=h.\1",
+        "--rename",
+        "(?=^)=model.",
+        "--rename",
+        r"w$=weight",
+    )
     assert (status, err) == (0, "")
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
     assert {name: len(tensor) for name, tensor in loaded.items()} == {
@@ -203,8 +217,12 @@ def test_floating_tensors_are_cast_by_name(
         "z": torch.ones(2, dtype=torch.complex64),
     }
     save(run_folder, model=state)
-    assert export(run_folder, tmp_path / "hf", "--format", "hf",
-                  "--dtype", "norm=f32", "--dtype", "bf16")[0] == 0  # fmt: skip
+    assert (
+        export(
+            run_folder, tmp_path / "hf", "--format", "hf", "--dtype", "norm=f32", "--dtype", "bf16"
+        )[0]
+        == 0
+    )
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
     assert loaded["norm.w"].dtype == torch.float32
     for name in ("w", "small", "odd", "nan"):

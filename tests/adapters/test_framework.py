@@ -29,12 +29,12 @@ def known(first: str, last: str, package: str = "numpy") -> Framework:
 
 
 def test_a_framework_that_is_not_there_is_told_with_the_extra_that_brings_it() -> None:
-    with pytest.raises(laststep.Usage, match=re.escape("pip install 'laststep[np]'")):
+    with pytest.raises(laststep.UsageError, match=re.escape("pip install 'laststep[np]'")):
         known("1", "2", "no-such-package").check()
 
 
 def test_a_version_that_is_too_old_is_refused() -> None:
-    with pytest.raises(laststep.Usage, match=r"too old.*numpy 999 to 999\.1"):
+    with pytest.raises(laststep.UsageError, match=r"too old.*numpy 999 to 999\.1"):
         known("999", "999.1").check()
 
 
@@ -60,16 +60,16 @@ def test_a_seam_that_is_as_it_was_passes() -> None:
 def test_a_seam_that_has_changed_is_refused_by_its_name(
     method: str, parameters: tuple[str, ...]
 ) -> None:
-    with pytest.raises(laststep.Usage, match=rf"Trainer\.{method} of numpy .* is not the one"):
+    with pytest.raises(laststep.UsageError, match=rf"Trainer\.{method} of numpy .* is not the one"):
         known("0", "999").seam(Trainer, method, *parameters)
 
 
 def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:
     one, other = known("0", "999"), known("0", "9", "torch")
     assert one.own(one.stamp(epoch=3), "runs/a")["epoch"] == 3
-    with pytest.raises(laststep.Mismatch, match="one of torch"):
+    with pytest.raises(laststep.MismatchError, match="one of torch"):
         one.own(other.stamp(), "runs/a")
-    with pytest.raises(laststep.Mismatch, match="one of a loop of its own"):
+    with pytest.raises(laststep.MismatchError, match="one of a loop of its own"):
         one.own(None, "runs/a")
 
 
@@ -92,7 +92,7 @@ def test_resuming_goes_back_to_what_is_sound_and_says_so(
     damage(tmp_path / "run", 1)
     with (
         laststep.Checkpointer(tmp_path / "run", **how) as ckpt,
-        pytest.raises(laststep.Corrupt, match="no checkpoint of this run is sound"),
+        pytest.raises(laststep.CorruptError, match="no checkpoint of this run is sound"),
     ):
         numpy.resume(ckpt, lambda *_: ckpt.restore())
 
@@ -109,9 +109,9 @@ def test_damage_elsewhere_is_not_taken_for_damage_of_the_checkpoint(tmp_path: Pa
     how = {"items": {"state": state}, "progress": False, "flush": "thread"}
 
     def elsewhere(*_: object) -> laststep.Restored:
-        raise laststep.Corrupt("the tokenizer is damaged")
+        raise laststep.CorruptError("the tokenizer is damaged")
 
     with laststep.Checkpointer(tmp_path / "run", **how) as ckpt:
         ckpt.save(1, metadata=numpy.stamp()).result()
-        with pytest.raises(laststep.Corrupt, match="tokenizer"):
+        with pytest.raises(laststep.CorruptError, match="tokenizer"):
             numpy.resume(ckpt, elsewhere)

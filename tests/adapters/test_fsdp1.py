@@ -212,7 +212,7 @@ def load_uneven_steps(run: str) -> str:
     trainer.optimizer.state[trainer.net.gate]["step"] += 1
     with tasks.checkpointer(run, trainer) as c:
         c.save(1)
-    with tasks.checkpointer(run, WAYS["flat"]()) as c, pytest.raises(laststep.Usage) as raised:
+    with tasks.checkpointer(run, WAYS["flat"]()) as c, pytest.raises(laststep.UsageError) as raised:
         c.restore()
     with tasks.checkpointer(run, other := WAYS["original"]()) as c:
         c.restore()
@@ -229,28 +229,33 @@ def test_parameters_that_took_different_steps_do_not_fit_into_one_flat_parameter
 
 
 def test_a_model_without_fsdp1_is_refused() -> None:
-    with pytest.raises(laststep.Usage, match="there is no FSDP1 in this model"):
+    with pytest.raises(laststep.UsageError, match="there is no FSDP1 in this model"):
         fsdp1.model(nn.Linear(2, 2)).describe()
 
 
 @pytest.mark.parametrize("missing", ["_handle", "flat_param", "_fqns", "_contiguities", "_params"])
 def test_an_unknown_version_is_named_with_the_attribute_that_it_lacks(missing: str) -> None:
     flat = {
-        "_fqns": ["weight"], "_shapes": [(2,)], "_numels_with_padding": [2],
-        "_is_padding_mask": [False], "_shard_param_infos": [None], "_contiguities": [True],
-        "_param_extensions": [None], "_params": None,
-    }  # fmt: skip
+        "_fqns": ["weight"],
+        "_shapes": [(2,)],
+        "_numels_with_padding": [2],
+        "_is_padding_mask": [False],
+        "_shard_param_infos": [None],
+        "_contiguities": [True],
+        "_param_extensions": [None],
+        "_params": None,
+    }
     flat.pop(missing, None)
     handle = {} if missing == "flat_param" else {"flat_param": SimpleNamespace(**flat)}
     unit = type("FullyShardedDataParallel", (nn.Module,), {})()
     if missing != "_handle":
         unit._handle = SimpleNamespace(**handle)
-    with pytest.raises(laststep.Usage, match=f"expected an attribute '{missing}'.*torch 2.13"):
+    with pytest.raises(laststep.UsageError, match=f"expected an attribute '{missing}'.*torch 2.13"):
         fsdp1.model(unit).describe()
 
 
 def test_what_is_flattened_in_the_order_of_its_memory_is_refused() -> None:
-    with pytest.raises(laststep.Usage, match="contiguous"):
+    with pytest.raises(laststep.UsageError, match="contiguous"):
         fsdp1._refuse_unusual(
             SimpleNamespace(_contiguities=[False], _param_extensions=[None]), ["weight"]
         )

@@ -14,5 +14,5 @@ import laststep
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
 def test_without_transformers_the_error_says_what_brings_it() -> None:
-    with pytest.raises(laststep.Usage, match=re.escape("pip install 'laststep[hf]'")):
+    with pytest.raises(laststep.UsageError, match=re.escape("pip install 'laststep[hf]'")):
         _ = laststep.hf

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.adapters.importing.inert_pickle import Global, PickledObject, read
-from laststep.errors import Corrupt, LaststepError, Usage
+from laststep.errors import CorruptError, LaststepError, UsageError
 
 PATH = ("pathlib", "PurePosixPath")
 ADMITTED = frozenset({PATH, ("collections", "OrderedDict"), ("builtins", "print")})
@@ -69,21 +69,21 @@ def test_what_is_not_admitted_is_named(protocol: int) -> None:
     with pytest.raises(LaststepError) as refused:
         read_it(pickle.dumps(Evil(exec), protocol=protocol))
     if protocol >= 1:
-        assert isinstance(refused.value, Usage)
+        assert isinstance(refused.value, UsageError)
         assert "exec, which is code and not allowed; do it yourself" in str(refused.value)
 
 
 def test_every_cut_is_corrupt() -> None:
     data = pickle.dumps({"a": [1, (2, PurePosixPath("x"))], "b": "text", "c": 1 << 70})
     for length in range(len(data)):
-        with pytest.raises(Corrupt, match="cannot read a pickle"):
+        with pytest.raises(CorruptError, match="cannot read a pickle"):
             read_it(data[:length])
 
 
 @given(data=st.binary(max_size=60))
 def test_junk_raises_only_our_errors(data: bytes) -> None:
     for whole in (data, data + b".", b"\x80\x04" + data + b"."):
-        with contextlib.suppress(Corrupt, Usage):
+        with contextlib.suppress(CorruptError, UsageError):
             read_it(whole)
 
 
@@ -108,7 +108,7 @@ def test_junk_raises_only_our_errors(data: bytes) -> None:
     ],
 )
 def test_hostile_pickles_are_corrupt(data: bytes, found: str) -> None:
-    with pytest.raises(Corrupt, match=found):
+    with pytest.raises(CorruptError, match=found):
         read_it(data)
 
 

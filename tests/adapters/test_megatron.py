@@ -64,9 +64,18 @@ def test_blocks_are_what_megatron_means_by_a_stride() -> None:
     for rank in range(4):
         own = torch.empty(6, 3)
         whole = _initialize_affine_weight_cpu(
-            own, 12, 3, 6, 0, nn.init.normal_, stride=2, return_master_weight=True,
-            params_dtype=torch.float32, rank=rank // 2, world_size=2,
-        )  # fmt: skip
+            own,
+            12,
+            3,
+            6,
+            0,
+            nn.init.normal_,
+            stride=2,
+            return_master_weight=True,
+            params_dtype=torch.float32,
+            rank=rank // 2,
+            world_size=2,
+        )
         first, last = layout.range_of(rank)
         held = [
             whole[tuple(map(slice, box.start, box.stop))].flatten() for box in layout.held(rank)
@@ -113,7 +122,7 @@ def test_layers_have_their_numbers_in_the_whole_model_on_every_stage() -> None:
 
 
 def test_an_optimizer_that_is_not_distributed_is_refused_with_the_attribute_that_it_lacks() -> None:
-    with pytest.raises(laststep.Usage, match="'gbuf_ranges', as in Megatron-Core"):
+    with pytest.raises(laststep.UsageError, match="'gbuf_ranges', as in Megatron-Core"):
         megatron.model(nn.Linear(2, 2), SimpleNamespace())
 
 
@@ -159,7 +168,9 @@ def test_a_parameter_is_cut_as_its_attributes_say() -> None:
 )
 def test_what_is_cut_in_a_way_that_is_not_told_is_refused(attributes: dict[str, int]) -> None:
     parameter = part((4, 6), **attributes)
-    with pytest.raises(laststep.Usage, match=r"how tensor parallelism cuts.*linear_fc1\.weight"):
+    with pytest.raises(
+        laststep.UsageError, match=r"how tensor parallelism cuts.*linear_fc1\.weight"
+    ):
         megatron._cut_of(parameter, model_with("linear_fc1", parameter), 2)
 
 
@@ -180,7 +191,7 @@ def test_experts_over_other_parallelism_than_data_are_refused(
     megatron._refuse_experts(parameter, name, 1)
     megatron._refuse_experts(part((2,)), "mlp.shared_experts.linear_fc1.weight", 2)
     setattr(state, size, lambda: 2)
-    with pytest.raises(laststep.Usage, match=f"over {what} parallelism.*size 2"):
+    with pytest.raises(laststep.UsageError, match=f"over {what} parallelism.*size 2"):
         megatron._refuse_experts(parameter, name, parts)
 
 
@@ -193,5 +204,7 @@ def test_a_frozen_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     provider._refuse_frozen_parts(set())
     one.buffers[0].tp_group = 2
     provider._refuse_frozen_parts({id(net.weight)})
-    with pytest.raises(laststep.Usage, match="frozen parameter that tensor parallelism has cut"):
+    with pytest.raises(
+        laststep.UsageError, match="frozen parameter that tensor parallelism has cut"
+    ):
         provider._refuse_frozen_parts(set())

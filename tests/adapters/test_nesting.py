@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from laststep.adapters.nesting import MAX_HOLES, nest
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 
 keys = st.text(alphabet="abc", min_size=1, max_size=2)
 leaves = st.integers() | st.lists(st.integers(), max_size=2)
@@ -57,5 +57,5 @@ def test_a_value_that_is_a_dict_stays_as_it_is() -> None:
     ],
 )
 def test_paths_that_cannot_be_are_corrupt(paths: list[tuple[str | int, ...]], found: str) -> None:
-    with pytest.raises(Corrupt, match=found):
+    with pytest.raises(CorruptError, match=found):
         nest([(path, 0) for path in paths], where="there")

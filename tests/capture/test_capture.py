@@ -13,7 +13,7 @@ from torch import nn
 import laststep
 from laststep.capture import mover
 from laststep.capture.job import Job
-from laststep.process import interrupts
+from laststep.process import signals
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -223,16 +223,21 @@ def test_what_is_torn_is_named_with_its_item(tmp_path: Path, gate: Gate) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     other = {"0.weight": torch.zeros(1000)}
     checkpointer = laststep.Checkpointer(
-        tmp_path / "run", model=model, optimizer=optimizer, other=other, capture="lazy",
-        flush="thread", host_memory_bytes=POOL_BYTES,
-    )  # fmt: skip
+        tmp_path / "run",
+        model=model,
+        optimizer=optimizer,
+        other=other,
+        capture="lazy",
+        flush="thread",
+        host_memory_bytes=POOL_BYTES,
+    )
     backward(model)
     optimizer.step()
     handle = checkpointer.save(0)
     assert gate.reached.wait(PATIENCE_S)
     other["0.weight"].fill_(1)
     gate.opened.set()
-    with pytest.raises(laststep.Torn) as caught:
+    with pytest.raises(laststep.TornCaptureError) as caught:
         handle.wait(PATIENCE_S)
     assert caught.value.where == "other/0.weight"
     checkpointer.close()
@@ -254,7 +259,7 @@ def test_a_change_behind_the_back_of_a_lazy_capture_is_torn_and_later_saves_bloc
     assert gate.reached.wait(PATIENCE_S)
     change(model)
     gate.opened.set()
-    with pytest.raises(laststep.Torn, match=f"at {torn}: expected"):
+    with pytest.raises(laststep.TornCaptureError, match=f"at {torn}: expected"):
         handle.wait(PATIENCE_S)
     assert not handle.committed.done()
     optimizer.step()
@@ -343,9 +348,15 @@ def test_a_busy_capture_is_waited_for_or_the_save_is_skipped(tmp_path: Path, gat
     optimizer = torch.optim.AdamW(model.parameters())
     events: list[object] = []
     with laststep.Checkpointer(
-        tmp_path / "run", model=model, optimizer=optimizer, capture="lazy", flush="thread",
-        on_busy="skip", host_memory_bytes=POOL_BYTES, subscribers=[events.append],
-    ) as checkpointer:  # fmt: skip
+        tmp_path / "run",
+        model=model,
+        optimizer=optimizer,
+        capture="lazy",
+        flush="thread",
+        on_busy="skip",
+        host_memory_bytes=POOL_BYTES,
+        subscribers=[events.append],
+    ) as checkpointer:
         backward(model)
         optimizer.step()
         first = checkpointer.save(0)
@@ -365,7 +376,7 @@ def test_a_busy_capture_is_waited_for_or_the_save_is_skipped(tmp_path: Path, gat
 def test_with_on_busy_wait_every_save_is_made(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = interrupts.wait
+    wait = signals.wait
 
     def open_after_a_while(event: threading.Event, timeout_s: float | None = None) -> bool:
         if threading.current_thread() is threading.main_thread():
@@ -379,7 +390,7 @@ def test_with_on_busy_wait_every_save_is_made(
         optimizer.step()
         checkpointer.save(0)
         assert gate.reached.wait(PATIENCE_S)
-        monkeypatch.setattr(interrupts, "wait", open_after_a_while)
+        monkeypatch.setattr(signals, "wait", open_after_a_while)
         second = checkpointer.save(1)
         assert second.report.waited_s > 0.05
     assert laststep.open(tmp_path / "run").steps() == [0, 1]

@@ -11,9 +11,14 @@ from laststep.capture.contents import Contents
 def made() -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(5, 3), torch.randn(4, 6).t(), torch.zeros(0, 3), torch.tensor(2.0),
-        torch.randn(7).bfloat16(), torch.tensor([True, False]), torch.randn(3, dtype=torch.cfloat),
-    ]  # fmt: skip
+        torch.randn(5, 3),
+        torch.randn(4, 6).t(),
+        torch.zeros(0, 3),
+        torch.tensor(2.0),
+        torch.randn(7).bfloat16(),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.cfloat),
+    ]
 
 
 def test_equal_tensors_have_equal_digests_wherever_they_lie_in_memory() -> None:

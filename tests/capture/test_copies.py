@@ -15,7 +15,7 @@ from laststep.errors import LaststepError
 from laststep.memory.pool import Pool
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
 from laststep.settings import Capture
-from laststep.state.pieces import Piece
+from laststep.state.provider import Piece
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:

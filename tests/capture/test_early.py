@@ -22,8 +22,13 @@ def layout() -> Layout:
     """As if two of three tensors were staged on a device."""
     spans = (ElementRange(2, 0, 12, True), ElementRange(0, 0, 12, True))
     group = StagingGroup(dtype="float32", device="cuda:0", start=0, stop=2 * BYTES, spans=spans)
-    return Layout(ways=(Way.STAGED,) * 3, staging_bytes={"cuda:0": 2 * BYTES},
-                  gathers={"cuda:0": (group,)}, chunks=(), direct={})  # fmt: skip
+    return Layout(
+        ways=(Way.STAGED,) * 3,
+        staging_bytes={"cuda:0": 2 * BYTES},
+        gathers={"cuda:0": (group,)},
+        chunks=(),
+        direct={},
+    )
 
 
 def test_tensors_in_place_are_held_in_the_order_in_which_they_are_staged() -> None:

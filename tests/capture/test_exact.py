@@ -14,10 +14,10 @@ from laststep.capture.gather import gather
 from laststep.capture.host import fill
 from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.capture.sources import hold
-from laststep.errors import Torn, Usage
-from laststep.memory import shared as memory
+from laststep.errors import TornCaptureError, UsageError
+from laststep.memory import segments as memory
 from laststep.memory.pool import Pool
-from laststep.state.pieces import Piece
+from laststep.state.provider import Piece
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_a_source_that_is_not_as_planned_fails_its_copy_and_nothing_is_written_o
     if shape == () and change == "one element":
         gather(buffer, [group], sources)  # as many elements, of the same dtype
     else:
-        with pytest.raises(Torn, match="replaced or resized"):
+        with pytest.raises(TornCaptureError, match="replaced or resized"):
             gather(buffer, [group], sources)
     assert bool((buffer[:16] == EMPTY).all())
     assert bool((buffer[group.stop :] == EMPTY).all())
@@ -77,13 +77,13 @@ def test_a_source_as_planned_is_copied(how: Callable[..., None]) -> None:
 
 
 def test_copies_neither_repeat_nor_convert_nor_resize() -> None:
-    with pytest.raises(Torn):
+    with pytest.raises(TornCaptureError):
         copy_each([torch.zeros(4)], [torch.ones(1)])
-    with pytest.raises(Torn):
+    with pytest.raises(TornCaptureError):
         copy_each([torch.zeros(4)], [torch.ones(4, dtype=torch.float64)])
-    with pytest.raises(Torn):
+    with pytest.raises(TornCaptureError):
         join(torch.zeros(4), [torch.ones(2), torch.ones(3)])
-    with pytest.raises(Torn):
+    with pytest.raises(TornCaptureError):
         join(torch.zeros(4), [torch.ones(2), torch.ones(2).long()])
 
 
@@ -106,7 +106,7 @@ def test_a_tensor_that_is_not_its_piece_any_more_is_not_held() -> None:
     live = torch.arange(12.0).view(3, 4)
     planned_as = piece(live)
     for other in (torch.ones(5), live.int(), live.t()):
-        with pytest.raises(Torn):
+        with pytest.raises(TornCaptureError):
             hold(other, planned_as)
 
 
@@ -130,7 +130,7 @@ def test_a_copy_that_would_leave_its_slot_is_refused() -> None:
     pool = Pool(2 * CHUNK_BYTES, pinned=False)
     try:
         source = torch.ones(64, dtype=torch.uint8)
-        with pytest.raises(Usage, match="does not fit into its slot"):
+        with pytest.raises(UsageError, match="does not fit into its slot"):
             pool.land(0, CHUNK_BYTES - 63, [(source.data_ptr(), 64)])
     finally:
         pool.close()

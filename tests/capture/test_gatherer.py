@@ -12,7 +12,7 @@ import torch
 from laststep.capture import gather as gathering
 from laststep.capture.gather import Gatherer
 from laststep.capture.layout import ElementRange, StagingGroup
-from laststep.errors import Torn
+from laststep.errors import TornCaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +38,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def gatherer() -> Gatherer:
     spans = (ElementRange(0, 0, 12, True), ElementRange(1, 0, 12, True))
-    return Gatherer(
-        [StagingGroup(dtype="float32", device="cuda:0", start=0, stop=96, spans=spans)],
-    )
+    return Gatherer([StagingGroup(dtype="float32", device="cuda:0", start=0, stop=96, spans=spans)])
 
 
 def test_a_tensor_of_other_strides_at_the_same_address_is_copied_as_it_lies(stream: Any) -> None:
@@ -73,6 +71,6 @@ def test_a_tensor_that_is_smaller_than_planned_is_never_read_past_its_end(stream
     gathers = gatherer()
     assert gathers.prepare([memory[:12], memory[12:]], stream)
     for _ in range(2):
-        with pytest.raises(Torn):
+        with pytest.raises(TornCaptureError):
             gathers.prepare([memory[:12], memory[12:20]], stream)
     assert gathers.prepare([memory[:12], memory[12:]], stream)

@@ -14,7 +14,7 @@ from laststep.capture import layout as lowering
 from laststep.capture.gather import gather
 from laststep.capture.layout import Layout, Way, lower
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
-from laststep.state.pieces import Piece
+from laststep.state.provider import Piece
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.terms import DTYPES
 
@@ -52,7 +52,7 @@ def test_every_byte_of_every_file_is_filled_exactly_once(
     plan, ways = drawn
     made = lower(plan, ways)
     pieces = [piece for item in plan.items for piece in item.pieces]
-    filled = [bytearray(file.tensor_bytes) for file in plan.files]
+    filled = [bytearray(file.layout.tensor_bytes) for file in plan.files]
     for chunk in made.chunks:
         assert chunk.start % SMALL_CHUNK == 0
         assert 0 < chunk.size_bytes <= SMALL_CHUNK
@@ -73,16 +73,18 @@ def test_every_byte_of_every_file_is_filled_exactly_once(
             mark(staged, group.start, group.stop - group.start)
         assert max(staged, default=0) <= 1
         wanted = sum(
-            p.size_bytes for p, way in zip(pieces, ways, strict=True)
+            p.size_bytes
+            for p, way in zip(pieces, ways, strict=True)
             if p.device == device and way is Way.STAGED
-        )  # fmt: skip
+        )
         assert sum(staged) == wanted
     for device, numbers in made.direct.items():
         assert len(set(numbers)) == len(numbers)
         assert set(numbers) == {
-            n for n, (p, way) in enumerate(zip(pieces, ways, strict=True))
+            n
+            for n, (p, way) in enumerate(zip(pieces, ways, strict=True))
             if p.device == device and way is Way.DIRECT and p.size_bytes
-        }  # fmt: skip
+        }
 
 
 def mark(area: bytearray, start: int, size: int) -> None:
@@ -122,7 +124,7 @@ def carry_out(plan: SavePlan, made: Layout, sources: list[torch.Tensor]) -> list
     for device, size in made.staging_bytes.items():
         staging[device] = torch.empty(size, dtype=torch.uint8)
         gather(staging[device], made.gathers[device], sources)
-    files = [bytearray(file.tensor_bytes) for file in plan.files]
+    files = [bytearray(file.layout.tensor_bytes) for file in plan.files]
     for chunk in made.chunks:
         slot = torch.full((SMALL_CHUNK,), 0xEE, dtype=torch.uint8)
         for part in chunk.staged:

@@ -13,7 +13,7 @@ from laststep.capture.layout import Layout, Way, lower
 from laststep.capture.ring import RING_CHUNKS, Route, chunks_through, ring_chunks
 from laststep.capture.sources import LiveTensor, hold
 from laststep.plan.files import ItemSpec, plan_save
-from laststep.state.pieces import Piece
+from laststep.state.provider import Piece
 from laststep.terms import CHUNK_BYTES
 
 DEVICE = "cpu"
@@ -33,8 +33,12 @@ def state() -> list[torch.Tensor]:
 
 
 def planned(tensors: list[torch.Tensor]) -> tuple[Layout, dict[int, LiveTensor]]:
-    names = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
-             torch.uint8: "uint8"}  # fmt: skip
+    names = {
+        torch.float32: "float32",
+        torch.float64: "float64",
+        torch.bfloat16: "bfloat16",
+        torch.uint8: "uint8",
+    }
     pieces = tuple(
         Piece(f"t{n}", names[t.dtype], tuple(t.shape), t.nbytes, DEVICE, True, False)
         for n, t in enumerate(tensors)

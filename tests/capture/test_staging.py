@@ -12,7 +12,7 @@ from laststep.capture.capture import Capturer
 from laststep.capture.job import Job
 from laststep.capture.layout import Layout, Way
 from laststep.capture.staging import DeviceStaging
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageError
 from laststep.settings import Capture
 
 
@@ -61,8 +61,9 @@ def test_memory_for_staging_that_fails_is_given_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr("laststep.capture.capture.record", lambda *_, **__: None)
     monkeypatch.setattr(capturer, "_streams", _Nothing(), raising=False)
-    staged = Layout(ways=(Way.STAGED,), staging_bytes={"cuda:0": 400}, gathers={}, chunks=(),
-                    direct={})  # fmt: skip
+    staged = Layout(
+        ways=(Way.STAGED,), staging_bytes={"cuda:0": 400}, gathers={}, chunks=(), direct={}
+    )
     job = Job(plan=None, layout=staged, sources=tensors, sink=None, began_s=0.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the launch failed"):
         capturer._stage_or_choose_again(job, copies, None)  # type: ignore[arg-type]
@@ -81,10 +82,15 @@ def test_staging_is_given_back_though_a_device_cannot_say_that_its_copies_have_e
 
     capturer._mover = SimpleNamespace(settle=settle)  # type: ignore[assignment]
     told: list[LaststepError] = []
-    job = Job(plan=None, layout=None, sources=(), began_s=0.0,  # type: ignore[arg-type]
-              sink=SimpleNamespace(failed=told.append))  # fmt: skip
+    job = Job(
+        plan=None,
+        layout=None,
+        sources=(),
+        began_s=0.0,  # type: ignore[arg-type]
+        sink=SimpleNamespace(failed=told.append),
+    )
     job.staging["cuda:0"] = torch.empty(400, dtype=torch.uint8)
-    job.error = StorageFailed("a copy failed")
+    job.error = StorageError("a copy failed")
     with pytest.raises(RuntimeError, match="illegal"):  # which its thread logs
         capturer._end(job)
     assert given == [400]

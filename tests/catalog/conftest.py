@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pytest
 
-from laststep.catalog import groups
 from laststep.catalog.run import Run
-from laststep.format.group import GroupManifest
-from laststep.format.manifest import Commit, FileRecord, ItemRecord, Metric
+from laststep.codecs.digests import block_digests
+from laststep.format import index as index_format
+from laststep.format.index import whole_index, written_of
+from laststep.format.layout import FileLayout, TensorEntry
+from laststep.format.manifest import Commit, ItemRecord, Metric, WrittenIndexes
+from laststep.plan import files as plan_files
+from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
 
@@ -20,30 +24,49 @@ if TYPE_CHECKING:
 
 Save = Callable[..., str]
 Saved = Callable[..., list[str]]
-Written = tuple[str, Commit]
+Checkpoint = tuple[str, Commit]
 
 SIZE = 5000
-"""Of the file of each rank."""
+"""Of the data file of each rank."""
+RANKS = 8
+"""Of the checkpoints that `write` makes."""
 
 
-def make_file(rank: int, *, deep: bool) -> FileRecord:
-    """The file of a rank, in a folder of four ranks or beside the manifest."""
-    folder = f"r{rank - rank % 4:05d}/" if deep else ""
-    return FileRecord(
-        name=f"{folder}m-r{rank:05d}.safetensors", size_bytes=SIZE, header_bytes=4096,
-        header_digest="xxh3-128:" + "0" * 32, rank=rank,
-    )  # fmt: skip
+class RankFiles(NamedTuple):
+    """What a rank writes, by name within the checkpoint's folder, and what it reports of that."""
+
+    data: str
+    index: str
+    content: dict[str, bytes]
+    written: WrittenIndexes
+
+
+def make_files(rank: int = 0, ranks: int = 1, origin: str = "") -> RankFiles:
+    """A data file of one tensor, and the index of it; with an `origin`, the file is shared."""
+    suffix = f"-r{rank:05d}" if ranks > 1 else ""
+    name = f"{folder_of(rank, ranks)}m{suffix}.safetensors"
+    tensor = bytes(SIZE - 4096)
+    layout = FileLayout(
+        name=name,
+        item="model",
+        header_bytes=4096,
+        tensor_bytes=len(tensor),
+        tensors=(TensorEntry(f"t{rank}", "uint8", (len(tensor),), 0, len(tensor)),),
+    )
+    index = whole_index(rank, [layout], [block_digests(memoryview(tensor))], {"model": b"{}"}, [{}])
+    if origin:
+        file = msgspec.structs.replace(index.files[0], origin=origin, sharers=1)
+        index = msgspec.structs.replace(index, files=(file,))
+    data = index_format.encode(index)
+    there = index_name(rank, ranks)
+    content = {name: layout.header() + tensor, there: data}
+    return RankFiles(name, there, content, written_of(index, data))
 
 
 def make_commit(
-    *,
-    step: int,
-    epoch: int,
-    attempt: int,
-    metrics: dict[str, Metric] | None = None,
-    references: tuple[str, ...] = (),
+    *, step: int, epoch: int, attempt: int, metrics: dict[str, Metric] | None = None
 ) -> Commit:
-    """A sound commit of one small file."""
+    """A sound commit of what `make_files` makes."""
     return Commit(
         run="0" * 32,
         step=step,
@@ -51,23 +74,20 @@ def make_commit(
         attempt=attempt,
         created_s=1.0 * attempt,
         laststep="0",
-        items=(ItemRecord(name="model", kind="t", file="m.safetensors", tensors=1, size_bytes=8),),
-        files=(
-            FileRecord(
-                name="m.safetensors",
-                size_bytes=5000,
-                header_bytes=4096,
-                header_digest="xxh3-128:" + "0" * 32,
-            ),
-        ),
+        items=(ItemRecord(name="model", kind="t", tensors=1, size_bytes=8),),
+        written=make_files().written,
         metrics=metrics or {},
-        references=references,
     )
 
 
 @pytest.fixture
 def commit_of() -> Callable[..., Commit]:
     return make_commit
+
+
+@pytest.fixture
+def files_of() -> Callable[..., RankFiles]:
+    return make_files
 
 
 @pytest.fixture
@@ -85,19 +105,12 @@ def save() -> Save:
     """Write and commit one checkpoint; returns its folder."""
 
     def act(
-        run: Run,
-        step: int,
-        epoch: int,
-        attempt: int,
-        metrics: dict[str, Metric] | None = None,
-        references: tuple[str, ...] = (),
+        run: Run, step: int, epoch: int, attempt: int, metrics: dict[str, Metric] | None = None
     ) -> str:
         folder = run.begin(step=step, epoch=epoch, attempt=attempt)
-        write_file(run.store, f"{folder}/m.safetensors", bytes([step % 256]) * 5000)
-        commit = make_commit(
-            step=step, epoch=epoch, attempt=attempt, metrics=metrics, references=references
-        )
-        run.commit(folder, commit)
+        for name, data in make_files().content.items():
+            write_file(run.store, f"{folder}/{name}", data)
+        run.commit(folder, make_commit(step=step, epoch=epoch, attempt=attempt, metrics=metrics))
         return folder
 
     return act
@@ -115,39 +128,33 @@ def saved(run: Run, save: Save) -> Saved:
 
 
 @pytest.fixture
-def file_of() -> Callable[..., FileRecord]:
-    return make_file
-
-
-@pytest.fixture
-def write(run: Run) -> Callable[..., Written]:
-    """Write and commit a checkpoint of eight ranks in four groups; its folder, and its commit. With
-    an `origin`, the files of the first group are linked from there."""
+def write(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpoint]:
+    """Write and commit a checkpoint of eight ranks; its folder, and its commit. `deep`: the files
+    lie in folders, each of four ranks. With an `origin`, the data files of the first two ranks are
+    linked from there."""
     epoch = run.claim_epoch(None)
 
-    def act(step: int = 1, *, deep: bool = False, commit: bool = True, origin: str = "") -> Written:
+    def act(
+        step: int = 1, *, deep: bool = False, commit: bool = True, origin: str = ""
+    ) -> Checkpoint:
+        if deep:
+            monkeypatch.setattr(plan_files, "FLAT_RANKS", RANKS - 1)
+            monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", RANKS // 2)
         folder = run.begin(step=step, epoch=epoch, attempt=step)
-        for place in ("r00000", "r00004") if deep else ():
-            run.store.make_folder(f"{folder}/{place}", parents=False)
-        records = []
-        for first in range(0, 8, 2):
-            files = (make_file(first, deep=deep), make_file(first + 1, deep=deep))
-            for one in files:
-                if origin and first == 0:
-                    assert run.store.link(f"{origin}/{one.name}", f"{folder}/{one.name}")
+        for place in {folder_of(rank, RANKS): None for rank in range(RANKS)} if deep else ():
+            run.store.make_folder(f"{folder}/{place}".rstrip("/"), parents=False)
+        written = WrittenIndexes()
+        for rank in range(RANKS):
+            linked = origin if rank < 2 else ""
+            files = make_files(rank, RANKS, linked)
+            for name, data in files.content.items():
+                if linked and name == files.data:
+                    assert run.store.link(f"{linked}/{name}", f"{folder}/{name}")
                 else:
-                    write_file(run.store, f"{folder}/{one.name}", bytes(SIZE))
-            if origin and first == 0:
-                files = tuple(msgspec.structs.replace(one, origin=origin) for one in files)
-            manifest = GroupManifest(
-                step=step, epoch=epoch, attempt=step, first=first, ranks=2, files=files
-            )
-            records.append(groups.write(run.store, folder, manifest))
+                    write_file(run.store, f"{folder}/{name}", data)
+            written = written.plus(files.written)
         decided = make_commit(step=step, epoch=epoch, attempt=step)
-        item = msgspec.structs.replace(decided.items[0], file=make_file(0, deep=deep).name)
-        decided = msgspec.structs.replace(
-            decided, files=(), groups=tuple(records), ranks=8, items=(item,)
-        )
+        decided = msgspec.structs.replace(decided, written=written, ranks=RANKS)
         if commit:
             run.commit(folder, decided)
         return folder, decided

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.format.manifest import Abort
 from laststep.read.content import Content
 from laststep.read.verify import verify_checkpoint
@@ -21,7 +20,7 @@ from laststep.terms import MANIFEST_NAME
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from laststep.catalog.names import AttemptName
+    from laststep.catalog.lineage import AttemptName
     from laststep.storage.files import FileReader
     from laststep.storage.store import StoreEntry
 
@@ -105,9 +104,9 @@ def test_to_verify_what_goes_meanwhile_is_not_found_and_no_damage(
     folders: list[str], tmp_path: Path
 ) -> None:
     store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
-    with pytest.raises(NotFound, match="was deleted meanwhile"):
+    with pytest.raises(NotFoundError, match="was deleted meanwhile"):
         verify_checkpoint(store, folders[0])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         verify_checkpoint(store, folders[0])
 
 
@@ -116,10 +115,10 @@ def test_to_open_what_goes_meanwhile_is_not_found_and_not_corrupt(
 ) -> None:
     commits = [item.commit for item in run.checkpoints()]
     store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
-    with pytest.raises(NotFound, match="was deleted meanwhile"):
+    with pytest.raises(NotFoundError, match="was deleted meanwhile"):
         Content(store, folders[0], commits[0])
     (tmp_path / "run" / folders[1] / "m.safetensors").unlink()
-    with pytest.raises(Corrupt, match=r"a data file is missing.*restore\(\) without a step"):
+    with pytest.raises(CorruptError, match=r"a data file is missing.*restore\(\) without a step"):
         Content(store, folders[1], commits[1])
 
 
@@ -151,5 +150,5 @@ def test_a_writer_need_not_delete_what_somebody_else_has_deleted(run: Run) -> No
     assert isinstance(run.abort(folder, "it failed"), Abort)
     run.discard(folder)
     again = run.begin(step=1, epoch=epoch, attempt=2)
-    with pytest.raises(Usage, match="not given up"):
+    with pytest.raises(UsageError, match="not given up"):
         run.discard(again)

@@ -12,15 +12,17 @@ import pytest
 
 from laststep.catalog import decision
 from laststep.catalog.run import Run
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 from laststep.testing.stores import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from conftest import RankFiles
 
 
 class Unsynced(Disk):
@@ -53,14 +55,15 @@ class Unsynced(Disk):
 
 @pytest.fixture
 def begun(
-    tmp_path: Path, commit_of: Callable[..., Commit]
+    tmp_path: Path, commit_of: Callable[..., Commit], files_of: Callable[..., RankFiles]
 ) -> Callable[[Disk], tuple[Run, str, Commit]]:
     """`begun(disk)`: a run, and an attempt in it that is ready to be committed."""
 
     def make(disk: Disk) -> tuple[Run, str, Commit]:
         run = Run.open_or_create(DirectoryStore(tmp_path / "run", disk=disk))
         folder = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
-        write_file(run.store, f"{folder}/m.safetensors", bytes(5000))
+        for name, data in files_of().content.items():
+            write_file(run.store, f"{folder}/{name}", data)
         return run, folder, commit_of(step=1, epoch=1, attempt=1)
 
     return make
@@ -76,7 +79,7 @@ def test_a_sync_that_fails_once_is_repeated_and_the_commit_stands(begun: object)
 
 def test_what_cannot_be_made_durable_is_taken_back_and_its_step_is_free(begun: object) -> None:
     run, folder, commit = begun(Unsynced(2))
-    with pytest.raises(StorageFailed, match="taken back"):
+    with pytest.raises(StorageError, match="taken back"):
         run.commit(folder, commit)
     assert run.checkpoints() == ()
     assert run.decision(folder) is None
@@ -86,9 +89,9 @@ def test_what_cannot_be_made_durable_is_taken_back_and_its_step_is_free(begun: o
 
 def test_where_it_cannot_be_taken_back_either_nobody_claims_to_know(begun: object) -> None:
     run, folder, commit = begun(Unsynced(99, renames=False))
-    with pytest.raises(StorageFailed, match="not known whether"):
+    with pytest.raises(StorageError, match="not known whether"):
         run.commit(folder, commit)
-    with pytest.raises(StorageFailed, match="sync"):
+    with pytest.raises(StorageError, match="sync"):
         run.abort(folder, "it failed")  # as another rank would that looks for itself
 
 
@@ -97,7 +100,7 @@ def test_who_finds_a_commit_makes_it_durable_before_it_tells(begun: object) -> N
     run, folder, commit = begun(disk)
     run.commit(folder, commit)
     disk.failures = 1
-    with pytest.raises(StorageFailed, match="sync"):
+    with pytest.raises(StorageError, match="sync"):
         run.abort(folder, "too late")
     assert isinstance(run.abort(folder, "too late"), Commit)
 
@@ -154,7 +157,7 @@ def test_a_commit_with_a_metric_that_is_not_a_number_is_known_again(
     run, folder, commit = begun(Unsynced(failures))
     commit = msgspec.structs.replace(commit, metrics={"loss": math.nan})
     if failures == 2:
-        with pytest.raises(StorageFailed, match="taken back"):
+        with pytest.raises(StorageError, match="taken back"):
             run.commit(folder, commit)
         assert run.checkpoints() == ()
     else:
@@ -174,7 +177,7 @@ def test_who_finds_a_commit_that_is_being_taken_back_may_finish_that(
             super().rename(path, new)
 
     run, folder, commit = begun(Slow(2))
-    with pytest.raises(StorageFailed, match="taken back"):
+    with pytest.raises(StorageError, match="taken back"):
         run.commit(folder, commit)
     assert [type(one) for one in told] == [Abort]
     assert run.checkpoints() == ()

@@ -15,17 +15,23 @@ from hypothesis import strategies as st
 from laststep.catalog import epochs
 from laststep.catalog.epochs import EpochRecord, Epochs, Trainer
 from laststep.codecs.digests import digest_text
-from laststep.errors import Aborted, Corrupt, StorageFailed, Usage
+from laststep.errors import AbortedError, CorruptError, StorageError, UsageError
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _RECORD = EpochRecord(
-    format=1, epoch=7, continues=(3, 17), host="h", pid=1, boot="b", process_started="9",
+    format=1,
+    epoch=7,
+    continues=(3, 17),
+    host="h",
+    pid=1,
+    boot="b",
+    process_started="9",
     created_s=1.5,
-)  # fmt: skip
+)
 
 
 def _sealed(content: bytes) -> bytes:
@@ -42,21 +48,21 @@ def test_any_changed_bit_of_a_record_is_noticed(data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, len(good) * 8 - 1))
     bad = bytearray(good)
     bad[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         epochs.decode(bytes(bad), epoch=7, where="x")
 
 
 @given(st.binary(max_size=60))
 def test_nonsense_is_corrupt(data: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         epochs.decode(data, epoch=7, where="x")
 
 
 def test_a_record_of_another_epoch_or_that_continues_from_the_future_is_corrupt() -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         epochs.decode(epochs.encode(_RECORD), epoch=8, where="x")
     future = msgspec.structs.replace(_RECORD, continues=(7, 1))
-    with pytest.raises(Corrupt, match="earlier epoch"):
+    with pytest.raises(CorruptError, match="earlier epoch"):
         epochs.decode(epochs.encode(future), epoch=7, where="x")
 
 
@@ -67,12 +73,12 @@ def claimed_by(folder: Path, writer: Trainer, *, seen: int, orphan: bool = False
 
 def test_of_many_that_saw_the_same_epoch_one_claims_the_next(tmp_path: Path) -> None:
     claimed: list[int] = []
-    superseded: list[Aborted] = []
+    superseded: list[AbortedError] = []
 
     def claim() -> None:
         try:
             claimed.append(claimed_by(tmp_path, epochs.new_start(), seen=4))
-        except Aborted as error:
+        except AbortedError as error:
             superseded.append(error)
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
@@ -89,7 +95,7 @@ def test_who_saw_an_older_epoch_claims_none(tmp_path: Path) -> None:
     early, late = epochs.new_start(), epochs.new_start()
     assert claimed_by(tmp_path, late, seen=0) == 1
     for _ in range(2):
-        with pytest.raises(Aborted, match=rf"epoch 1, process {late.pid} on "):
+        with pytest.raises(AbortedError, match=rf"epoch 1, process {late.pid} on "):
             claimed_by(tmp_path, early, seen=0)
     assert Epochs(DirectoryStore(tmp_path)).numbers() == (1,)
 
@@ -98,7 +104,7 @@ def test_a_start_is_not_in_its_own_way(tmp_path: Path) -> None:
     start, other = epochs.new_start(), epochs.new_start()
     assert [claimed_by(tmp_path, start, seen=0) for _ in range(3)] == [1, 2, 3]
     assert claimed_by(tmp_path, other, seen=3) == 4
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         claimed_by(tmp_path, start, seen=0)
 
 
@@ -106,7 +112,7 @@ def test_the_epoch_of_an_orphan_is_in_nobodys_way(tmp_path: Path) -> None:
     live, dead = epochs.new_start(), epochs.new_start()
     assert claimed_by(tmp_path, dead, seen=0, orphan=True) == 1
     assert claimed_by(tmp_path, live, seen=0) == 2
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         claimed_by(tmp_path, dead, seen=0, orphan=True)
 
 
@@ -121,7 +127,7 @@ def test_an_epoch_whose_record_may_not_be_durable_is_claimed_anew(tmp_path: Path
 
     disk, start = LastSyncFails(), epochs.new_start()
     numbers = Epochs(DirectoryStore(tmp_path, disk=disk))
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         numbers.claim(None, seen=0, writer=start)
     disk.fails = False
     assert numbers.claim(None, seen=0, writer=start) == 2
@@ -143,5 +149,5 @@ def test_an_epoch_cannot_continue_from_what_is_not_there(
 ) -> None:
     numbers = Epochs(DirectoryStore(tmp_path))
     numbers.claim(None, seen=0, writer=epochs.this_writer())
-    with pytest.raises(Usage, match="does not know"):
+    with pytest.raises(UsageError, match="does not know"):
         numbers.claim(continues, seen=1, writer=epochs.this_writer())

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from laststep.catalog import epochs, failures, names
+from laststep.catalog import epochs, failures, lineage
 from laststep.catalog.failures import Ending, Past, past_of
 from laststep.catalog.starts import Start
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.testing.stores import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from conftest import RankFiles
     from laststep.catalog.run import Run
     from laststep.format.manifest import Commit
     from laststep.storage.directory import DirectoryStore
@@ -35,19 +36,22 @@ def claim(run: Run) -> Callable[..., None]:
         writer = msgspec.structs.replace(epochs.this_writer(), start=start, **process)
         record = epochs._record(epoch, None, writer, orphan=orphan)
         data = epochs.encode(msgspec.structs.replace(record, created_s=began_s))
-        run.store.create(names.epoch_record_name(epoch), data)
+        run.store.create(lineage.epoch_record_name(epoch), data)
 
     return act
 
 
 @pytest.fixture
-def commit(run: Run, commit_of: Callable[..., Commit]) -> Callable[..., str]:
+def commit(
+    run: Run, commit_of: Callable[..., Commit], files_of: Callable[..., RankFiles]
+) -> Callable[..., str]:
     """`commit(epoch, attempt, at_s)`: a checkpoint of that epoch, at that time."""
 
     def act(epoch: int, attempt: int, at_s: float) -> str:
-        folder = names.format_folder(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
+        folder = lineage.format_folder(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
         run.store.make_folder(folder)
-        write_file(run.store, f"{folder}/m.safetensors", bytes(5000))
+        for name, data in files_of().content.items():
+            write_file(run.store, f"{folder}/{name}", data)
         made = commit_of(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
         run.commit(folder, msgspec.structs.replace(made, created_s=at_s))
         return folder
@@ -56,7 +60,7 @@ def commit(run: Run, commit_of: Callable[..., Commit]) -> Callable[..., str]:
 
 
 def end(store: DirectoryStore, start: str, at_s: float) -> None:
-    store.create(names.ending_name(start), msgspec.json.encode(Ending(ended_s=at_s)))
+    store.create(lineage.ending_name(start), msgspec.json.encode(Ending(ended_s=at_s)))
 
 
 def name(number: int) -> str:
@@ -75,7 +79,7 @@ def test_a_start_runs_from_its_first_save_to_its_last_commit(
     commit(1, 2, 12 * HOUR)
     claim(2, name(2), 500 * HOUR)  # nothing ran for three weeks
     commit(2, 1, 501 * HOUR)
-    run.store.make_folder(names.format_folder(step=99, epoch=2, attempt=2))  # it died there
+    run.store.make_folder(lineage.format_folder(step=99, epoch=2, attempt=2))  # it died there
     assert past_of(run.store, name(9)) == Past(2, 3 * HOUR)
 
 
@@ -128,11 +132,7 @@ def test_a_clock_that_was_set_back_counts_nothing_below_zero(
 
 @pytest.mark.parametrize(("began_s", "seen_s"), [(0.0, 500_000 * HOUR), (500_000 * HOUR, 1e12)])
 def test_a_clock_that_was_set_ahead_counts_no_more_than_is_credible(
-    run: Run,
-    claim: Callable[..., None],
-    commit: Callable[..., str],
-    began_s: float,
-    seen_s: float,
+    run: Run, claim: Callable[..., None], commit: Callable[..., str], began_s: float, seen_s: float
 ) -> None:
     claim(1, name(1), began_s)
     commit(1, 1, seen_s)
@@ -162,7 +162,7 @@ def test_a_start_that_ended_well_ran_as_long_as_its_own_clock_says(
     claim(1, name(1), 0.0)
     commit(1, 1, 500_000 * HOUR)
     ending = Ending(ended_s=500_000 * HOUR, ran_s=2 * HOUR)
-    run.store.create(names.ending_name(name(1)), msgspec.json.encode(ending))
+    run.store.create(lineage.ending_name(name(1)), msgspec.json.encode(ending))
     assert past_of(run.store, name(9)) == Past(0, 2 * HOUR)
 
 
@@ -174,8 +174,8 @@ def test_what_cannot_be_read_is_passed_over(
     commit(1, 2, 2 * HOUR)
     run.store.delete(f"{folder}/manifest.json")
     write_file(run.store, f"{folder}/manifest.json", b"{")
-    write_file(run.store, names.epoch_record_name(2), b"nonsense")
-    write_file(run.store, names.ending_name(name(1)), b"nonsense")
+    write_file(run.store, lineage.epoch_record_name(2), b"nonsense")
+    write_file(run.store, lineage.ending_name(name(1)), b"nonsense")
     assert past_of(run.store, name(9)) == Past(1, 2 * HOUR)
 
 
@@ -183,7 +183,7 @@ def test_a_store_that_fails_is_no_error(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: object) -> None:
-        raise StorageFailed("cannot list")
+        raise StorageError("cannot list")
 
     monkeypatch.setattr(failures, "_ended", failing)
     assert past_of(store, name(9)) == Past(0, 0.0)

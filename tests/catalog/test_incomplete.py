@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.listing import nearest_steps
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,15 +37,18 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "folder":
         file.unlink()
         file.mkdir()
+    elif how == "no index":
+        (folder / "index-r00000").unlink()
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("missing", "m.safetensors is missing"),
-        ("short", "m.safetensors has 4999 bytes instead of 5000"),
-        ("long", "m.safetensors has 5001 bytes instead of 5000"),
-        ("folder", "m.safetensors is missing"),
+        ("missing", "0 data files of 0 bytes instead of 1 of 5000"),
+        ("short", "1 data files of 4999 bytes instead of 1 of 5000"),
+        ("long", "1 data files of 5001 bytes instead of 1 of 5000"),
+        ("folder", "0 data files of 0 bytes instead of 1 of 5000"),
+        ("no index", "index-r00000 is missing"),
     ],
 )
 def test_a_checkpoint_with_a_wrong_file_is_incomplete_and_not_the_newest(
@@ -65,6 +66,13 @@ def test_a_checkpoint_with_a_wrong_file_is_incomplete_and_not_the_newest(
     run.check_step_free(5)  # what cannot be restored blocks no step
 
 
+def test_a_file_that_does_not_belong_there_makes_nothing_incomplete(
+    run: Run, five: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / five[-1] / "exported.safetensors").write_bytes(b"x")
+    assert run.checkpoints()[-1].is_whole
+
+
 def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
     run: Run, five: list[str], tmp_path: Path
 ) -> None:
@@ -75,13 +83,13 @@ def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
     reasons = {verdict.folder: verdict.reasons for verdict in plan.verdicts}
     assert reasons[five[2]] == ("the newest", "one of the last 1")
     assert reasons[five[4]] == (
-        "incomplete (m.safetensors has 4999 bytes instead of 5000): kept as evidence",
+        "incomplete (1 data files of 4999 bytes instead of 1 of 5000): kept as evidence",
     )
     best = plan_prune(run, Keep(best=1, metric="loss", abandoned=False))
     kept = [verdict.folder for verdict in best.verdicts if verdict.keep]
     assert kept == [five[2]]
     reasons = {verdict.folder: verdict.reasons for verdict in best.verdicts}
-    assert reasons[five[4]] == ("incomplete (m.safetensors has 4999 bytes instead of 5000)",)
+    assert reasons[five[4]] == ("incomplete (1 data files of 4999 bytes instead of 1 of 5000)",)
 
 
 def test_what_would_be_freed_is_what_is_there(run: Run, five: list[str], tmp_path: Path) -> None:
@@ -89,7 +97,7 @@ def test_what_would_be_freed_is_what_is_there(run: Run, five: list[str], tmp_pat
     spoil(folder, "missing")
     plan = plan_prune(run, Keep(last=4, abandoned=False))
     assert plan.deletions == (five[0],)
-    assert plan.freed_bytes == (folder / MANIFEST_NAME).stat().st_size
+    assert plan.freed_bytes == sum(path.stat().st_size for path in folder.iterdir())
     assert run.checkpoints()[0].size_bytes == 5000
 
 

@@ -7,9 +7,11 @@ says so.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,8 +21,9 @@ from hypothesis import strategies as st
 from laststep.catalog.epochs import new_start
 from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, StorageFailed
-from laststep.format.manifest import Commit
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.errors import LaststepError, StorageError
+from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
@@ -93,6 +96,7 @@ class _Writer:
     def commit(self, folder: str, at: Point) -> None:
         """As a flusher does."""
         self.run.check_newest(at[0])
+        _write_index(self.run, folder)
         self.run.commit(folder, _commit(at))
         self.reported = at
 
@@ -105,7 +109,7 @@ class _Writer:
         if self._fault is not None and self._steps == self._fault.step:
             if self._fault.kills:
                 raise _Killed
-            raise StorageFailed("cannot reach the disk", found="EIO")
+            raise StorageError("cannot reach the disk", found="EIO")
 
     def _live(self) -> None:
         try:
@@ -128,9 +132,22 @@ def _step(at: Point) -> int:
 def _commit(at: Point) -> Commit:
     epoch, attempt = at
     return Commit(
-        run="0" * 32, step=_step(at), epoch=epoch, attempt=attempt, created_s=1.0, laststep="0",
-        items=(), files=(),
-    )  # fmt: skip
+        run="0" * 32,
+        step=_step(at),
+        epoch=epoch,
+        attempt=attempt,
+        created_s=1.0,
+        laststep="0",
+        items=(),
+        written=WrittenIndexes(indexes=bytes(DIGEST_BYTES)),
+    )
+
+
+def _write_index(run: Run, folder: str) -> None:
+    """Without one a checkpoint is incomplete; nobody here looks what is in it. It is no step, and
+    somebody may have deleted the folder."""
+    with contextlib.suppress(FileNotFoundError):
+        Path(run.store.url, folder, "index-r00000").write_bytes(b"")
 
 
 def _finish_the_save(folder: str) -> Callable[[_Writer], None]:
@@ -150,7 +167,7 @@ def _take_over(me: _Writer, *, back: bool = False) -> None:
             me.lock = me.run.lock_epoch(epoch)
             folder = me.run.begin(step=_step((epoch, 1)), epoch=epoch, attempt=1)
             me.commit(folder, (epoch, 1))
-        except StorageFailed:
+        except StorageError:
             if me.lock is not None:
                 me.lock.close()
                 me.lock = None
@@ -194,7 +211,9 @@ def test_what_was_reported_as_committed_is_on_the_lineage(
         elsewhere = msgspec.structs.replace(new_start(), host="elsewhere", boot="another")
         assert run.claim_epoch(None, writer=elsewhere) == 1
         lock = run.lock_epoch(1)
-        run.commit(run.begin(step=_step((1, 1)), epoch=1, attempt=1), _commit((1, 1)))
+        first = run.begin(step=_step((1, 1)), epoch=1, attempt=1)
+        _write_index(run, first)
+        run.commit(first, _commit((1, 1)))
         open_save = run.begin(step=_step((1, 2)), epoch=1, attempt=2)
         writers = [
             _Writer(path, _finish_the_save(open_save), None),

@@ -10,12 +10,11 @@ import pytest
 
 import laststep
 from laststep.catalog import epochs
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.codecs.digests import digest_text
-from laststep.errors import Usage
-from laststep.format.envelope import seal
+from laststep.errors import UsageError
+from laststep.format.manifest import seal
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -40,18 +39,20 @@ def write_later_manifest(folder: Path) -> None:
 def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(LATER))
     for refused in (Run.open, Run.open_or_create):
-        with pytest.raises(Usage, match=REFUSAL):
+        with pytest.raises(UsageError, match=REFUSAL):
             refused(DirectoryStore(tmp_path))
 
 
 def test_a_run_of_a_later_format_that_names_nobody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(b'{"format": 9, "shape": "other"}')
-    with pytest.raises(Usage, match=r"found format 9; upgrade laststep .* that writes format 9"):
+    with pytest.raises(
+        UsageError, match=r"found format 9; upgrade laststep .* that writes format 9"
+    ):
         Run.open(DirectoryStore(tmp_path))
 
 
 def test_the_record_of_an_epoch_of_a_later_format_is_refused() -> None:
-    with pytest.raises(Usage, match=f"cannot read a record of an epoch .*{REFUSAL}"):
+    with pytest.raises(UsageError, match=f"cannot read a record of an epoch .*{REFUSAL}"):
         epochs.decode(sealed_epoch(dict(LATER)), epoch=7, where="x")
 
 
@@ -61,7 +62,7 @@ def test_nobody_claims_an_epoch_above_one_of_a_later_format(
     saved(1)
     (tmp_path / "run" / "epochs" / "00000002.json").write_bytes(sealed_epoch(dict(LATER)))
     for continues in (None, (1, 1)):
-        with pytest.raises(Usage, match=REFUSAL):
+        with pytest.raises(UsageError, match=REFUSAL):
             run.claim_epoch(continues)
     assert not (tmp_path / "run" / "epochs" / "00000003.json").exists()
 
@@ -86,8 +87,8 @@ def test_a_restore_does_not_pass_over_a_checkpoint_of_a_later_format(tmp_path: P
         for step in (1, 2):
             ckpt.save(step).wait()
         write_later_manifest(tmp_path / "run" / "step-00000002.1-2")
-        with pytest.raises(Usage, match=REFUSAL):
+        with pytest.raises(UsageError, match=REFUSAL):
             ckpt.restore()
         assert ckpt.restore(1).step == 1
-    with pytest.raises(Usage, match=REFUSAL):
+    with pytest.raises(UsageError, match=REFUSAL):
         laststep.open(tmp_path / "run").latest()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.lineage import Chain, Link, Point, order, superseded
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName, Chain, Link, Point, order, superseded
 
 
 @dataclass

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import AttemptName
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.format import manifest
 from laststep.storage.directory import DirectoryStore
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from conftest import RankFiles
     from laststep.format.manifest import Commit
     from laststep.storage.store import StoreEntry
 
@@ -27,14 +26,17 @@ MANY = 400
 
 
 @pytest.fixture
-def many(tmp_path: Path, commit_of: Callable[..., Commit]) -> DirectoryStore:
+def many(
+    tmp_path: Path, commit_of: Callable[..., Commit], files_of: Callable[..., RankFiles]
+) -> DirectoryStore:
     """A run of many small checkpoints, written past everything that would sync them."""
     store = DirectoryStore(tmp_path / "run")
     Run.open_or_create(store).claim_epoch(None)
     for step in range(1, MANY + 1):
         folder = tmp_path / "run" / f"step-{step:08d}.1-{step}"
         folder.mkdir()
-        (folder / "m.safetensors").write_bytes(bytes(5000))
+        for name, data in files_of().content.items():
+            (folder / name).write_bytes(data)
         commit = commit_of(step=step, epoch=1, attempt=step)
         (folder / "manifest.json").write_bytes(manifest.encode(commit))
     return store

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.names import format_folder, parse_epoch, parse_folder
-from laststep.errors import Usage
+from laststep.catalog.lineage import format_folder, parse_epoch, parse_folder
+from laststep.errors import UsageError
 
 _numbers = st.integers(min_value=1, max_value=10**20 - 1)
 
@@ -32,18 +32,28 @@ def test_the_documented_name_is_the_name() -> None:
 @pytest.mark.parametrize(
     "folder",
     [
-        "step-100.3-17", "step-000000100.3-17", "step-00000100.03-17", "step-00000100.3-017",
-        "step-00000100.0-1", "step-00000100.1-0", "step-00000100.3-17\n", "step--0000100.3-17",
-        "step-00000100.3-17.tmp-a1", "xstep-00000100.3-17", "step-0000010٣.3-17", "", "epochs",
+        "step-100.3-17",
+        "step-000000100.3-17",
+        "step-00000100.03-17",
+        "step-00000100.3-017",
+        "step-00000100.0-1",
+        "step-00000100.1-0",
+        "step-00000100.3-17\n",
+        "step--0000100.3-17",
+        "step-00000100.3-17.tmp-a1",
+        "xstep-00000100.3-17",
+        "step-0000010٣.3-17",
+        "",
+        "epochs",
     ],
-)  # fmt: skip
+)
 def test_a_name_of_another_shape_is_not_an_attempt(folder: str) -> None:
     assert parse_folder(folder) is None
 
 
 @pytest.mark.parametrize(("step", "epoch", "attempt"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
 def test_numbers_that_cannot_be_are_refused(step: int, epoch: int, attempt: int) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         format_folder(step=step, epoch=epoch, attempt=attempt)
 
 

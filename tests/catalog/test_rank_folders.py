@@ -13,11 +13,10 @@ import pytest
 
 from laststep.catalog import listing
 from laststep.catalog.cleaning import QUIET_S, RemovalReason
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError
-from laststep.format.manifest import Commit, FileRecord
+from laststep.format.manifest import Commit
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
 from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
@@ -26,13 +25,13 @@ from laststep.testing.stores import write_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from conftest import RankFiles
     from laststep.catalog.listing import Listed
 
-Written = tuple[str, Commit]
-Write = Callable[..., Written]
+Write = Callable[..., tuple[str, Commit]]
 
 SIZE = 5000
-STRANGE = ("a\nb", "\udcff\udcfe", "-rf *", " ", "r99999", "groups.json", "..x", "é" * 100)
+STRANGE = ("a\nb", "\udcff\udcfe", "-rf *", " ", "r99999", "index-r00000.json", "..x", "é" * 100)
 
 
 @pytest.fixture(params=[4096, 7], ids=["few", "very many"])
@@ -63,6 +62,11 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def index_bytes_in(folder: Path) -> int:
+    """Of the indexes in the folders of ranks, whose sizes no manifest knows."""
+    return sum(path.stat().st_size for path in folder.glob("r*/index-r*"))
+
+
 def only(run: Run) -> Listed:
     (listed,), _ = run.look()
     return listed
@@ -72,55 +76,63 @@ def only(run: Run) -> Listed:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.usefixtures("most")
-def test_sizes_are_those_on_disk(deep: bool, write: Write, run: Run, tmp_path: Path) -> None:
+def test_sizes_are_those_on_disk(
+    deep: bool, most: int, write: Write, run: Run, tmp_path: Path
+) -> None:
     folder, _ = write(deep=deep)
+    stored = bytes_in(tmp_path / "run" / folder)
+    if most < 8:  # then nobody has looked how large indexes in folders are
+        stored -= index_bytes_in(tmp_path / "run" / folder)
     for listed in (*run.checkpoints(), only(run)):
         assert listed.is_whole
         assert listed.size_bytes == 8 * SIZE
-        assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
+        assert listed.stored_bytes == stored
 
 
-@pytest.mark.parametrize("lost", [None, "shared.safetensors", "r00004/m-r00005.safetensors"])
-@pytest.mark.usefixtures("most")
-def test_files_beside_the_folders_count_once(
-    lost: str | None, run: Run, commit_of: Callable[..., Commit],
-    file_of: Callable[..., FileRecord], tmp_path: Path,
-) -> None:  # fmt: skip
-    """As a DCP writer of many ranks leaves them: all in one manifest, one of them beside it."""
-    folder = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
-    files = [file_of(rank, deep=True) for rank in range(8)]
-    files.append(msgspec.structs.replace(files[0], name="shared.safetensors"))
-    for place in ("r00000", "r00004"):
-        run.store.make_folder(f"{folder}/{place}")
-    for file in files:
-        write_file(run.store, f"{folder}/{file.name}", bytes(SIZE))
-    commit = commit_of(step=1, epoch=1, attempt=1)
-    item = msgspec.structs.replace(commit.items[0], file=files[0].name)
-    run.commit(folder, msgspec.structs.replace(commit, files=tuple(files), ranks=8, items=(item,)))
+@pytest.mark.parametrize("lost", [None, "m.safetensors", "r00004/m-r00005.safetensors"])
+def test_a_data_file_beside_the_folders_counts_once(
+    lost: str | None,
+    most: int,
+    write: Write,
+    files_of: Callable[..., RankFiles],
+    run: Run,
+    tmp_path: Path,
+) -> None:
+    folder, commit = write(deep=True, commit=False)
+    beside = files_of()
+    write_file(run.store, f"{folder}/{beside.data}", beside.content[beside.data])
+    more = msgspec.structs.replace(beside.written, indexes=b"")
+    run.commit(folder, msgspec.structs.replace(commit, written=commit.written.plus(more)))
+    place = tmp_path / "run" / folder
+    stored = bytes_in(place)
     if lost is not None:
-        (tmp_path / "run" / folder / lost).unlink()
+        (place / lost).unlink()
+        stored -= SIZE
+    elif most < 8:
+        stored -= index_bytes_in(place)
     listed = only(run)
-    assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
-    assert listed.incomplete == (None if lost is None else f"{lost} is missing")
+    assert listed.stored_bytes == stored
+    assert listed.incomplete == (
+        None if lost is None else f"8 data files of {8 * SIZE} bytes instead of 9 of {9 * SIZE}"
+    )
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("name", ["groups/r00004.json", "m-r00003.safetensors"])
+@pytest.mark.parametrize("name", ["index-r00002", "m-r00003.safetensors"])
 @pytest.mark.usefixtures("most")
 def test_what_is_missing_makes_it_incomplete(
     name: str, deep: bool, write: Write, run: Run, tmp_path: Path
 ) -> None:
     folder, _ = write(deep=deep)
-    name = f"r00000/{name}" if deep and name.startswith("m") else name
+    name = f"r00000/{name}" if deep else name
     (tmp_path / "run" / folder / name).unlink()
     listed = only(run)
     assert not listed.is_whole
     expected = f"{name} is missing"
     if name.endswith(".safetensors"):
         expected = f"7 data files of {7 * SIZE} bytes instead of 8 of {8 * SIZE}"
-        assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
     assert listed.incomplete == expected
+    assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
     run.check_step_free(1)  # what cannot be restored blocks no step
 
 
@@ -128,15 +140,13 @@ def test_what_is_missing_makes_it_incomplete(
 def test_every_rank_that_restores_leaves_the_folders_of_very_many_files_alone(
     write: Write, run: Run, looked: dict[str, list[str]]
 ) -> None:
-    done, _ = write(1, deep=True)
+    write(1, deep=True)
     left, _ = write(2, deep=True, commit=False)
     looked["list"].clear()
     assert [one.is_whole for one in run.checkpoints()] == [True]
     assert [one.folder for one in run.attempts()] == [left]
     run.check_step_free(3)
-    within = {name for name in looked["list"] if "/" in name}
-    assert within == {f"{done}/groups", f"{left}/groups"}
-    assert [name for name in looked["file_names"] if "/" in name] == []
+    assert [name for names in looked.values() for name in names if "/" in name] == []
 
 
 @pytest.mark.usefixtures("very_many")
@@ -146,7 +156,7 @@ def test_of_very_many_files_that_are_all_there_no_sizes_are_asked_for(
     folder, _ = write(deep=True)
     looked["list"].clear()
     assert only(run).is_whole
-    assert [name for name in looked["list"] if "/" in name] == [f"{folder}/groups"]
+    assert [name for name in looked["list"] if "/" in name] == []
     assert [name for name in looked["file_names"] if name != "epochs"] == [
         f"{folder}/r00000",
         f"{folder}/r00004",
@@ -161,7 +171,8 @@ def test_retention_keeps_the_last_whole_one_where_a_newer_one_has_lost_files(
     (tmp_path / "run" / folders[2] / "r00004" / "m-r00006.safetensors").unlink()
     plan = plan_prune(run, Keep(last=1))
     assert plan.deletions == (folders[0],)
-    assert plan.freed_bytes == bytes_in(tmp_path / "run" / folders[0])
+    first = tmp_path / "run" / folders[0]
+    assert plan.freed_bytes == bytes_in(first) - index_bytes_in(first)
 
 
 @pytest.mark.usefixtures("very_many")
@@ -200,20 +211,17 @@ def test_the_manifest_goes_first_then_the_name_and_only_then_what_is_in_folders(
     disk = RecordingDisk()
     plan_prune(Run.open(DirectoryStore(tmp_path / "run", disk=disk)), Keep(last=1)).execute()
     first, synced, renamed, durable, *rest = disk.changes
-    assert (first.kind, first.path) == (
-        Kind.UNLINK,
-        str(tmp_path / "run" / folder / MANIFEST_NAME),
-    )
+    assert (first.kind, first.path) == (Kind.UNLINK, str(tmp_path / "run" / folder / MANIFEST_NAME))
     assert (renamed.kind, renamed.path) == (Kind.RENAME, str(tmp_path / "run" / folder))
     assert {synced.kind, durable.kind} == {Kind.SYNC_FOLDER}
     assert renamed.to is not None
     assert all(change.path.startswith(renamed.to) for change in rest)
     kinds = [change.kind for change in rest]
-    assert kinds.count(Kind.UNLINK) == 8 + 4
-    assert kinds.count(Kind.REMOVE_FOLDER) == 3 + 1
+    assert kinds.count(Kind.UNLINK) == 8 + 8
+    assert kinds.count(Kind.REMOVE_FOLDER) == 2 + 1
 
 
-@pytest.mark.parametrize("at", range(1, 4 + 12 + 4 + 1))
+@pytest.mark.parametrize("at", range(1, 4 + 16 + 3 + 1))
 @pytest.mark.usefixtures("most")
 def test_a_deletion_that_stops_anywhere_leaves_it_whole_or_gone_and_is_finished_later(
     at: int, write: Write, run: Run, tmp_path: Path
@@ -258,18 +266,18 @@ def test_an_attempt_of_another_machine_is_quiet_only_if_its_folders_are(
     assert [one.name for one in run.clean(now_s=now_s + 2 * QUIET_S)] == [folder]
 
 
-def test_debris_beside_the_manifests_of_groups_goes_and_all_else_stays(
+def test_debris_beside_the_folders_of_ranks_goes_and_all_else_stays(
     write: Write, run: Run, tmp_path: Path
 ) -> None:
     folder, _ = write(deep=True)
-    debris = tmp_path / "run" / folder / "groups" / "r00000.json.tmp-111111111111"
+    debris = tmp_path / "run" / folder / "manifest.json.tmp-111111111111"
     debris.write_bytes(b"")
     within = tmp_path / "run" / folder / "r00000.tmp-222222222222"
     within.mkdir()
     (within / "file").write_bytes(b"1")
     now_s = debris.stat().st_mtime + 2 * QUIET_S
-    removed = {one.name for one in run.clean(now_s=now_s)}
-    assert removed == {f"{folder}/groups/{debris.name}", f"{folder}/{within.name}"}
+    removed = {orphan.name for orphan in run.clean(now_s=now_s)}
+    assert removed == {f"{folder}/{debris.name}", f"{folder}/{within.name}"}
     assert only(run).is_whole
     assert not within.exists()
 
@@ -305,14 +313,13 @@ def outside(tmp_path: Path) -> Path:
     return outside
 
 
-@pytest.mark.usefixtures("most")
 def test_a_linked_folder_is_not_looked_into_and_only_the_link_is_deleted(
-    write: Write, run: Run, outside: Path, tmp_path: Path
+    most: int, write: Write, run: Run, outside: Path, tmp_path: Path
 ) -> None:
     folder, _ = write(1, deep=True)
     write(2, deep=True)
     place = tmp_path / "run" / folder
-    size = bytes_in(place)
+    size = bytes_in(place) - (index_bytes_in(place) if most < 8 else 0)
     for inner in (place, place / "r00000"):
         (inner / "elsewhere").symlink_to(outside)
         (inner / "y.tmp-222222222222").symlink_to(outside)
@@ -334,7 +341,7 @@ def test_files_behind_a_linked_folder_are_not_those_of_the_checkpoint(
     place = tmp_path / "run" / folder / "r00004"
     place.rename(tmp_path / "moved")
     place.symlink_to(tmp_path / "moved")
-    assert only(run).incomplete == f"4 data files of {4 * SIZE} bytes instead of 8 of {8 * SIZE}"
+    assert only(run).incomplete == "r00004/index-r00004 is missing, and 3 more"
 
 
 @pytest.mark.usefixtures("most")

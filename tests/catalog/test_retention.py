@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from laststep.catalog.listing import Listed
 from laststep.catalog.retention import Keep, decide, missing_metric
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.format.manifest import Commit, Metric
 
 if TYPE_CHECKING:
@@ -27,21 +26,26 @@ def _listed(
     bad: bool = False,
     incomplete: bool = False,
     metrics: dict[str, Metric] | None = None,
-    references: tuple[str, ...] = (),
     pinned: bool = False,
     attempt: int | None = None,
 ) -> Listed:
     attempt = step + 1 if attempt is None else attempt
     commit = Commit(
-        run="r", step=step, epoch=1, attempt=attempt, created_s=0.0, laststep="0", items=(),
-        files=(), metrics=metrics or {}, references=references,
-    )  # fmt: skip
+        run="r",
+        step=step,
+        epoch=1,
+        attempt=attempt,
+        created_s=0.0,
+        laststep="0",
+        items=(),
+        metrics=metrics or {},
+    )
     return Listed(
         step=step,
         epoch=1,
         attempt=attempt,
         commit=None if bad else commit,
-        error=Corrupt("bad") if bad else None,
+        error=CorruptError("bad") if bad else None,
         on_lineage=on_lineage,
         superseded_by=superseded_by,
         pinned=pinned,
@@ -61,10 +65,6 @@ def _kept(listed: list[Listed], keep: Keep, **more: object) -> list[int]:
 def _runs(draw: st.DrawFn) -> list[Listed]:
     listed: list[Listed] = []
     for attempt in range(1, draw(st.integers(1, 12)) + 1):
-        earlier = [item.folder for item in listed]
-        chosen = (
-            draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
-        )
         state = draw(st.sampled_from(["on", "on", "on", "off", "replaced", "bad", "short"]))
         again = listed and listed[-1].superseded_by is not None
         step = listed[-1].step if again else draw(st.integers(0, 30))
@@ -76,7 +76,6 @@ def _runs(draw: st.DrawFn) -> list[Listed]:
                 superseded_by=f"step-{step:08}.1-{attempt + 1}" if state == "replaced" else None,
                 bad=state == "bad",
                 incomplete=state == "short",
-                references=tuple(chosen),
                 pinned=draw(st.booleans()) and draw(st.booleans()),
                 metrics={"loss": draw(st.floats(allow_nan=True))} if draw(st.booleans()) else {},
             )
@@ -94,8 +93,12 @@ _policies = st.builds(
         mode=mode,
         abandoned=abandoned,
     ),
-    _small, _small, _small, st.sampled_from(["min", "max"]), st.booleans(),
-)  # fmt: skip
+    _small,
+    _small,
+    _small,
+    st.sampled_from(["min", "max"]),
+    st.booleans(),
+)
 
 
 @given(_runs(), _policies, st.data())
@@ -110,10 +113,8 @@ def test_retention_never_drops_what_is_needed(
     assert [verdict.folder for verdict in verdicts] == folders
     assert all(verdict.reasons for verdict in verdicts)
     for item in listed:
-        if item.folder in kept and item.commit is not None:
-            assert set(item.commit.references) <= kept
-            if item.is_whole and item.superseded_by in folders:
-                assert item.superseded_by in kept
+        if item.folder in kept and item.is_whole and item.superseded_by in folders:
+            assert item.superseded_by in kept
         if item.pinned or item.folder in pinned or item.folder == resumed_from:
             assert item.folder in kept
     good = [item for item in listed if item.on_lineage and item.is_whole]
@@ -129,13 +130,8 @@ def test_retention_never_drops_what_is_needed(
 @given(_runs(), _policies)
 def test_what_is_not_whole_changes_nothing_about_what_is(listed: list[Listed], keep: Keep) -> None:
     """Retention decides about whole checkpoints as if the others on the lineage were not there."""
-    # What they refer to stays as long as they do: here nothing refers to anything.
-    alone = [
-        item if item.commit is None else replace(item, commit=replace(item.commit, references=()))
-        for item in listed
-    ]
-    whole = [item for item in alone if item.is_whole or not item.on_lineage]
-    verdicts = {v.folder: v for v in decide(alone, keep)}
+    whole = [item for item in listed if item.is_whole or not item.on_lineage]
+    verdicts = {verdict.folder: verdict for verdict in decide(listed, keep)}
     for verdict in decide(whole, keep):
         assert verdicts[verdict.folder] == verdict
 
@@ -202,14 +198,6 @@ def test_of_equally_good_ones_the_later_stays() -> None:
     assert _kept(listed, Keep(best=1, metric="loss")) == [2, 9]
 
 
-def test_what_a_kept_one_needs_stays_through_a_chain_of_references() -> None:
-    first = _listed(0)
-    second = _listed(1, references=(first.folder,))
-    third = _listed(2, references=(second.folder,))
-    listed = [first, second, _listed(5, attempt=6), third]
-    assert _kept(listed, Keep(last=1)) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -225,5 +213,5 @@ def test_what_a_kept_one_needs_stays_through_a_chain_of_references() -> None:
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_refused(wrong: Callable[[], Keep]) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         wrong()

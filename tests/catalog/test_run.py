@@ -17,10 +17,15 @@ import pytest
 from laststep.catalog import epochs
 from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.epochs import this_writer
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    UsageError,
+)
 from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.memory import MemoryStore
@@ -40,7 +45,7 @@ def _steps(run: Run) -> list[int]:
 
 
 def test_an_empty_place_is_not_a_run(store: DirectoryStore, tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         Run.open(store)
     assert not (tmp_path / "run").exists()
 
@@ -55,12 +60,20 @@ def test_a_run_keeps_its_id(store: DirectoryStore) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"nonsense", b"\xff", b'{"format":1}', b'{"format":0,"run":"%s","created_s":1}'
-     % (b"a" * 32), b'{"format":1,"run":"../x","created_s":1}', b"[1]"],
-)  # fmt: skip
+    [
+        b"",
+        b"{}",
+        b"nonsense",
+        b"\xff",
+        b'{"format":1}',
+        b'{"format":0,"run":"%s","created_s":1}' % (b"a" * 32),
+        b'{"format":1,"run":"../x","created_s":1}',
+        b"[1]",
+    ],
+)
 def test_nonsense_in_the_record_of_a_run_is_corrupt(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         Run.open(DirectoryStore(tmp_path))
 
 
@@ -121,6 +134,11 @@ def test_the_order_of_system_calls_is_that_of_the_format(tmp_path: Path, save: S
         (Kind.WRITE, "m.safetensors"),
         (Kind.TRUNCATE, "m.safetensors"),
         (Kind.SYNC, "m.safetensors"),
+        (Kind.CREATE_FILE, "index-r00000"),
+        (Kind.ALLOCATE, "index-r00000"),
+        (Kind.WRITE, "index-r00000"),
+        (Kind.TRUNCATE, "index-r00000"),
+        (Kind.SYNC, "index-r00000"),
         (Kind.SYNC_FOLDER, folder),
         (Kind.CREATE_FILE, "manifest.json"),
         (Kind.WRITE, "manifest.json"),
@@ -135,7 +153,7 @@ def test_a_step_on_the_lineage_is_not_free(run: Run, save: Save) -> None:
     epoch = run.claim_epoch(None)
     save(run, 7, epoch, 1)
     run.check_step_free(8)
-    with pytest.raises(Exists, match="step 7"):
+    with pytest.raises(AlreadyExistsError, match="step 7"):
         run.check_step_free(7)
 
 
@@ -146,12 +164,15 @@ def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(
     second = run.claim_epoch((1, 1))
     assert _steps(run) == [10, 20, 30]  # until it has a commit
     run.check_step_free(20, epoch=second)
-    with pytest.raises(Exists, match="step 20"):
+    with pytest.raises(AlreadyExistsError, match="step 20"):
         run.check_step_free(20)
     save(run, 20, second, 1)
     assert [(item.step, item.on_lineage) for item in run.checkpoints()] == [
-        (10, True), (20, False), (30, False), (20, True),
-    ]  # fmt: skip
+        (10, True),
+        (20, False),
+        (30, False),
+        (20, True),
+    ]
     newest = run.newest()
     assert newest is not None
     assert (newest.step, newest.epoch) == (20, second)
@@ -203,7 +224,7 @@ def test_an_unreadable_manifest_is_shown_as_an_error_and_blocks_nothing(
     path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step":3'))
     run = Run.open(run.store)
     item = run.checkpoints()[1]
-    assert isinstance(item.error, Corrupt)
+    assert isinstance(item.error, CorruptError)
     assert item.commit is None
     assert item.on_lineage
     newest = run.newest()
@@ -216,7 +237,7 @@ def test_a_manifest_in_a_foreign_folder_is_corrupt(run: Run, save: Save, tmp_pat
     folder = save(run, 1, run.claim_epoch(None), 1)
     (tmp_path / "run" / folder).rename(tmp_path / "run" / "step-00000009.1-9")
     (item,) = Run.open(run.store).checkpoints()
-    assert isinstance(item.error, Corrupt)
+    assert isinstance(item.error, CorruptError)
 
 
 def test_a_damaged_epoch_record_is_loud_and_says_what_to_do(
@@ -224,7 +245,7 @@ def test_a_damaged_epoch_record_is_loud_and_says_what_to_do(
 ) -> None:
     save(run, 1, run.claim_epoch(None), 1)
     (tmp_path / "run" / "epochs" / "00000001.json").write_bytes(b"{}")
-    with pytest.raises(Corrupt, match="move the folder `epochs` away"):
+    with pytest.raises(CorruptError, match="move the folder `epochs` away"):
         Run.open(run.store).newest()
     (tmp_path / "run" / "epochs").rename(tmp_path / "elsewhere")
     assert _steps(Run.open(run.store)) == [1]
@@ -264,7 +285,7 @@ def test_commit_and_abort_have_exactly_one_winner(
             try:
                 Run.open(DirectoryStore(tmp_path / "run")).commit(folder, commit)
                 committed.append(True)
-            except Aborted:
+            except AbortedError:
                 committed.append(False)
 
         def do_abort(
@@ -291,7 +312,7 @@ def test_a_commit_after_an_abort_says_why_it_was_given_up(run: Run, commit_of: C
     epoch = run.claim_epoch(None)
     folder = run.begin(step=1, epoch=epoch, attempt=1)
     assert isinstance(run.abort(folder, "rank 3 has no room"), Abort)
-    with pytest.raises(Aborted, match="rank 3 has no room"):
+    with pytest.raises(AbortedError, match="rank 3 has no room"):
         run.commit(folder, commit_of(step=1, epoch=epoch, attempt=1))
     assert run.checkpoints() == ()
     assert run.attempts() == ()
@@ -306,9 +327,9 @@ def test_an_abort_after_a_commit_returns_the_commit(run: Run, save: Save) -> Non
 def test_a_commit_may_be_repeated_but_not_changed(run: Run, save: Save, commit_of: Commits) -> None:
     folder = save(run, 1, run.claim_epoch(None), 1)
     run.commit(folder, commit_of(step=1, epoch=1, attempt=1))
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         run.commit(folder, commit_of(step=1, epoch=1, attempt=1, metrics={"a": 1.0}))
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         run.commit(folder, commit_of(step=2, epoch=1, attempt=1))
 
 
@@ -316,7 +337,7 @@ def test_a_zombie_cannot_begin_after_its_successor_came(store: DirectoryStore) -
     zombie, successor = Run.open_or_create(store), Run.open_or_create(store)
     old = zombie.claim_epoch(None)
     new = successor.claim_epoch(None)
-    with pytest.raises(Aborted, match=f"epoch {new}, process {os.getpid()}"):
+    with pytest.raises(AbortedError, match=f"epoch {new}, process {os.getpid()}"):
         zombie.begin(step=1, epoch=old, attempt=1)
     assert isinstance(successor.decision("step-00000001.1-1"), Abort)
 
@@ -329,10 +350,10 @@ def test_a_zombie_cannot_commit_what_its_successor_gave_up(
     old = zombie.claim_epoch(None, writer=elsewhere)
     folder = zombie.begin(step=1, epoch=old, attempt=1)
     successor.claim_epoch(None)
-    with pytest.raises(Aborted, match="taken over"):
+    with pytest.raises(AbortedError, match="taken over"):
         zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
     successor.clean(now_s=time.time() + 1e6)
-    with pytest.raises(Aborted, match="cleaned up"):
+    with pytest.raises(AbortedError, match="cleaned up"):
         zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
     assert successor.checkpoints() == ()
 
@@ -345,7 +366,7 @@ def test_the_attempt_of_a_writer_that_died_here_goes_when_another_takes_over(
     folder = dead.begin(step=1, epoch=old, attempt=1)
     successor.claim_epoch(None)
     assert folder not in store.folder_names("")
-    with pytest.raises(Aborted, match="cleaned up"):
+    with pytest.raises(AbortedError, match="cleaned up"):
         dead.commit(folder, commit_of(step=1, epoch=old, attempt=1))
 
 
@@ -366,7 +387,7 @@ def test_what_is_committed_while_another_takes_over_stays_on_the_lineage(
         return number
 
     monkeypatch.setattr(epochs.Epochs, "claim", slowly)
-    with pytest.raises(Aborted, match=r"step-00000002\.1-2 of epoch 1"):
+    with pytest.raises(AbortedError, match=r"step-00000002\.1-2 of epoch 1"):
         new_run.claim_epoch((old, 1))
     assert _steps(new_run) == [1, 2]
 
@@ -387,7 +408,7 @@ def test_the_attempt_of_a_live_writer_is_given_up_by_its_successor_and_not_remov
     assert new_run.attempts() == ()
     assert new_run.clean(now_s=time.time() + 1e6) == ()  # its writer may still be at work in it
     assert folder in store.folder_names("")
-    with pytest.raises(Aborted, match="taken over by epoch 2"):
+    with pytest.raises(AbortedError, match="taken over by epoch 2"):
         old_run.commit(folder, commit_of(step=2, epoch=old, attempt=2))
     assert [(item.step, item.on_lineage) for item in new_run.checkpoints()] == [(1, True)]
     lock.close()
@@ -395,7 +416,7 @@ def test_the_attempt_of_a_live_writer_is_given_up_by_its_successor_and_not_remov
 
 
 def test_an_attempt_in_an_epoch_nobody_claimed_is_refused(run: Run) -> None:
-    with pytest.raises(NotFound, match="its record of epoch 3"):
+    with pytest.raises(NotFoundError, match="its record of epoch 3"):
         run.begin(step=1, epoch=3, attempt=1)
     assert not [entry for entry in run.store.list("") if entry.name.startswith("step-")]
 
@@ -403,7 +424,7 @@ def test_an_attempt_in_an_epoch_nobody_claimed_is_refused(run: Run) -> None:
 def test_an_attempt_cannot_begin_twice(run: Run) -> None:
     epoch = run.claim_epoch(None)
     run.begin(step=1, epoch=epoch, attempt=1)
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         run.begin(step=1, epoch=epoch, attempt=1)
 
 
@@ -449,8 +470,9 @@ def test_clean_removes_what_was_given_up_and_nothing_else(run: Run, save: Save) 
     undecided = run.begin(step=3, epoch=epoch, attempt=3)
     orphans = run.orphans()
     assert [(orphan.name, orphan.why) for orphan in orphans] == [
-        (aborted, RemovalReason.ABORTED), (undecided, RemovalReason.DEAD_WRITER),
-    ]  # fmt: skip
+        (aborted, RemovalReason.ABORTED),
+        (undecided, RemovalReason.DEAD_WRITER),
+    ]
     assert run.clean() == orphans
     assert run.orphans() == ()
     assert _steps(run) == [1]
@@ -508,7 +530,7 @@ def test_a_writer_discards_its_own_attempt_only_after_giving_it_up(run: Run, sav
     committed = save(run, 1, epoch, 1)
     folder = run.begin(step=2, epoch=epoch, attempt=2)
     for wrong in (committed, folder):
-        with pytest.raises(Usage, match="not given up"):
+        with pytest.raises(UsageError, match="not given up"):
             run.discard(wrong)
     run.abort(folder, "a test")
     assert run.clean() == ()
@@ -548,9 +570,9 @@ def test_only_a_checkpoint_can_be_pinned(run: Run) -> None:
     epoch = run.claim_epoch(None)
     folder = run.begin(step=1, epoch=epoch, attempt=1)
     for name in (folder, "step-00000009.1-9"):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             run.pin(name)
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         run.unpin("../elsewhere")
 
 

@@ -9,33 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.sharing import Holding, Sharing
-from laststep.codecs.digests import digest_text
-from laststep.format.manifest import FileRecord
+from laststep.catalog.indexes import Holding, Sharing
+from laststep.format.index import StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def file(name: str, size: int, origin: str = "", rank: int = 0, content: str = "") -> FileRecord:
-    return FileRecord(
-        name=f"{name}.safetensors", size_bytes=size, header_bytes=4096, origin=origin, rank=rank,
-        header_digest=digest_text((content or name).encode()),
-    )  # fmt: skip
+def file(name: str, size: int, origin: str = "") -> StoredFile:
+    return StoredFile(name=f"{name}.safetensors", size_bytes=size, origin=origin)
 
 
-def held(folder: str, *files: FileRecord, other: int = 10) -> Holding:
+def held(folder: str, *files: StoredFile, other: int = 10) -> Holding:
     return Holding(folder, sum(one.size_bytes for one in files) + other, files)
 
 
 @pytest.fixture
 def three() -> Sharing:
     """`a` is shared by all, `b` by the last two, the rest by nobody."""
-    return Sharing([
-        held("1", file("a", 1000), file("own", 1)),
-        held("2", file("a~1", 1000, "1", content="a"), file("b", 100)),
-        held("3", file("a~1", 1000, "1", content="a"), file("b", 100, "2"), file("own", 1)),
-    ])  # fmt: skip
+    return Sharing(
+        [
+            held("1", file("a", 1000), file("own", 1)),
+            held("2", file("a~1", 1000, "1"), file("b", 100)),
+            held("3", file("a~1", 1000, "1"), file("b", 100, "2"), file("own", 1)),
+        ]
+    )
 
 
 def test_a_file_goes_with_the_last_checkpoint_that_has_it(three: Sharing) -> None:
@@ -44,9 +42,7 @@ def test_a_file_goes_with_the_last_checkpoint_that_has_it(three: Sharing) -> Non
         for count in range(4)
         for chosen in map("".join, itertools.combinations("123", count))
     }
-    assert freed == {
-        "": 0, "1": 11, "2": 10, "3": 11, "12": 21, "13": 22, "23": 121, "123": 1132,
-    }  # fmt: skip
+    assert freed == {"": 0, "1": 11, "2": 10, "3": 11, "12": 21, "13": 22, "23": 121, "123": 1132}
     assert three.stored_bytes() == 1132
 
 
@@ -55,11 +51,10 @@ def test_it_is_known_with_whom_and_how_much_a_checkpoint_shares(three: Sharing) 
     assert [three.shared_bytes(folder) for folder in "123"] == [1000, 1100, 1100]
 
 
-def test_files_of_the_same_content_that_were_written_twice_are_two() -> None:
-    sharing = Sharing([
-        held("1", file("a", 50), file("r1", 7, content="a"), file("r2", 7, rank=1, content="a")),
-        held("2", file("a", 50)),
-    ])  # fmt: skip
+def test_files_of_one_name_and_size_that_were_written_twice_are_two() -> None:
+    sharing = Sharing(
+        [held("1", file("a", 50), file("r1", 7), file("r2", 7)), held("2", file("a", 50))]
+    )
     assert sharing.sharers("1") == ()
     assert sharing.freed_bytes("1") == 74
     assert sharing.freed_bytes("12") == 134
@@ -85,11 +80,13 @@ def test_what_is_freed_is_what_a_filesystem_that_counts_links_frees(
 ) -> None:
     first = {number: at for at, one in reversed([*enumerate(folders)]) for number in one}
     sharing = Sharing(
-        held(str(at), *(
-            file(f"f{n}", 1 << n, "" if first[n] == at else str(first[n])) for n in sorted(one)
-        ), other=0)
+        held(
+            str(at),
+            *(file(f"f{n}", 1 << n, "" if first[n] == at else str(first[n])) for n in sorted(one)),
+            other=0,
+        )
         for at, one in enumerate(folders)
-    )  # fmt: skip
+    )
     gone = {at for at in chosen if at < len(folders)}
     left = set().union(*(one for at, one in enumerate(folders) if at not in gone))
     before = set().union(*folders)

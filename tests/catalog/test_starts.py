@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from laststep.catalog.starts import Start, coming
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.locks import FileLock
 
@@ -22,7 +22,7 @@ def test_a_mark_that_failed_once_does_not_end_all_marking(
     start = Start(store)
 
     def refused(_lock: FileLock, _place: int) -> None:
-        raise StorageFailed("cannot mark", found="No locks available")
+        raise StorageError("cannot mark", found="No locks available")
 
     with monkeypatch.context() as patch:
         patch.setattr(FileLock, "mark", refused)

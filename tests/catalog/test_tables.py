@@ -1,4 +1,4 @@
-"""The tables that ranks leave in a checkpoint: read back, or `Corrupt`."""
+"""The tables that ranks leave in a checkpoint: read back, or `CorruptError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format.manifest import ClassRecord
 from laststep.format.spans import spans_of
 from laststep.plan.tables import Table, TableItem, TableTensor, digest_of, encode_table
@@ -76,7 +76,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_table_that_makes_no_sense_is_damage(how: str) -> None:
-    with pytest.raises(Corrupt, match=r"make no sense.* at here"):
+    with pytest.raises(CorruptError, match=r"make no sense.* at here"):
         agreed([HOSTILE[how]], [[0, 1]])
 
 
@@ -87,10 +87,14 @@ def _packed(value: object) -> bytes:
         return b""
 
 
-@given(st.binary(max_size=60) | st.recursive(
-    st.integers(-3, 1 << 70) | st.text(max_size=3) | st.none() | st.booleans(),
-    lambda inner: st.lists(inner, max_size=6), max_leaves=20,
-).map(_packed))  # fmt: skip
+@given(
+    st.binary(max_size=60)
+    | st.recursive(
+        st.integers(-3, 1 << 70) | st.text(max_size=3) | st.none() | st.booleans(),
+        lambda inner: st.lists(inner, max_size=6),
+        max_leaves=20,
+    ).map(_packed)
+)
 def test_whatever_lies_there_is_read_or_damage(data: bytes) -> None:
-    with contextlib.suppress(Corrupt):
+    with contextlib.suppress(CorruptError):
         agreed([data], [[0, 1]])

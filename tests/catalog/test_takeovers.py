@@ -13,10 +13,9 @@ import pytest
 
 from laststep.catalog.epochs import Trainer, new_start
 from laststep.catalog.lineage import Seen
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, StorageFailed
+from laststep.errors import AbortedError, StorageError
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save
     save(run, 2, epoch, 2)
     plan_prune(run, Keep(last=1)).execute()
     stale = new_start()
-    with pytest.raises(Aborted, match=r"step-00000002\.1-2 of epoch 1.*restore\(\)"):
+    with pytest.raises(AbortedError, match=r"step-00000002\.1-2 of epoch 1.*restore\(\)"):
         run.claim_epoch((epoch, 1), seen=seen, writer=stale)
     assert run.newest_point() == Seen(epoch=epoch, commit=(epoch, 2))
     assert run.claim_epoch((epoch, 2), seen=run.newest_point(), writer=stale) == 2
@@ -47,7 +46,7 @@ def test_who_missed_the_commit_of_an_orphan_cannot_take_over(run: Run, save: Sav
     seen = run.newest_point()
     orphan = run.claim_epoch((epoch, 1), seen=seen, writer=new_start(), orphan=True)
     save(run, 2, orphan, 1)
-    with pytest.raises(Aborted, match=r"step-00000002\.2-1"):
+    with pytest.raises(AbortedError, match=r"step-00000002\.2-1"):
         run.claim_epoch((epoch, 1), seen=seen, writer=new_start())
 
 
@@ -133,12 +132,17 @@ class _Died(BaseException):
     """The process ends there."""
 
 
-@pytest.mark.parametrize("fails", [_Died(), StorageFailed("cannot list", found="EIO")])
+@pytest.mark.parametrize("fails", [_Died(), StorageError("cannot list", found="EIO")])
 @pytest.mark.parametrize("looks_early", [False, True])
 def test_a_commit_stays_though_the_successor_ends_before_its_second_look(
-    run: Run, save: Save, commit_of: Callable[..., Commit], monkeypatch: pytest.MonkeyPatch,
-    fails: BaseException, *, looks_early: bool,
-) -> None:  # fmt: skip
+    run: Run,
+    save: Save,
+    commit_of: Callable[..., Commit],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: BaseException,
+    *,
+    looks_early: bool,
+) -> None:
     """The writer has looked for newer epochs before there was one."""
     epoch = run.claim_epoch(None, writer=new_start())
     lock = run.lock_epoch(epoch)
@@ -153,12 +157,12 @@ def test_a_commit_stays_though_the_successor_ends_before_its_second_look(
     run.commit(under_way, commit_of(step=2, epoch=epoch, attempt=2))
     assert [one.step for one in run.lineage()] == [1, 2]
     for _ in range(2):
-        with pytest.raises(Aborted, match=r"step-00000002\.1-2"):
+        with pytest.raises(AbortedError, match=r"step-00000002\.1-2"):
             run.claim_epoch((epoch, 1), seen=seen, writer=successor)
     newest = max(run._epochs.numbers())
     if looks_early:
         early = Seen(epoch=newest, commit=early.commit)
-        with pytest.raises(Aborted, match=r"step-00000002\.1-2"):
+        with pytest.raises(AbortedError, match=r"step-00000002\.1-2"):
             run.claim_epoch((epoch, 1), seen=early, writer=third)
     else:
         save(run, 3, run.claim_epoch((epoch, 2), writer=third), 1)
@@ -172,7 +176,7 @@ def test_an_orphan_claims_nothing_while_the_newest_writer_lives(run: Run, save: 
     lock = run.lock_epoch(live)
     save(run, 1, live, 1)
     seen, dead = run.newest_point(), new_start()
-    with pytest.raises(Aborted, match="no live writer beside a dead trainer's"):
+    with pytest.raises(AbortedError, match="no live writer beside a dead trainer's"):
         run.claim_epoch((live, 1), seen=seen, writer=dead, orphan=True)
     save(run, 2, live, 2)
     seen = run.newest_point()
@@ -195,7 +199,7 @@ def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
     if orphan:
         assert run.claim_epoch(None, seen=Seen(), writer=new_start()) == 2
     else:
-        with pytest.raises(Aborted, match="epoch 1"):
+        with pytest.raises(AbortedError, match="epoch 1"):
             run.claim_epoch(None, seen=Seen(), writer=new_start())
 
 
@@ -213,14 +217,14 @@ def test_an_epoch_whose_trainer_died_while_it_was_claimed_stops_no_successor(
         dying = msgspec.json.decode(trainer.stdout.readline(), type=Trainer)
         # Its flusher has found it alive, and claims after that.
         claimed = run.claim_epoch(None, seen=seen, writer=dying)
-        with pytest.raises(Aborted, match="was first"):
+        with pytest.raises(AbortedError, match="was first"):
             run.claim_epoch(None, seen=seen, writer=new_start())  # it will start another flusher
         trainer.kill()
         os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
         if reaped:
             trainer.wait()
         lock = run.lock_epoch(claimed)
-        with pytest.raises(Aborted, match="was first"):
+        with pytest.raises(AbortedError, match="was first"):
             run.claim_epoch(None, seen=seen, writer=new_start())
         lock.close()
         assert run.claim_epoch(None, seen=seen, writer=new_start()) == claimed + 1
@@ -232,7 +236,7 @@ def test_a_number_of_another_container_says_nothing_about_its_process(run: Run) 
     inside = msgspec.structs.replace(me, pid=2**22 + 1, process_started=f"{started}@pid:[1]")
     gone = msgspec.structs.replace(me, pid=2**22 + 1)
     run.claim_epoch(None, seen=Seen(), writer=inside)
-    with pytest.raises(Aborted, match="was first"):
+    with pytest.raises(AbortedError, match="was first"):
         run.claim_epoch(None, seen=Seen(), writer=new_start())
     run.claim_epoch(None, seen=Seen(epoch=1), writer=gone)
     assert run.claim_epoch(None, seen=Seen(epoch=1), writer=new_start()) == 3
@@ -240,9 +244,13 @@ def test_a_number_of_another_container_says_nothing_about_its_process(run: Run) 
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_an_attempt_that_cannot_be_given_up_stops_a_successor_if_its_writer_lives(
-    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    *, alive: bool,
-) -> None:  # fmt: skip
+    run: Run,
+    save: Save,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    alive: bool,
+) -> None:
     epoch = run.claim_epoch(None)
     stuck = run.begin(step=1, epoch=epoch, attempt=1)
     lock = run.lock_epoch(epoch)
@@ -252,16 +260,16 @@ def test_an_attempt_that_cannot_be_given_up_stops_a_successor_if_its_writer_live
 
     def refused(store: DirectoryStore, name: str, data: bytes) -> None:
         if name.startswith(stuck):
-            raise StorageFailed("cannot create", where=name, found="Permission denied")
+            raise StorageError("cannot create", where=name, found="Permission denied")
         create(store, name, data)
 
     def stays(_store: DirectoryStore, name: str) -> None:
-        raise StorageFailed("cannot delete", where=name, found="Permission denied")
+        raise StorageError("cannot delete", where=name, found="Permission denied")
 
     monkeypatch.setattr(DirectoryStore, "create", refused)
     monkeypatch.setattr(DirectoryStore, "delete_folder", stays)
     if alive:
-        with pytest.raises(StorageFailed, match=r"cannot be given up at .*Permission denied"):
+        with pytest.raises(StorageError, match=r"cannot be given up at .*Permission denied"):
             run.claim_epoch(None)
         lock.close()
     second = run.claim_epoch(None)
@@ -278,7 +286,7 @@ def test_what_a_dead_writer_left_goes_though_the_disk_is_full_of_it(
 
     def full(store: DirectoryStore, name: str, data: bytes) -> None:
         if left in store.folder_names(""):
-            raise StorageFailed("cannot create", where=name, found="No space left on device")
+            raise StorageError("cannot create", where=name, found="No space left on device")
         create(store, name, data)
 
     monkeypatch.setattr(DirectoryStore, "create", full)
@@ -295,7 +303,7 @@ def test_what_cannot_be_removed_stops_nothing_else_from_being(
 
     def refused(store: DirectoryStore, name: str, **more: str) -> None:
         if name == stuck:
-            raise StorageFailed("cannot delete", where=name, found="Permission denied")
+            raise StorageError("cannot delete", where=name, found="Permission denied")
         delete(store, name, **more)
 
     monkeypatch.setattr(DirectoryStore, "delete_folder", refused)

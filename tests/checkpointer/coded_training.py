@@ -10,8 +10,8 @@ import torch
 
 import laststep
 from laststep.catalog import decision
+from laststep.catalog.indexes import read_index
 from laststep.format.manifest import Commit
-from laststep.read.files import open_file
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from laststep.flush.protocol import CodingReport
-    from laststep.format.coding import CodedBlock
+    from laststep.format.index import BlockRef, Encoding
 
 BLOCK = BLOCK_BYTES // 2
 """Elements of a block."""
@@ -27,12 +27,13 @@ BLOCKS = 8
 
 
 class Place(NamedTuple):
-    """Where a block of an image lies, and how it is coded there; None: as it is."""
+    """Where a block of the weights lies, and how it is encoded there; None: as it is."""
 
     file: str
-    coded: CodedBlock | None
     start: int
-    """In that file."""
+    size_bytes: int
+    encoding: Encoding | None
+    base: Place | None = None
 
 
 class CodedTraining:
@@ -53,9 +54,13 @@ class CodedTraining:
     def start(self, **settings: object) -> None:
         how = {"flush": "thread", "compression": "max", "keep": None, **settings}
         self.ckpt = laststep.Checkpointer(
-            self.run, model=self.model, small=self.small, host_memory_bytes=64 << 20,
-            progress=False, **how,
-        )  # fmt: skip
+            self.run,
+            model=self.model,
+            small=self.small,
+            host_memory_bytes=64 << 20,
+            progress=False,
+            **how,
+        )
         self.ckpt.restore()
 
     def copied(self, run: Path) -> CodedTraining:
@@ -98,24 +103,24 @@ class CodedTraining:
         store = DirectoryStore(folder.parent)
         commit = decision.read(store, folder.name)
         assert isinstance(commit, Commit)
-        records = {record.name: record for record in commit.files}
-        file = open_file(store, folder.name, records["model.safetensors"], records).sound()
-        file.close()
-        lies = [(0, number) for number in range(BLOCKS + 1)]
-        if file.lies is not None:
-            stretches = [stretch for _, stretch in file.lies.cut(0, BLOCKS + 1)]
-            lies = [(s.file, s.first + n) for s in stretches for n in range(s.blocks)]
-        found = []
-        for where, number in lies:
-            held = file.files[where]
-            coded = None if held.header.coded is None else held.header.coded[number]
-            at = number * BLOCK_BYTES if coded is None else coded.start
-            found.append(Place(held.record.name, coded, held.record.header_bytes + at))
-        return found
+        index = read_index(store, folder.name, commit, 0)
+        stored = index.layout("model.safetensors")
+        assert stored is not None
+
+        def place(ref: BlockRef) -> Place:
+            return Place(
+                index.files[ref.file].name,
+                ref.offset,
+                ref.size_bytes,
+                index.encoding(ref.encoding),
+                None if ref.base is None else place(ref.base.block),
+            )
+
+        return list(map(place, stored.refs()))
 
     def codecs(self, step: int) -> list[str]:
         """By which codec each block of the weights is stored."""
-        return ["" if p.coded is None else p.coded.way.codec for p in self.places(step)]
+        return ["" if p.encoding is None else p.encoding.codec for p in self.places(step)]
 
     def check(self) -> None:
         """Every step that is there is as it was saved."""

@@ -18,22 +18,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def assert_tells_all(error: laststep.Usage) -> None:
+def assert_tells_all(error: laststep.UsageError) -> None:
     assert all((error.what, error.expected, error.found, error.remedy))
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        {"writers": "4"}, {"writers": 2.0}, {"writers": True}, {"writers": 0}, {"writers": None},
-        {"host_memory_bytes": "1GB"}, {"host_memory_bytes": 1e9}, {"host_memory_bytes": 5},
-        {"device_margin_bytes": "0"}, {"device_margin_bytes": None}, {"device_margin_bytes": -1},
-        {"allow_pickle": "no"}, {"progress": 1}, {"capture": 3}, {"flush": []}, {"on_busy": None},
+        {"writers": "4"},
+        {"writers": 2.0},
+        {"writers": True},
+        {"writers": 0},
+        {"writers": None},
+        {"host_memory_bytes": "1GB"},
+        {"host_memory_bytes": 1e9},
+        {"host_memory_bytes": 5},
+        {"device_margin_bytes": "0"},
+        {"device_margin_bytes": None},
+        {"device_margin_bytes": -1},
+        {"allow_pickle": "no"},
+        {"progress": 1},
+        {"capture": 3},
+        {"flush": []},
+        {"on_busy": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_setting_of_the_wrong_type_is_refused(setting: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=next(iter(setting))) as caught:
+    with pytest.raises(laststep.UsageError, match=next(iter(setting))) as caught:
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **setting)
     assert_tells_all(caught.value)
     assert not (tmp_path / "run").exists()
@@ -43,7 +55,9 @@ def test_a_setting_of_the_wrong_type_is_refused(setting: dict[str, object], tmp_
 def test_an_item_named_as_a_setting_is_answered_with_the_way_to_pass_it(
     value: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match=r"an item of that name goes by items=\{'progress': …"):
+    with pytest.raises(
+        laststep.UsageError, match=r"an item of that name goes by items=\{'progress': …"
+    ):
         laststep.Checkpointer(tmp_path / "run", progress=value)
     items = {"progress": value}
     laststep.Checkpointer(tmp_path / "run", items=items, flush="thread").close()
@@ -56,36 +70,42 @@ def test_an_item_named_as_a_setting_is_answered_with_the_way_to_pass_it(
 def test_a_part_of_the_state_without_a_name_is_refused(
     value: object, name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match=rf"pass Checkpointer\(run, {name}=…\)") as caught:
+    with pytest.raises(laststep.UsageError, match=rf"pass Checkpointer\(run, {name}=…\)") as caught:
         laststep.Checkpointer(tmp_path / "run", value)
     assert_tells_all(caught.value)
 
 
 def test_rules_that_cannot_be_are_answered_with_ones_that_can() -> None:
-    with pytest.raises(laststep.Usage, match=r"found 0, an int; leave last out for no such rule"):
+    with pytest.raises(
+        laststep.UsageError, match=r"found 0, an int; leave last out for no such rule"
+    ):
         laststep.Keep(last=0)
-    with pytest.raises(laststep.Usage, match=r"pass Keep\(best=2, metric='loss'\)"):
+    with pytest.raises(laststep.UsageError, match=r"pass Keep\(best=2, metric='loss'\)"):
         laststep.Keep(best=2)
 
 
 def test_an_integer_of_numpy_is_a_setting_and_a_step(tmp_path: Path) -> None:
     with laststep.Checkpointer(
-        tmp_path / "run", s={"a": 1}, writers=np.int64(2), flush="thread", progress=False,
+        tmp_path / "run",
+        s={"a": 1},
+        writers=np.int64(2),
+        flush="thread",
+        progress=False,
         host_memory_bytes=np.uint32(64 << 20),
-    ) as checkpointer:  # fmt: skip
+    ) as checkpointer:
         checkpointer.save(np.int16(3)).wait()
         assert checkpointer.restore(np.int64(3)).step == 3
 
 
 @pytest.mark.parametrize("run", [None, 3, b"bytes", "", "nul\0byte"])
 def test_a_run_that_is_no_path_is_refused(run: object) -> None:
-    with pytest.raises(laststep.Usage, match="path") as caught:
+    with pytest.raises(laststep.UsageError, match="path") as caught:
         laststep.Checkpointer(run, s={"a": 1})
     assert_tells_all(caught.value)
 
 
 def test_items_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="items is not a mapping") as caught:
+    with pytest.raises(laststep.UsageError, match="items is not a mapping") as caught:
         laststep.Checkpointer(tmp_path / "run", items=[{"a": 1}])
     assert_tells_all(caught.value)
 
@@ -96,7 +116,7 @@ def test_a_tensor_as_a_step_is_refused_with_the_way_to_pass_it(
 ) -> None:
     with opened(training) as checkpointer:
         for call in (checkpointer.save, checkpointer.restore):
-            with pytest.raises(laststep.Usage, match=r"step=int\(step\)") as caught:
+            with pytest.raises(laststep.UsageError, match=r"step=int\(step\)") as caught:
                 call(step)
             assert_tells_all(caught.value)
         checkpointer.save(0).wait()
@@ -108,7 +128,7 @@ def test_a_step_that_is_no_number_is_refused_by_save_and_restore(
 ) -> None:
     with opened(training) as checkpointer:
         for call in (checkpointer.save, checkpointer.restore):
-            with pytest.raises(laststep.Usage, match="a step is a whole number") as caught:
+            with pytest.raises(laststep.UsageError, match="a step is a whole number") as caught:
                 call(step)
             assert_tells_all(caught.value)
 
@@ -118,7 +138,7 @@ def test_metrics_without_names_are_refused_and_nothing_is_begun(
     metrics: object, opened: object, training: object, run_folder: Path
 ) -> None:
     with opened(training) as checkpointer:
-        with pytest.raises(laststep.Usage, match=r"metrics=\{'loss': loss\}") as caught:
+        with pytest.raises(laststep.UsageError, match=r"metrics=\{'loss': loss\}") as caught:
             checkpointer.save(0, metrics=metrics)
         assert_tells_all(caught.value)
         assert not run_folder.exists()
@@ -127,7 +147,9 @@ def test_metrics_without_names_are_refused_and_nothing_is_begun(
 
 def test_a_lone_module_is_not_all_items_of_a_run(saved: Callable[..., Path], fresh: object) -> None:
     run = saved(1)
-    with pytest.raises(laststep.Usage, match=r"pass into=\{'model': …, 'optimizer': …") as caught:
+    with pytest.raises(
+        laststep.UsageError, match=r"pass into=\{'model': …, 'optimizer': …"
+    ) as caught:
         laststep.load(run, into=fresh.model)
     assert_tells_all(caught.value)
 
@@ -142,7 +164,7 @@ def test_one_pattern_may_stand_for_itself(
         assert fresh.values() == {"model": {1}, "optimizer": {7}, "plain": {7}, "blob": {7}}
         checkpointer.restore(only="blob/mo*")
         assert fresh.blob["more"].unique().tolist() == [1]
-        with pytest.raises(laststep.NotFound, match="modle"):
+        with pytest.raises(laststep.NotFoundError, match="modle"):
             checkpointer.restore(only="modle")
 
 
@@ -152,7 +174,7 @@ def test_parts_that_are_no_text_are_refused(
 ) -> None:
     saved(1)
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Usage, match="only") as caught:
+        with pytest.raises(laststep.UsageError, match="only") as caught:
             checkpointer.restore(only=only)
         assert_tells_all(caught.value)
 
@@ -160,22 +182,37 @@ def test_parts_that_are_no_text_are_refused(
 @pytest.mark.parametrize(
     ("check", "wrong", "told"),
     [
-        (arguments.cuda_streams, 3,
-         ("streams does not name CUDA streams: expected a sequence of torch.cuda.Stream, found 3; "
-          "pass streams=[stream]")),
-        (arguments.callables, ["log"],
-         ("subscribers is not a sequence of functions: expected functions that take an event, "
-          "found ['log']; pass subscribers=[on_event]")),
-        (arguments.patterns, [],
-         ("only does not name parts of the state: expected names of items, or globs over "
-          "item/tensor names, found []; pass only=['model'] or only=['optimizer/*exp_avg*']; "
-          "without only all of it")),
+        (
+            arguments.cuda_streams,
+            3,
+            (
+                "streams does not name CUDA streams: expected a sequence of torch.cuda.Stream, "
+                "found 3; pass streams=[stream]"
+            ),
+        ),
+        (
+            arguments.callables,
+            ["log"],
+            (
+                "subscribers is not a sequence of functions: expected functions that take an "
+                "event, found ['log']; pass subscribers=[on_event]"
+            ),
+        ),
+        (
+            arguments.patterns,
+            [],
+            (
+                "only does not name parts of the state: expected names of items, or globs over "
+                "item/tensor names, found []; pass only=['model'] or only=['optimizer/*exp_avg*']; "
+                "without only all of it"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_sequence_of_something_else_is_told_in_its_own_words(
     check: Callable[[object], object], wrong: object, told: str
 ) -> None:
-    with pytest.raises(laststep.Usage) as caught:
+    with pytest.raises(laststep.UsageError) as caught:
         check(wrong)
     assert str(caught.value) == told
 
@@ -183,21 +220,28 @@ def test_a_sequence_of_something_else_is_told_in_its_own_words(
 @pytest.mark.parametrize(
     ("method", "wrong"),
     [
-        ("save", {"overwrite": 1}), ("save", {"overwrite": "yes"}), ("save", {"overwrite": None}),
-        ("save", {"streams": 3}), ("save", {"streams": ["default"]}), ("save", {"streams": None}),
-        ("restore", {"strict": 0}), ("restore", {"strict": "no"}), ("restore", {"only": []}),
+        ("save", {"overwrite": 1}),
+        ("save", {"overwrite": "yes"}),
+        ("save", {"overwrite": None}),
+        ("save", {"streams": 3}),
+        ("save", {"streams": ["default"]}),
+        ("save", {"streams": None}),
+        ("restore", {"strict": 0}),
+        ("restore", {"strict": "no"}),
+        ("restore", {"only": []}),
         ("restore", {"only": ()}),
-        ("wait", {"timeout_s": "1"}), ("wait", {"timeout_s": True}),
+        ("wait", {"timeout_s": "1"}),
+        ("wait", {"timeout_s": True}),
         ("wait", {"timeout_s": float("nan")}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_argument_of_the_wrong_type_is_refused_and_the_flusher_lives(
     method: str, wrong: dict[str, object], opened: object, training: object
 ) -> None:
     with opened(training) as checkpointer:
         steps = (0,) if method == "save" else ()
-        with pytest.raises(laststep.Usage, match=next(iter(wrong))) as caught:
+        with pytest.raises(laststep.UsageError, match=next(iter(wrong))) as caught:
             getattr(checkpointer, method)(*steps, **wrong)
         assert_tells_all(caught.value)
         checkpointer.save(0, overwrite=np.bool_(True), streams=[]).wait()
@@ -207,14 +251,14 @@ def test_an_argument_of_the_wrong_type_is_refused_and_the_flusher_lives(
 
 @pytest.mark.parametrize("subscribers", [print, [3], "log", 3, None])
 def test_subscribers_that_cannot_be_told_are_refused(subscribers: object, tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=r"subscribers=\[on_event\]") as caught:
+    with pytest.raises(laststep.UsageError, match=r"subscribers=\[on_event\]") as caught:
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, subscribers=subscribers)
     assert_tells_all(caught.value)
 
 
 def test_the_largest_step_is_named_and_can_be_saved(opened: object, training: object) -> None:
     with opened(training) as checkpointer:
-        with pytest.raises(laststep.Usage, match=str((1 << 62) - 1)):
+        with pytest.raises(laststep.UsageError, match=str((1 << 62) - 1)):
             checkpointer.save(1 << 63)
         checkpointer.save((1 << 62) - 1).wait()
 
@@ -224,7 +268,7 @@ def test_a_run_that_is_no_folder_is_refused(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(laststep.Usage, match="folder") as caught:
+    with pytest.raises(laststep.UsageError, match="folder") as caught:
         laststep.Checkpointer(run, s={"a": 1})
     assert_tells_all(caught.value)
 
@@ -238,7 +282,7 @@ def test_a_run_may_be_below_the_home_folder(
 
 
 def test_an_item_that_is_named_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="found model in both") as caught:
+    with pytest.raises(laststep.UsageError, match="found model in both") as caught:
         laststep.Checkpointer(tmp_path / "run", items={"model": {"a": 1}}, model={"a": 2})
     assert_tells_all(caught.value)
 
@@ -262,7 +306,7 @@ def test_an_item_that_is_named_twice_is_refused(tmp_path: Path) -> None:
 def test_a_misspelt_setting_is_not_taken_for_an_item(
     given: dict[str, object], meant: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="are items of the state") as caught:
+    with pytest.raises(laststep.UsageError, match="are items of the state") as caught:
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **given)
     assert_tells_all(caught.value)
     assert meant in str(caught.value)
@@ -272,7 +316,7 @@ def test_a_misspelt_setting_is_not_taken_for_an_item(
 def test_a_keyword_that_can_be_neither_a_setting_nor_an_item_is_told_as_such(
     value: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="retries is no setting") as caught:
+    with pytest.raises(laststep.UsageError, match="retries is no setting") as caught:
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, retries=value)
     assert_tells_all(caught.value)
     assert "did you mean" not in str(caught.value)
@@ -290,17 +334,17 @@ def test_a_wrong_value_of_a_setting_is_not_called_an_unknown_setting(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        laststep.Usage, match=f"{name} has no such value: expected one of"
+        laststep.UsageError, match=f"{name} has no such value: expected one of"
     ) as caught:
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **{name: "gpu"})
     assert_tells_all(caught.value)
 
 
 def test_what_only_random_numbers_can_do_is_said_of_derive() -> None:
-    with pytest.raises(laststep.Usage, match=r"RNG.* without PerRank") as caught:
+    with pytest.raises(laststep.UsageError, match=r"RNG.* without PerRank") as caught:
         laststep.PerRank([1], when_ranks_change="derive")
     assert_tells_all(caught.value)
-    with pytest.raises(laststep.Usage, match="when_ranks_change has no such value") as caught:
+    with pytest.raises(laststep.UsageError, match="when_ranks_change has no such value") as caught:
         laststep.PerRank([1], when_ranks_change="kep")
     assert "RNG" not in str(caught.value)
 
@@ -314,11 +358,11 @@ def test_an_item_may_be_called_much_like_a_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [nn.Linear, torch.optim.SGD, dict, laststep.StateProvider])
 def test_a_class_in_the_place_of_an_object_is_refused(kind: type, run_folder: Path) -> None:
-    with pytest.raises(laststep.Usage, match=f"item 'x' is a class.*{kind.__name__}\\(…\\)"):
+    with pytest.raises(laststep.UsageError, match=f"item 'x' is a class.*{kind.__name__}\\(…\\)"):
         laststep.Checkpointer(run_folder, x=kind)
     with (
         laststep.Checkpointer(run_folder, x={"kind": kind}, flush="thread") as checkpointer,
-        pytest.raises(laststep.Usage, match="at kind of item 'x'"),
+        pytest.raises(laststep.UsageError, match="at kind of item 'x'"),
     ):
         checkpointer.save(0)  # it is a value there, which only a pickle could hold
 
@@ -328,7 +372,7 @@ def test_a_place_that_holds_no_files_is_told_as_such() -> None:
         lambda: laststep.save({"n": 1}, "/proc/one"),
         lambda: laststep.Checkpointer("/proc/run", x={"n": 1}, flush="thread").save(0).wait(),
     ):
-        with pytest.raises(laststep.StorageFailed, match="cannot make the folder at /proc/"):
+        with pytest.raises(laststep.StorageError, match="cannot make the folder at /proc/"):
             act()
 
 
@@ -356,24 +400,32 @@ def test_what_cannot_be_shown_is_refused_all_the_same(tmp_path: Path) -> None:
     odd = Unshowable()
     with laststep.Checkpointer(tmp_path / "run", s={"n": 1}, flush="thread") as ckpt:
         for call in (
-            lambda: ckpt.save(odd), lambda: ckpt.restore(only=odd),
+            lambda: ckpt.save(odd),
+            lambda: ckpt.restore(only=odd),
             lambda: ckpt.restore(only=[odd]),
-            lambda: ckpt.save(0, metrics={odd: 1}), lambda: ckpt.wait(odd),
-            lambda: laststep.Keep(last=odd), lambda: laststep.PerRank([1], when_ranks_change=odd),
+            lambda: ckpt.save(0, metrics={odd: 1}),
+            lambda: ckpt.wait(odd),
+            lambda: laststep.Keep(last=odd),
+            lambda: laststep.PerRank([1], when_ranks_change=odd),
             lambda: laststep.Checkpointer(tmp_path / "b", s={"n": 1}, keep=odd),
             lambda: laststep.Checkpointer(tmp_path / "b", items={odd: {"n": 1}}),
-        ):  # fmt: skip
-            with pytest.raises(laststep.Usage, match=r"a (Unshowable|list) that cannot be shown"):
+        ):
+            with pytest.raises(
+                laststep.UsageError, match=r"a (Unshowable|list) that cannot be shown"
+            ):
                 call()
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: laststep.Keep(last=2**70), lambda: laststep.Keep(best=1, metric=""),
-     lambda: laststep.Checkpointer("nowhere", s={"n": 1}, host_memory_bytes=2**70)],
+    [
+        lambda: laststep.Keep(last=2**70),
+        lambda: laststep.Keep(best=1, metric=""),
+        lambda: laststep.Checkpointer("nowhere", s={"n": 1}, host_memory_bytes=2**70),
+    ],
     ids=["last", "metric", "memory"],
-)  # fmt: skip
+)
 def test_what_can_be_no_such_number_or_name_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(laststep.Usage, match="has no such value") as caught:
+    with pytest.raises(laststep.UsageError, match="has no such value") as caught:
         make()
     assert_tells_all(caught.value)

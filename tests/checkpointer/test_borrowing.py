@@ -14,7 +14,8 @@ import torch
 import laststep
 import laststep.events
 from laststep.catalog import decision
-from laststep.flush import lending
+from laststep.catalog.indexes import read_index
+from laststep.flush import base as flush_base
 from laststep.format.manifest import Commit
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK = BLOCK_BYTES // 4
 """Elements of a block."""
+PACK = "blocks-r00000.pack"
 
 
 class Training:
@@ -75,6 +77,11 @@ class Training:
         return found
 
 
+def data_files(folder: Path) -> list[Path]:
+    """The data files and packs in a folder and those within it."""
+    return [path for path in folder.rglob("*") if path.suffix in (".safetensors", ".pack")]
+
+
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     made = Training(tmp_path / "run")
@@ -103,6 +110,8 @@ def test_only_the_blocks_that_changed_are_written(training: Training) -> None:
     assert (training.folder(1) / "model~1-1.safetensors").samefile(
         training.folder(0) / "model.safetensors"
     )
+    assert not (training.folder(1) / "model.safetensors").exists()
+    assert (training.folder(1) / PACK).stat().st_size == 3 * BLOCK_BYTES
     training.change(12)  # the short one, at the end
     training.save(2)
     training.save(3)
@@ -117,7 +126,8 @@ def test_a_file_that_is_changed_throughout_is_written_whole(training: Training) 
     for step in (1, 2):
         training.model["w"] += 1
         training.save(step)
-        assert not list(training.folder(step).glob("model~*"))
+        assert not list(training.folder(step).glob("*~*"))
+        assert not (training.folder(step) / PACK).exists()
         assert (training.folder(step) / "model.safetensors").stat().st_nlink == 1
     training.check()
 
@@ -146,9 +156,7 @@ def test_a_save_of_nothing_new_writes_little_right_after_a_change(
     training.check()
 
 
-def test_a_file_that_changes_throughout_after_a_quiet_save_stands_alone(
-    training: Training,
-) -> None:
+def test_a_file_that_changes_throughout_after_a_quiet_save_stands_alone(training: Training) -> None:
     training.save(0)
     training.save(1)
     training.model["w"] += 1
@@ -216,11 +224,11 @@ def test_a_place_without_links_gets_everything(
 def test_no_file_is_shared_by_more_than_so_many(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "MAX_SHARERS", 3)
+    monkeypatch.setattr(flush_base, "MAX_SHARERS", 3)
     for step in range(9):
         training.change(step)
         training.save(step)
-    links = [path.stat().st_nlink for path in training.run.rglob("*.safetensors")]
+    links = [path.stat().st_nlink for path in data_files(training.run)]
     assert max(links) == 4  # its own, and three more
     training.check()
 
@@ -228,11 +236,11 @@ def test_no_file_is_shared_by_more_than_so_many(
 def test_a_checkpoint_draws_on_few_files(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "MAX_FILES", 3)
+    monkeypatch.setattr(flush_base, "MOST_FILES", 3)
     for step in range(10):
         training.change(step)
         training.save(step)
-        assert len(list(training.folder(step).glob("model*"))) <= 3
+        assert len(list(training.folder(step).glob("*~*"))) <= 3
     training.check()
 
 
@@ -244,13 +252,11 @@ def test_a_file_of_which_little_is_needed_is_let_go_of(training: Training) -> No
     training.save(2)
     training.change(11)
     training.save(3)
-    assert not (training.folder(3) / "model~1-2.safetensors").exists()
+    assert not (training.folder(3) / "blocks-r00000~1-2.pack").exists()
     training.check()
 
 
-def test_a_flipped_bit_in_a_shared_file_is_damage_of_each_that_needs_it(
-    training: Training,
-) -> None:
+def test_a_flipped_bit_in_a_shared_file_is_damage_of_each_that_needs_it(training: Training) -> None:
     training.save(0)
     training.change(3)
     training.save(1)
@@ -268,7 +274,7 @@ def test_a_flipped_bit_in_a_shared_file_is_damage_of_each_that_needs_it(
     assert [len(damage[step]) for step in (0, 1, 2)] == [2, 1, 1]  # block 3 is needed by one only
     assert damage[2][0].file == "model~1-1.safetensors"
     assert damage[2][0].touches == ("model/w",)
-    with pytest.raises(laststep.Corrupt, match="model~1-1"):
+    with pytest.raises(laststep.CorruptError, match="model~1-1"):
         catalog[2].tensor("model/w")[:]
     rows = catalog[2].tensor("model/w")[: 2 * BLOCK]
     assert torch.equal(rows, training.saved[2]["w"][: 2 * BLOCK])
@@ -280,10 +286,13 @@ def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
     training.save(1)
     commit = decision.read(DirectoryStore(training.run), training.folder(1).name)
     assert isinstance(commit, Commit)
-    files = {record.name: record for record in commit.files}
-    lent = files["model~1-1.safetensors"]
-    assert (lent.lent, lent.origin, lent.sharers) == (True, training.folder(0).name, 1)
-    assert (training.folder(1) / lent.name).stat().st_nlink == 2
+    index = read_index(DirectoryStore(training.run), training.folder(1).name, commit, 0)
+    shared = {file.name: file for file in index.files}["model~1-1.safetensors"]
+    assert (shared.origin, shared.sharers) == (training.folder(0).name, 1)
+    assert commit.shared_bytes == shared.size_bytes
+    there = sum(path.stat().st_size for path in data_files(training.folder(1)))
+    assert (commit.size_bytes, commit.file_count) == (there, len(index.files))
+    assert (training.folder(1) / shared.name).stat().st_nlink == 2
 
 
 def test_a_report_tells_the_state_from_what_is_written_and_what_is_shared(
@@ -296,7 +305,7 @@ def test_a_report_tells_the_state_from_what_is_written_and_what_is_shared(
         training.change(*blocks)
         written = training.save(step)
         report, folder = training.report, training.folder(step)
-        there = {path.name: path.stat() for path in folder.glob("*.safetensors")}
+        there = {path.name: path.stat() for path in data_files(folder)}
         assert state_bytes < report.size_bytes < state_bytes + 2000  # with plain values
         assert written + (report.shared_bytes or 0) == sum(s.st_size for s in there.values())
         assert written == sum(s.st_size for s in there.values() if s.st_nlink == 1)
@@ -314,10 +323,10 @@ def test_what_a_restore_passed_over_is_not_borrowed_of(training: Training) -> No
     training.save(1)
     training.change(3)
     training.save(2)
-    for path in training.folder(2).glob("model.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-200_000] ^= 1
-        path.write_bytes(data)
+    path = training.folder(2) / PACK
+    data = bytearray(path.read_bytes())
+    data[-200_000] ^= 1
+    path.write_bytes(data)
     model = training.model["w"].clone()
     restored = training.ckpt.restore()
     assert (restored.step, len(restored.skipped)) == (1, 1)
@@ -349,10 +358,10 @@ def test_where_a_link_fails_none_is_left_and_everything_is_written(
     link, calls = DirectoryStore.link, []
 
     def fails(store: DirectoryStore, name: str, new: str) -> bool:
-        if "model" in new:
+        if "~" in new:
             calls.append(new)
             if len(calls) == failing:
-                raise laststep.StorageFailed("a link", found="ESTALE")
+                raise laststep.StorageError("a link", found="ESTALE")
         return link(store, name, new)
 
     monkeypatch.setattr(DirectoryStore, "link", fails)
@@ -360,20 +369,23 @@ def test_where_a_link_fails_none_is_left_and_everything_is_written(
     training.save(2)
     monkeypatch.undo()
     assert len(calls) == failing
-    assert not list(training.folder(2).glob("model~*"))
+    assert not list(training.folder(2).glob("*~*"))
     training.check()
 
 
-@pytest.mark.parametrize(("blocks", "at_most"), [
-    (lambda step: range(0, 12, 2), 1.6), (lambda step: range(step % 3, 12, 2), 2.3)
-], ids=["the same", "others"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("blocks", "at_most"),
+    [(lambda step: range(0, 12, 2), 1.6), (lambda step: range(step % 3, 12, 2), 2.3)],
+    ids=["the same", "others"],
+)
 def test_the_files_of_a_checkpoint_hold_little_more_than_it(
     training: Training, blocks: Callable[[int], range], at_most: float
 ) -> None:
     for step in range(12):
         training.change(*blocks(step))
         training.save(step)
-        sizes = [path.stat().st_size for path in training.folder(step).glob("model*")]
+        files = [path for path in data_files(training.folder(step)) if path.name[:6] != "shared"]
+        sizes = [path.stat().st_size for path in files]
         assert sum(sizes) < at_most * 13 * BLOCK_BYTES, step
     training.check()
 
@@ -390,28 +402,28 @@ def test_where_a_whole_save_would_not_fit_any_more_nothing_is_borrowed(
     training.check()
 
 
-def test_more_plain_items_than_before_find_room_in_the_header(tmp_path: Path) -> None:
-    kept = {"t": torch.arange(30_000)}
-    for names in ((), tuple(f"an item with quite a long name {n}"[:60] for n in range(60))):
-        items: dict[str, object] = {"kept": kept}
-        items |= {name.replace(" ", "-"): {"n": 1} for name in names}
-        with laststep.Checkpointer(tmp_path, items=items, flush="thread") as ckpt:
-            ckpt.restore(strict=False)
-            ckpt.save(len(items)).wait()
-    assert torch.equal(laststep.load(tmp_path)["kept"]["t"], kept["t"])
+def test_plain_values_that_grow_write_no_tensor_again(tmp_path: Path) -> None:
+    kept, values = {"t": torch.arange(300_000)}, {"n": 0, "log": list[str]()}
+    written = []
+    with laststep.Checkpointer(tmp_path, kept=kept, values=values, flush="thread") as ckpt:
+        ckpt.restore()
+        for step in range(3):
+            values["log"] += [f"line {n} of step {step}" for n in range(1000)]
+            written.append(ckpt.save(step).result().written_bytes)
+    assert written[0] > kept["t"].nbytes
+    assert written[1:] == [0, 0]
+    assert laststep.load(tmp_path)["values"] == values
 
 
-def test_a_file_of_plain_values_alone_borrows_all_or_nothing(tmp_path: Path) -> None:
+def test_plain_values_alone_need_no_data_file(tmp_path: Path) -> None:
     values = {"text": "x" * 100_000, "n": 0}
     with laststep.Checkpointer(tmp_path, values=values, flush="thread") as ckpt:
         ckpt.restore()
-        for step in range(4):
-            values["n"] = step // 2
+        for step in range(3):
+            values["n"] = step
             ckpt.save(step).wait()
-    names = [sorted(p.name for p in f.glob("*.safetensors")) for f in tmp_path.glob("step-*")]
-    assert names == [["shared.safetensors"]] * 4
-    links = sorted(p.stat().st_nlink for p in tmp_path.glob("step-*/*.safetensors"))
-    assert links == [2, 2, 2, 2]
+    assert not data_files(tmp_path)
+    assert [laststep.load(tmp_path, step=step)["values"]["n"] for step in range(3)] == [0, 1, 2]
 
 
 def test_where_what_did_not_change_cannot_be_linked_by_its_name_it_is_borrowed(
@@ -422,7 +434,7 @@ def test_where_what_did_not_change_cannot_be_linked_by_its_name_it_is_borrowed(
 
     def fails(store: DirectoryStore, name: str, new: str) -> bool:
         if new.endswith("/model.safetensors"):
-            raise laststep.StorageFailed("a link", found="EIO")
+            raise laststep.StorageError("a link", found="EIO")
         return link(store, name, new)
 
     monkeypatch.setattr(DirectoryStore, "link", fails)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.flush import lending
+from laststep.flush import base as flush_base
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class Chain:
 def test_every_step_of_a_chain_comes_back_whatever_happens_between(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "MAX_FILES", 3 + seed % 2)
-    monkeypatch.setattr(lending, "MAX_SHARERS", 3 + seed % 3)
+    monkeypatch.setattr(flush_base, "MOST_FILES", 3 + seed % 2)
+    monkeypatch.setattr(flush_base, "MAX_SHARERS", 3 + seed % 3)
     chain = Chain(tmp_path / "run", seed)
     deeds = [chain.change] * 6 + [chain.add, chain.drop, chain.restart, chain.roll_back]
     deeds += [chain.delete, lambda: None]

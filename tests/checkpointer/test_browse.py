@@ -37,7 +37,7 @@ def files(run: Path, step: int) -> Path:
 
 def test_a_step_that_is_not_there_is_answered_with_its_neighbours(run: Path) -> None:
     catalog = laststep.open(run)
-    with pytest.raises(laststep.NotFound) as raised:
+    with pytest.raises(laststep.NotFoundError) as raised:
         catalog[55]
     assert raised.value.what == "there is no checkpoint of step 55"
     assert raised.value.found == "steps 30, 40, 50, 60, 70, 80, and 4 more"
@@ -58,21 +58,21 @@ def test_a_missing_file_and_a_short_one_are_told_with_a_remedy(run: Path) -> Non
     with short.open("r+b") as file:
         file.truncate(size - 1)
     catalog = laststep.open(run)
-    with pytest.raises(laststep.Corrupt, match=f"a data file is missing.*{OTHERWISE}"):
+    with pytest.raises(laststep.CorruptError, match=f"a data file is missing.*{OTHERWISE}"):
         catalog[30].tensors()
     told = f"too short at .*: expected {size} bytes, found {size - 1} bytes; {OTHERWISE}"
-    with pytest.raises(laststep.Corrupt, match=told):
+    with pytest.raises(laststep.CorruptError, match=told):
         catalog.latest().tensors()  # nobody asked for an older one
-    with pytest.raises(laststep.Corrupt, match=told):
+    with pytest.raises(laststep.CorruptError, match=told):
         laststep.load(run)
 
 
 def test_a_manifest_that_cannot_be_read_is_told_with_a_remedy(run: Path) -> None:
     (files(run, 30) / "manifest.json").write_bytes(b"{")
-    with pytest.raises(laststep.Corrupt, match=f"cannot read a manifest.*{OTHERWISE}"):
+    with pytest.raises(laststep.CorruptError, match=f"cannot read a manifest.*{OTHERWISE}"):
         laststep.open(run)[30]
     files(run, 40).rename(run / "step-00000041.1-5")
-    with pytest.raises(laststep.Corrupt, match=f"not that of its folder.*{OTHERWISE}"):
+    with pytest.raises(laststep.CorruptError, match=f"not that of its folder.*{OTHERWISE}"):
         laststep.open(run)[41]
 
 
@@ -85,12 +85,14 @@ def test_the_bytes_that_are_named_lie_within_the_file(run: Path) -> None:
     place = rf"block 1 \(bytes {size - 4000}-{size}\)"
     with laststep.open(run)[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
-        with pytest.raises(laststep.Corrupt, match=f"cannot read state/t.*{place}.*{OTHERWISE}"):
+        with pytest.raises(
+            laststep.CorruptError, match=f"cannot read state/t.*{place}.*{OTHERWISE}"
+        ):
             tensor[:]
         assert tensor[0] == 0
     state = {"t": torch.ones(BLOCK_BYTES + 4000, dtype=torch.uint8)}
     with laststep.Checkpointer(run, state=state, flush="thread", progress=False) as ckpt:  # noqa: SIM117
-        with pytest.raises(laststep.Corrupt, match=place):
+        with pytest.raises(laststep.CorruptError, match=place):
             ckpt.restore(50)
 
 
@@ -102,7 +104,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_short(run: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(size - 1000)
         told = f"too short.*expected at least {size} bytes, found {size - 1000} bytes; {OTHERWISE}"
-        with pytest.raises(laststep.Corrupt, match=told):
+        with pytest.raises(laststep.CorruptError, match=told):
             tensor[:]
 
 
@@ -113,9 +115,9 @@ def test_a_checkpoint_that_was_deleted_since_it_was_listed_is_not_found(run: Pat
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    with pytest.raises(laststep.NotFound, match="the checkpoint was deleted meanwhile"):
+    with pytest.raises(laststep.NotFoundError, match="the checkpoint was deleted meanwhile"):
         checkpoint.tensors()
-    with pytest.raises(laststep.NotFound):
+    with pytest.raises(laststep.NotFoundError):
         checkpoint.verify()
 
 
@@ -127,14 +129,14 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
     data[len(data) // 2] ^= 1
     manifest.write_bytes(data)
     told = r"step 90, is damaged: .*restore\(\).*laststep\.load\(run, step=80\) loads an older one"
-    with pytest.raises(laststep.Corrupt, match=told):
+    with pytest.raises(laststep.CorruptError, match=told):
         laststep.load(run)
     catalog = laststep.open(run)
-    with pytest.raises(laststep.Corrupt, match=told):
+    with pytest.raises(laststep.CorruptError, match=told):
         catalog.latest()
     assert catalog.steps()[-1] == 80
     assert laststep.load(run, step=80)["state"]["t"].sum() == 0
-    with pytest.raises(laststep.NotFound, match="no checkpoint of step 81"):
+    with pytest.raises(laststep.NotFoundError, match="no checkpoint of step 81"):
         laststep.load(run, step=81)
 
 
@@ -148,32 +150,29 @@ def test_a_newest_checkpoint_that_is_incomplete_is_told_with_the_newest_that_is_
         path.unlink()  # this name only: others may share the file
         if size is not None:
             path.write_bytes(data[:size])
-    for call in (
-        lambda: laststep.load(run),
-        lambda: laststep.open(run).latest().tensors(),
-    ):
+    for call in (lambda: laststep.load(run), lambda: laststep.open(run).latest().tensors()):
         with pytest.raises(
-            laststep.Corrupt, match=r"laststep\.load\(run, step=70\) loads an older"
+            laststep.CorruptError, match=r"laststep\.load\(run, step=70\) loads an older"
         ):
             call()
 
 
 def test_a_dot_in_the_place_of_the_slash_is_answered_with_the_name(run: Path) -> None:
-    with pytest.raises(laststep.NotFound, match=r"'state\.t'.*did you mean 'state/t'\?"):
+    with pytest.raises(laststep.NotFoundError, match=r"'state\.t'.*did you mean 'state/t'\?"):
         laststep.open(run).latest().tensor("state.t")
 
 
 def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(2)}, tmp_path / "one")
-    with pytest.raises(laststep.NotFound, match=r"one checkpoint, not a run.*laststep\.load"):
+    with pytest.raises(laststep.NotFoundError, match=r"one checkpoint, not a run.*laststep\.load"):
         laststep.open(tmp_path / "one")
-    with pytest.raises(laststep.Usage, match="but one step"):
+    with pytest.raises(laststep.UsageError, match="but one step"):
         laststep.load(tmp_path / "one", step=0)
     [file] = (tmp_path / "one").glob("*.safetensors")
-    with pytest.raises(laststep.NotFound, match=r"found a file; laststep\.load\('.*/one'\)"):
+    with pytest.raises(laststep.NotFoundError, match=r"found a file; laststep\.load\('.*/one'\)"):
         laststep.load(file)
     alone = file.rename(tmp_path / "alone.safetensors")
-    with pytest.raises(laststep.NotFound, match=r"load_file reads it.*laststep import"):
+    with pytest.raises(laststep.NotFoundError, match=r"load_file reads it.*laststep import"):
         laststep.load(alone)
 
 
@@ -182,25 +181,25 @@ def test_arguments_that_cannot_work_are_usage(
 ) -> None:
     catalog = laststep.open(run)
     for wrong in ("a", 1.5, None, True):
-        with pytest.raises(laststep.Usage, match="asked by step"):
+        with pytest.raises(laststep.UsageError, match="asked by step"):
             catalog[wrong]  # type: ignore[index]
     for wrong in (3, None, "", b"x", "ftp://bucket/run"):
-        with pytest.raises(laststep.Usage, match="the path of a folder"):
+        with pytest.raises(laststep.UsageError, match="the path of a folder"):
             laststep.open(wrong)  # type: ignore[arg-type]
-        with pytest.raises(laststep.Usage, match="the path of a folder"):
+        with pytest.raises(laststep.UsageError, match="the path of a folder"):
             laststep.load(wrong)  # type: ignore[arg-type]
-    with pytest.raises(laststep.Usage, match="swapped"):
+    with pytest.raises(laststep.UsageError, match="swapped"):
         laststep.save("x", {"w": 1})  # type: ignore[arg-type]
     for word in ("device", "map_location"):
-        with pytest.raises(laststep.Usage, match="cannot load to that device"):
+        with pytest.raises(laststep.UsageError, match="cannot load to that device"):
             laststep.load(run, **{word: "nonsense"})
     if not torch.cuda.is_available():
-        with pytest.raises(laststep.Usage, match=r"cannot load to that device.*'cuda'"):
+        with pytest.raises(laststep.UsageError, match=r"cannot load to that device.*'cuda'"):
             laststep.load(run, device="cuda")
     with catalog[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
         for index in ("a", 1.5, (0, "a")):
-            with pytest.raises(laststep.Usage, match="cannot index state/t"):
+            with pytest.raises(laststep.UsageError, match="cannot index state/t"):
                 tensor[index]
     monkeypatch.setenv("HOME", str(tmp_path))
     laststep.save({"w": 1}, "~/home")
@@ -225,10 +224,17 @@ def test_all_of_a_tensor_is_read_by_the_same_words_whatever_its_shape(run_folder
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [("one", 0), ("one", slice(0, 1)), ("some", 2), ("some", (0, 3)), ("some", (0, 0, 0)),
-     ("some", torch.tensor([5])), ("some", Ellipsis.__class__)],
+    [
+        ("one", 0),
+        ("one", slice(0, 1)),
+        ("some", 2),
+        ("some", (0, 3)),
+        ("some", (0, 0, 0)),
+        ("some", torch.tensor([5])),
+        ("some", Ellipsis.__class__),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_an_index_that_a_tensor_does_not_have_is_told_and_ends_a_loop(
     name: str, index: object, run_folder: Path
 ) -> None:
@@ -236,7 +242,7 @@ def test_an_index_that_a_tensor_does_not_have_is_told_and_ends_a_loop(
     with laststep.Checkpointer(run_folder, state=state, flush="thread") as ckpt:
         ckpt.save(0).wait()
     stored = laststep.open(run_folder).latest().tensor(f"state/{name}")
-    with pytest.raises(laststep.Usage, match=f"state/{name}") as caught:
+    with pytest.raises(laststep.UsageError, match=f"state/{name}") as caught:
         stored[index]
     assert isinstance(caught.value, IndexError)
     assert len(list(stored)) == len(state[name]) if stored.shape else True
@@ -247,7 +253,7 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(run: Path) -> 
         path = files(run, 90) / name
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(laststep.StorageFailed, match="not a file"):
+        with pytest.raises(laststep.StorageError, match="not a file"):
             laststep.load(run, step=90)
 
 
@@ -257,7 +263,7 @@ def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int],
     step = catalog.steps()[0]
     assert catalog[kind(step)].step == step
     assert kind(step) in catalog
-    with pytest.raises(laststep.NotFound, match="no checkpoint of step 77"):
+    with pytest.raises(laststep.NotFoundError, match="no checkpoint of step 77"):
         catalog[kind(77)]  # without a warning: warnings are errors here
     assert kind(77) not in catalog
     assert np.array([1, 2]) not in catalog
@@ -285,7 +291,7 @@ def test_a_device_goes_by_the_word_of_torch_too(
 def test_what_only_torch_takes_as_a_location_is_refused_with_a_remedy(tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
     for wrong in ({"cuda:0": "cpu"}, lambda storage, place: storage):
-        with pytest.raises(laststep.Usage, match="one device for all tensors"):
+        with pytest.raises(laststep.UsageError, match="one device for all tensors"):
             laststep.load(tmp_path / "saved", map_location=wrong)  # type: ignore[arg-type]
-    with pytest.raises(laststep.Usage, match="two words for one thing"):
+    with pytest.raises(laststep.UsageError, match="two words for one thing"):
         laststep.load(tmp_path / "saved", map_location="cpu", device="cpu")

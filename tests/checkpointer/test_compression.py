@@ -14,7 +14,8 @@ import torch
 import laststep
 from laststep.codecs.blocks import registry
 from laststep.codecs.blocks.raw import Raw
-from laststep.flush import lending, packed
+from laststep.flush import base as flush_base
+from laststep.flush import pack
 from laststep.terms import BLOCK_BYTES
 
 for _folder in ("format", "checkpointer"):
@@ -54,9 +55,16 @@ def test_differences_are_always_to_a_block_that_stands_alone(training: CodedTrai
         training.touch(2, 3)
         training.save(step)
     assert training.codecs(5)[2:4] == ["patches"] * 2
-    assert sorted(path.name for path in training.folder(5).glob("model*")) == [
-        "model.safetensors", "model~1-1.safetensors"
-    ]  # fmt: skip
+    assert sorted(path.name for path in training.folder(5).iterdir()) == [
+        "blocks-r00000.pack",
+        "blocks-r00000~1-1.pack",
+        "index-r00000",
+        "manifest.json",
+    ]
+    bases = [place.base for place in training.places(5)[2:4]]
+    assert {(base.file, base.encoding.codec) for base in bases} == {
+        ("blocks-r00000~1-1.pack", "planes")
+    }
     training.check()
 
 
@@ -71,8 +79,8 @@ def test_a_file_is_lent_on_though_what_some_of_its_blocks_needed_is_gone(
     training.save(2)
     training.redraw(5)  # and with that nothing is needed of step 1 any more
     training.save(3)
-    assert not (training.folder(3) / "model~1-2.safetensors").exists()
-    assert training.places(3)[6].file == "model~1-3.safetensors"
+    assert not (training.folder(3) / "blocks-r00000~1-2.pack").exists()
+    assert training.places(3)[6].file == "blocks-r00000~1-3.pack"
     training.check()
     training.ckpt.close()
     training.start(compression="none")  # what is lent is found in the files
@@ -113,11 +121,11 @@ def test_a_folder_that_is_encoded_is_whole_when_it_is_copied_and_the_rest_is_gon
 def test_no_encoded_file_is_shared_by_more_than_so_many(
     training: CodedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "MAX_SHARERS", 3)
+    monkeypatch.setattr(flush_base, "MAX_SHARERS", 3)
     for step in range(9):
         training.touch(step % BLOCKS)
         training.save(step)
-    links = [path.stat().st_nlink for path in training.run.rglob("*.safetensors")]
+    links = [path.stat().st_nlink for path in training.run.rglob("*.pack")]
     assert max(links) == 4  # its own, and three more
     training.check()
 
@@ -163,16 +171,16 @@ def test_a_failed_save_is_no_anchor_of_the_next(
     training: CodedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.save(0)
-    finish = packed.PackedImage.finish
+    finish = pack.PackWriter.finish
 
     def fails(*_: object) -> None:
-        raise laststep.StorageFailed("a disk", found="EIO")
+        raise laststep.StorageError("a disk", found="EIO")
 
-    monkeypatch.setattr(packed.PackedImage, "finish", fails)
+    monkeypatch.setattr(pack.PackWriter, "finish", fails)
     training.redraw(1, 2)
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         training.ckpt.save(1).wait()
-    monkeypatch.setattr(packed.PackedImage, "finish", finish)
+    monkeypatch.setattr(pack.PackWriter, "finish", finish)
     training.touch(1, 3)  # block 1 is close to what was never committed
     training.save(2)
     assert training.codecs(2)[1] == "planes"
@@ -194,18 +202,6 @@ def test_an_encoded_checkpoint_is_exported(training: CodedTraining, tmp_path: Pa
     assert ended.value.code in (0, None)
     [file] = (tmp_path / "hf").glob("*.safetensors")
     assert torch.equal(load_file(file)["w"], training.saved[1])
-
-
-def test_a_header_that_would_be_too_long_is_not_written(
-    training: CodedTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.save(0)
-    monkeypatch.setattr(packed, "MAX_HEADER_BYTES", 0)
-    training.touch(1)
-    training.save(1)
-    assert training.codecs(1) == [""] * (BLOCKS + 1)
-    assert [path.name for path in training.folder(1).glob("model*")] == ["model.safetensors"]
-    training.check()
 
 
 class Twice(Raw):
@@ -233,7 +229,7 @@ def test_a_codec_that_is_registered_is_one_whatever_its_name_is_like(
 def test_a_codec_that_only_this_process_knows_is_refused_where_a_helper_encodes(
     own_codec: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="flush='thread'"):
+    with pytest.raises(laststep.UsageError, match="flush='thread'"):
         CodedTraining(tmp_path / "run", compression=own_codec, flush="process")
 
 
@@ -268,7 +264,7 @@ def test_max_is_refused_at_once_without_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(laststep.Usage, match=r"zstandard.*laststep\[compress\]"):
+    with pytest.raises(laststep.UsageError, match=r"zstandard.*laststep\[compress\]"):
         CodedTraining(tmp_path / "run", compression="max")
 
 
@@ -287,16 +283,21 @@ def test_without_zstandard_a_reader_names_the_codec_and_what_to_install(
     training.save(0)
     training.ckpt.close()
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(laststep.Usage, match=r"'planes' needs .*zstandard.*laststep\[compress\]"):
+    with pytest.raises(
+        laststep.UsageError, match=r"'planes' needs .*zstandard.*laststep\[compress\]"
+    ):
         read(training.run)
 
 
-def test_what_is_encoded_is_said_in_the_header_and_nowhere_else(training: CodedTraining) -> None:
+def test_what_is_encoded_lies_in_a_pack_and_only_the_index_knows_it(
+    training: CodedTraining,
+) -> None:
     training.save(0)
-    data = (training.folder(0) / "model.safetensors").read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    said = json.loads(header["__metadata__"]["laststep"])
-    assert said["version"] == 3
-    assert list(header) == ["__metadata__", "~6blocks"]
-    manifest = json.loads((training.folder(0) / "manifest.json").read_bytes())
-    assert manifest["manifest"]["format"] == 1
+    names = sorted(path.name for path in training.folder(0).iterdir())
+    assert names == ["blocks-r00000.pack", "index-r00000", "manifest.json"]
+    places = training.places(0)
+    assert (training.folder(0) / "blocks-r00000.pack").stat().st_size == sum(
+        place.size_bytes for place in places
+    )
+    manifest = json.loads((training.folder(0) / "manifest.json").read_bytes())["manifest"]
+    assert "planes" not in json.dumps(manifest)

@@ -11,20 +11,37 @@ import pytest
 import torch
 
 import laststep
-from laststep.flush import coder, lending, throughput
+from laststep.flush import base as flush_base
+from laststep.flush import encoder
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 DTYPES = (
-    torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16, torch.int16,
-    torch.float32, torch.float32, torch.int64, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.bfloat16,
+    torch.int16,
+    torch.float32,
+    torch.float32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+)
 MODES = (
-    "max", "max", "max", "adaptive", "none", "planes", "subtract",
-    {"large": "max", "model": "adaptive"}, {"model": "none", "*": "max"},
-)  # fmt: skip
+    "max",
+    "max",
+    "max",
+    "adaptive",
+    "none",
+    "planes",
+    "subtract",
+    {"large": "max", "model": "adaptive"},
+    {"model": "none", "*": "max"},
+)
 LARGE = 6
 """Blocks of the largest tensor."""
 SIZES = (*range(18), 5_001, BLOCK_BYTES // 2, BLOCK_BYTES + 13, 2 * BLOCK_BYTES + 7)
@@ -59,10 +76,13 @@ class Chain:
             loaded = laststep.load(self.run, step=step)
             self.items = {name: loaded[name] for name in loaded}
         self.ckpt = laststep.Checkpointer(
-            self.run, items=self.items, flush="thread", host_memory_bytes=64 << 20,
+            self.run,
+            items=self.items,
+            flush="thread",
+            host_memory_bytes=64 << 20,
             compression=self.chance.choice(MODES),
             keep=laststep.Keep(last=4) if self.chance.random() < 0.3 else None,
-        )  # fmt: skip
+        )
         self.ckpt.restore(step=step)
 
     def drawn(self, dtype: torch.dtype, size_bytes: int) -> torch.Tensor:
@@ -90,9 +110,13 @@ class Chain:
         self.ckpt.close()
         self.items[f"item{len(self.items)}"] = {"x": self.drawn(torch.float32, 9_000)}
         self.ckpt = laststep.Checkpointer(
-            self.run, items=self.items, flush="thread", host_memory_bytes=64 << 20,
-            compression="max", keep=None,
-        )  # fmt: skip
+            self.run,
+            items=self.items,
+            flush="thread",
+            host_memory_bytes=64 << 20,
+            compression="max",
+            keep=None,
+        )
         self.ckpt.restore(strict=False)
 
     def change(self) -> None:
@@ -170,16 +194,16 @@ class Chain:
 def borrow_and_code_readily(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Small limits are crossed often; what is adaptive encodes, or does not, without a look at what
     is fast here."""
-    monkeypatch.setattr(lending, "MAX_FILES", 4 + seed % 3)
-    monkeypatch.setattr(lending, "MAX_SHARERS", 3 + seed % 4)
-    monkeypatch.setattr(lending, "LEAST_BYTES", 2000)
-    monkeypatch.setattr(throughput, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(coder, "_MOST_OF_RAW", 1e9 if seed % 3 else 0.0)
+    monkeypatch.setattr(flush_base, "MOST_FILES", 4 + seed % 3)
+    monkeypatch.setattr(flush_base, "MAX_SHARERS", 3 + seed % 4)
+    monkeypatch.setattr(flush_base, "LEAST_BYTES", 2000)
+    monkeypatch.setattr(encoder, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(encoder, "_MOST_OF_RAW", 1e9 if seed % 3 else 0.0)
 
 
-@pytest.mark.parametrize("seed", [
-    0, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 40))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seed", [0, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 40))]
+)
 def test_every_step_of_a_chain_comes_back_however_it_is_encoded(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.storage.disk import failed
-from laststep.storage.files import FileReader
+from laststep.storage.files import FileReader, failed
 from laststep.terms import BLOCK_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,7 +24,9 @@ from coded_training import BLOCK, CodedTraining
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-TOP, LENT = "model.safetensors", "model~1-1.safetensors"
+TOP, LENT = "blocks-r00000.pack", "blocks-r00000~1-1.pack"
+"""The packs of the second step: its own, and the one that it shares with the first."""
+INDEX = "index-r00000"
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,8 @@ def in_block(number: int, step: int) -> Callable[[CodedTraining], tuple[Path, in
 
     def found(training: CodedTraining) -> tuple[Path, int]:
         place = training.places(step)[number]
-        assert place.coded is not None
-        return training.folder(step) / place.file, place.start + place.coded.size_bytes // 2
+        assert place.encoding is not None
+        return training.folder(step) / place.file, place.start + place.size_bytes // 2
 
     return found
 
@@ -90,33 +91,41 @@ def in_file(name: str, at: int, step: int = 1) -> Callable[[CodedTraining], tupl
 @pytest.mark.parametrize(
     ("place", "wanted", "touches"),
     [
-        (in_file(TOP, 3000), {0: set(), 1: {TOP}}, ()),
-        (in_file(LENT, 3000), {0: {TOP}, 1: {LENT}}, ()),
+        (in_file(INDEX, 300), {0: set(), 1: {INDEX}}, ()),
+        (in_file(INDEX, 300, step=0), {0: {INDEX}, 1: set()}, ()),
         (in_block(3, 1), {0: set(), 1: {TOP}}, ("model/w",)),
         (in_block(2, 1), {0: set(), 1: {TOP}}, ("model/w",)),
         (in_block(2, 0), {0: {TOP}, 1: {LENT}}, ("model/w",)),
         (in_block(3, 0), {0: {TOP}, 1: set()}, ()),
         (in_block(5, 1), {0: {TOP}, 1: {LENT}}, ("model/w",)),
         (in_block(6, 1), {0: {TOP}, 1: {LENT}}, ("model/w",)),
-        (in_file("shared.safetensors", -5), {0: set(), 1: {"shared.safetensors"}}, None),
+        (in_file(INDEX, -5), {0: set(), 1: {INDEX}}, ()),
     ],
-    ids=["header", "lent header", "block", "difference", "anchor", "not needed", "lent block",
-         "zeros", "object"],
-)  # fmt: skip
+    ids=[
+        "index",
+        "index of the first",
+        "block",
+        "difference",
+        "base",
+        "not needed",
+        "shared block",
+        "zeros",
+        "value",
+    ],
+)
 def test_each_checkpoint_that_needs_it_names_the_file_that_is_damaged(
     training: CodedTraining,
     place: Callable[[CodedTraining], tuple[Path, int]],
     wanted: dict[int, set[str]],
-    touches: tuple[str, ...] | None,
+    touches: tuple[str, ...],
 ) -> None:
     flip(*place(training))
     assert damaged(training) == wanted
-    if touches is not None:
-        found = laststep.open(training.run)[1].verify().damage
-        assert {one for damage in found for one in damage.touches} == set(touches)
+    found = laststep.open(training.run)[1].verify().damage
+    assert {one for damage in found for one in damage.touches} == set(touches)
     good = [step for step in (1, 0) if not wanted[step]]
     if not good:
-        with pytest.raises(laststep.Corrupt):
+        with pytest.raises(laststep.CorruptError):
             training.start()
         return
     training.start()
@@ -138,7 +147,7 @@ def test_whatever_bit_is_flipped_nothing_comes_back_wrong(training: CodedTrainin
         sound = not laststep.open(training.run)[1].verify().damage
         try:
             found = laststep.open(training.run)[1].tensor("model/w")[:]
-        except laststep.Corrupt:
+        except laststep.CorruptError:
             assert not sound, (name, at, bits)
         else:
             # A bit of a frame that means nothing, or a block that is not needed.
@@ -153,7 +162,7 @@ def test_a_block_that_is_not_damaged_is_read_beside_one_that_is(training: CodedT
     tensor = laststep.open(training.run)[1].tensor("model/w")
     assert torch.equal(tensor[: 2 * BLOCK], training.saved[1][: 2 * BLOCK])
     assert torch.equal(tensor[3 * BLOCK :], training.saved[1][3 * BLOCK :])
-    with pytest.raises(laststep.Corrupt, match=LENT):
+    with pytest.raises(laststep.CorruptError, match=LENT):
         tensor[2 * BLOCK : 2 * BLOCK + 1]
 
 
@@ -176,7 +185,7 @@ def test_a_file_that_is_cut_is_damage_and_a_restore_falls_back(
 def test_a_lent_file_that_is_missing_is_named(training: CodedTraining) -> None:
     (training.folder(1) / LENT).unlink()
     assert damaged(training) == {0: set(), 1: {LENT}}
-    with pytest.raises(laststep.Corrupt, match=f"missing.*{LENT}"):
+    with pytest.raises(laststep.CorruptError, match=f"missing.*{LENT}"):
         laststep.load(training.run, step=1)
 
 
@@ -185,7 +194,7 @@ def test_a_device_that_fails_under_an_anchor_is_damage_of_its_file(
     training: CodedTraining, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = training.places(0)[2]
-    assert place.coded is not None
+    assert place.encoding is not None
     read_into = FileReader.read_into
 
     def fails(reader: FileReader, offset: int, into: memoryview) -> int:
@@ -209,15 +218,15 @@ def test_a_device_that_may_answer_later_is_not_damage(
 
     def fails(reader: FileReader, offset: int, into: memoryview) -> int:
         if offset <= place.start < offset + len(into) and str(reader._path).endswith(LENT):
-            later = laststep.StorageFailed("cannot read", found="ESTALE")
+            later = laststep.StorageError("cannot read", found="ESTALE")
             later.transient = True
             raise later
         return read_into(reader, offset, into)
 
     monkeypatch.setattr(FileReader, "read_into", fails)
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         laststep.open(training.run)[1].verify()
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         laststep.load(training.run)
 
 

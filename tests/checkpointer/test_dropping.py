@@ -44,11 +44,11 @@ def test_a_copy_is_refused_and_the_original_goes_on(
     act: Callable[[object], object], run_folder: Path
 ) -> None:
     with laststep.Checkpointer(run_folder, state={"n": 1}, flush="thread", **HOW) as ckpt:
-        with pytest.raises(laststep.Usage, match="a Checkpointer cannot be copied or pickled"):
+        with pytest.raises(laststep.UsageError, match="a Checkpointer cannot be copied or pickled"):
             act(ckpt)
         ckpt.save(0).wait()
     checkpoint = laststep.open(run_folder).latest()
-    with pytest.raises(laststep.Usage, match="a Checkpoint cannot be copied"):
+    with pytest.raises(laststep.UsageError, match="a Checkpoint cannot be copied"):
         act(checkpoint)
 
 
@@ -134,7 +134,7 @@ def test_threads_that_save_the_same_steps_commit_each_once(run_folder: Path) -> 
             for step in range(12):
                 try:
                     ckpt.save(step)
-                except laststep.Exists:
+                except laststep.AlreadyExistsError:
                     refused.append(step)
 
         threads = [threading.Thread(target=save) for _ in range(3)]
@@ -161,9 +161,9 @@ def test_steps_beyond_the_one_restored_are_replaced_when_training_comes_to_them_
         assert (restored.step, restored.next_step) == (3, 4)
         state["n"] = 44
         ckpt.save(restored.next_step).wait()
-        with pytest.raises(laststep.Exists):
+        with pytest.raises(laststep.AlreadyExistsError):
             ckpt.save(restored.next_step)
-        with pytest.raises(laststep.Exists):
+        with pytest.raises(laststep.AlreadyExistsError):
             ckpt.save(3)
     assert laststep.load(run_folder, step=4)["state"] == {"n": 44}  # type: ignore[index]
     assert laststep.load(run_folder)["state"] == {"n": 44}  # type: ignore[index]

@@ -48,7 +48,7 @@ def test_a_metric_without_memory_is_refused_by_name(kind: str, run_folder: Path)
     if kind == "freed":
         loss.untyped_storage().resize_(0)
     with laststep.Checkpointer(run_folder, state={"n": 1}, flush="thread") as ckpt:
-        with pytest.raises(laststep.Usage, match="metric 'loss' has no number"):
+        with pytest.raises(laststep.UsageError, match="metric 'loss' has no number"):
             ckpt.save(1, metrics={"loss": loss})
         ckpt.save(1).wait()
 
@@ -57,20 +57,25 @@ def test_a_metric_without_memory_is_refused_by_name(kind: str, run_folder: Path)
 def test_an_item_cannot_have_the_name_of_a_part_of_anothers_file(
     name: str, run_folder: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="a part of another one's file"):
+    with pytest.raises(laststep.UsageError, match="a part of another one's file"):
         laststep.Checkpointer(run_folder, items={"x": {"a": 1}, name: {"b": 2}})
 
 
 def test_an_items_name_that_is_no_text_is_refused(run_folder: Path) -> None:
-    with pytest.raises(laststep.Usage):
+    with pytest.raises(laststep.UsageError):
         laststep.Checkpointer(run_folder, items={3: {"a": 1}})  # type: ignore[dict-item]
 
 
 def test_every_error_has_a_remedy() -> None:
     kinds = [
-        laststep.NotFound, laststep.Exists, laststep.Corrupt, laststep.StorageFailed,
-        laststep.Aborted, laststep.Torn, laststep.Usage,
-    ]  # fmt: skip
+        laststep.NotFoundError,
+        laststep.AlreadyExistsError,
+        laststep.CorruptError,
+        laststep.StorageError,
+        laststep.AbortedError,
+        laststep.TornCaptureError,
+        laststep.UsageError,
+    ]
     for kind in kinds:
         assert kind("something").remedy
         assert kind("something", remedy="do that").remedy == "do that"
@@ -79,17 +84,17 @@ def test_every_error_has_a_remedy() -> None:
 def test_odd_arguments_of_looking_are_told(run_folder: Path) -> None:
     with laststep.Checkpointer(run_folder, state={"t": torch.arange(6)}, flush="thread") as ckpt:
         handle = ckpt.save(1)
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             handle.wait("x")  # type: ignore[arg-type]
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             handle.captured.wait(float("nan"))
         handle.wait()
     checkpoint = laststep.open(run_folder).latest()
-    with pytest.raises(laststep.Usage):
+    with pytest.raises(laststep.UsageError):
         checkpoint.tensor(3)  # type: ignore[arg-type]
     stored = checkpoint.tensor("state/t")
     for index in (slice(None, None, 0), slice("a", "b")):
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             stored[index]
 
 
@@ -98,5 +103,5 @@ def test_a_path_that_is_not_what_it_says_is_refused() -> None:
         def __fspath__(self) -> int:
             return 3
 
-    with pytest.raises(laststep.Usage, match="not the path of a folder"):
+    with pytest.raises(laststep.UsageError, match="not the path of a folder"):
         laststep.Checkpointer(Odd(), n={"a": 1})  # type: ignore[arg-type]

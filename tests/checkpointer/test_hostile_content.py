@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.errors import Corrupt, LaststepError, Mismatch
+from laststep.errors import CorruptError, LaststepError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,11 +52,16 @@ def parts() -> dict[str, object]:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     return {
-        "model": model, "optimizer": optimizer, "loader": Loader(), "rng": laststep.RNG(),
-        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2), "scaler": scaler,
-        "plain": {"a": [1, 2], "array": torch.arange(4).numpy()}, "many": [1, 2],
+        "model": model,
+        "optimizer": optimizer,
+        "loader": Loader(),
+        "rng": laststep.RNG(),
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "scaler": scaler,
+        "plain": {"a": [1, 2], "array": torch.arange(4).numpy()},
+        "many": [1, 2],
         "group": {"inner": nn.Linear(1, 1), "n": 1},
-    }  # fmt: skip
+    }
 
 
 def put(*path: str | int) -> Callable[[object], Callable[[Tree], Tree]]:
@@ -101,8 +106,9 @@ CASES: dict[str, tuple[str, Callable[[Tree], Tree]]] = {
     "the state of an optimizer": ("optimizer", put("state")([])),
     "the state of a parameter": ("optimizer", put("state", "0.weight")([1, 2])),
     "a moment of another shape": (
-        "optimizer", put("state", "0.weight", "exp_avg")(
-            {"$": "tensor", "name": "state/0.bias/exp_avg"})),
+        "optimizer",
+        put("state", "0.weight", "exp_avg")({"$": "tensor", "name": "state/0.bias/exp_avg"}),
+    ),
     "the state of DCP": ("optimizer", put()({"state": 5, "param_groups": 5})),
     "a loader's place": ("loader", put("at")("there")),
     "a loader without a place": ("loader", put()({})),
@@ -111,12 +117,15 @@ CASES: dict[str, tuple[str, Callable[[Tree], Tree]]] = {
     "extra state of a module": ("model", put("1._extra_state")([])),
     "a list for a dict": ("plain", put()([])),
     "a dict for a list": ("many", put()({})),
-    "an array of text": ("plain", put("array")(
-        {"$": "ext", "tag": "ndarray", "value": ["S99999999", {"$": "tensor", "name": "array"}]})),
+    "an array of text": (
+        "plain",
+        put("array")(
+            {"$": "ext", "tag": "ndarray", "value": ["S99999999", {"$": "tensor", "name": "array"}]}
+        ),
+    ),
     "an owner of nothing": ("schedule", put()({"$": "ext", "tag": "owned", "value": 5})),
     "a value of no known kind": ("plain", put("a")({"$": "ext", "tag": "new", "value": 1})),
-} | {f"{item} that is {root!r}": (item, put()(root)) for root in ROOT for item in parts()
-     }  # fmt: skip
+} | {f"{item} that is {root!r}": (item, put()(root)) for root in ROOT for item in parts()}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +160,10 @@ def test_a_restore_says_what_does_not_fit_and_where(
         with laststep.Checkpointer(run, items=parts(), **HOW) as checkpointer:
             error = raised(lambda: checkpointer.restore(strict=strict))  # noqa: B023 (called here)
         if strict:
-            assert isinstance(error, Corrupt | Mismatch)
+            assert isinstance(error, CorruptError | MismatchError)
         assert error is None or item in str(error)
     error = raised(lambda: laststep.load(run))
-    assert error is None or (isinstance(error, Corrupt) and item in str(error))
+    assert error is None or (isinstance(error, CorruptError) and item in str(error))
 
 
 def raised(act: Callable[[], object]) -> LaststepError | None:
@@ -170,7 +179,7 @@ def test_what_lies_is_named_in_the_error(forged: Callable[..., Path]) -> None:
     run = forged("rng", put("numpy", 2)(1 << 20))
     with (
         laststep.Checkpointer(run, items=parts(), **HOW) as checkpointer,
-        pytest.raises(Mismatch, match=r"item 'rng'.*position 1048576") as caught,
+        pytest.raises(MismatchError, match=r"item 'rng'.*position 1048576") as caught,
     ):
         checkpointer.restore()
     assert caught.value.remedy is not None
@@ -183,7 +192,7 @@ def test_generators_stay_as_they_are_when_one_of_them_is_not_sound(
     before = random.getstate()
     with (
         laststep.Checkpointer(run, items=parts(), **HOW) as checkpointer,
-        pytest.raises(Mismatch),
+        pytest.raises(MismatchError),
     ):
         checkpointer.restore()
     assert random.getstate() == before
@@ -199,7 +208,7 @@ def test_a_view_of_more_elements_than_torch_counts_is_damage(tmp_path: Path) -> 
         return stored
 
     forging.change_tree(tmp_path / "one", "state", change)
-    with pytest.raises(Corrupt, match="outside of its base"):
+    with pytest.raises(CorruptError, match="outside of its base"):
         laststep.load(tmp_path / "one")
 
 
@@ -208,5 +217,5 @@ def test_an_item_that_cannot_be_written_is_not_said_to_be_restored(tmp_path: Pat
     with laststep.Checkpointer(tmp_path / "run", array=array, **HOW) as checkpointer:
         checkpointer.save(0).wait()
         array.flags.writeable = False
-        with pytest.raises(Mismatch, match="cannot be changed in place"):
+        with pytest.raises(MismatchError, match="cannot be changed in place"):
             checkpointer.restore()

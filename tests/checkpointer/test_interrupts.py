@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.process import interrupts
+from laststep.process import signals
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -201,10 +201,10 @@ def test_a_close_that_was_interrupted_goes_on_where_it_was(
     os.kill(pid, signal.SIGSTOP)  # so that close() waits for it
     interrupted = pytest.raises(KeyboardInterrupt)
     try:
-        with interrupted, interrupts.held():  # let in where close() waits for the flusher
+        with interrupted, signals.held():  # let in where close() waits for the flusher
             signal.raise_signal(signal.SIGUSR1)
             checkpointer.close()
-        with pytest.raises(laststep.Usage, match="closed"):
+        with pytest.raises(laststep.UsageError, match="closed"):
             checkpointer.save(4)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -233,7 +233,7 @@ def test_a_handler_that_closes_in_the_midst_of_a_close_does_nothing(
     before = signal.signal(signal.SIGUSR1, handler)
     os.kill(pid, signal.SIGSTOP)
     try:
-        with interrupts.held():
+        with signals.held():
             signal.raise_signal(signal.SIGUSR1)  # let in where close() waits for the flusher
             checkpointer.close()
     finally:
@@ -264,9 +264,9 @@ def test_a_handler_that_calls_in_the_midst_of_a_call_is_refused(
         checkpointer.save(1)
         try:
             refused = pytest.raises(
-                laststep.Usage, match=f"cannot {call} in the midst of a {outer}"
+                laststep.UsageError, match=f"cannot {call} in the midst of a {outer}"
             )
-            with refused, interrupts.held():  # it comes before, and is let in where the call waits
+            with refused, signals.held():  # it comes before, and is let in where the call waits
                 signal.raise_signal(signal.SIGUSR1)
                 calls[outer]()
         finally:
@@ -325,7 +325,7 @@ def test_a_save_that_is_over_holds_no_tensors(run_folder: Path) -> None:
 def test_a_checkpointer_that_could_not_be_made_leaves_the_optimizer_alone(run_folder: Path) -> None:
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(laststep.Usage, match="Keep"):
+    with pytest.raises(laststep.UsageError, match="Keep"):
         laststep.Checkpointer(run_folder, model=model, optimizer=optimizer, keep=2)  # type: ignore[arg-type]
     for _ in range(5):
         model(torch.ones(3)).sum().backward()

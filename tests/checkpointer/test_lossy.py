@@ -92,7 +92,9 @@ def test_a_restore_that_must_be_exact_refuses_rounded_tensors_and_takes_the_othe
     training.train(2)
     with training.checkpointer(run_folder, lossy={"optimizer/*exp_avg": "bf16"}) as checkpointer:
         checkpointer.save(1)
-        with pytest.raises(laststep.Mismatch, match=r"exp_avg, rounded to bf16 when it was saved"):
+        with pytest.raises(
+            laststep.MismatchError, match=r"exp_avg, rounded to bf16 when it was saved"
+        ):
             checkpointer.restore(exact=True)
         assert checkpointer.restore(exact=True, only=["model"]).step == 1
         assert checkpointer.restore(exact=True, only=["optimizer/*exp_avg_sq"]).step == 1
@@ -129,7 +131,7 @@ def test_unchanged_tensors_stay_unwritten_when_they_are_rounded(run_folder: Path
     ],
 )
 def test_what_cannot_be_meant_is_refused(run_folder: Path, lossy: object, message: str) -> None:
-    with pytest.raises(laststep.Usage, match=message):
+    with pytest.raises(laststep.UsageError, match=message):
         Training().checkpointer(run_folder, lossy=lossy)
 
 

@@ -24,7 +24,7 @@ def test_a_mismatch_says_where_and_what_to_do_in_one_sentence_and_then_lists_all
     run = saved(1)
     fresh.blob["data"] = torch.zeros(9, dtype=torch.uint8)
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Mismatch) as caught:
+        with pytest.raises(laststep.MismatchError) as caught:
             checkpointer.restore()
         one = caught.value
         first, *rest = str(one).splitlines()
@@ -35,7 +35,7 @@ def test_a_mismatch_says_where_and_what_to_do_in_one_sentence_and_then_lists_all
         )
         assert rest == ["  mismatched: blob/data: stored uint8[3145728], live uint8[9]"]
         fresh.blob["more"] = torch.zeros(9)
-        with pytest.raises(laststep.Mismatch, match="in 2 places at "):
+        with pytest.raises(laststep.MismatchError, match="in 2 places at "):
             checkpointer.restore()
 
 
@@ -45,7 +45,7 @@ def test_problems_are_the_same_type_wherever_they_are_told(
     saved(1)
     fresh.blob["new"] = torch.zeros(9)
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Mismatch) as caught:
+        with pytest.raises(laststep.MismatchError) as caught:
             checkpointer.restore()
         told = checkpointer.restore(strict=False).problems
     assert type(caught.value.problems) is type(told) is laststep.Problems
@@ -53,7 +53,7 @@ def test_problems_are_the_same_type_wherever_they_are_told(
     assert len(told) == 1
     assert told.lines() == ("missing: blob/new is not in the checkpoint",)
     assert not laststep.Problems()
-    assert not laststep.Mismatch("something").problems
+    assert not laststep.MismatchError("something").problems
 
 
 def test_a_state_dict_in_the_place_of_an_object_is_told_to_be_one(run_folder: Path) -> None:
@@ -67,16 +67,16 @@ def test_a_state_dict_in_the_place_of_an_object_is_told_to_be_one(run_folder: Pa
     told = r"pass the optimizer itself as optimizer, not its state_dict\(\); pass strict=False"
     with (
         laststep.Checkpointer(run_folder, items=items) as checkpointer,
-        pytest.raises(laststep.Mismatch, match=told),
+        pytest.raises(laststep.MismatchError, match=told),
     ):
         checkpointer.restore()
-    with pytest.raises(laststep.Mismatch, match=told):
+    with pytest.raises(laststep.MismatchError, match=told):
         laststep.load(run_folder, into=items)
 
 
 def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
     laststep.save({f"t{n}": torch.zeros(1) for n in range(70)}, tmp_path / "one")
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         laststep.load(tmp_path / "one", into={"a": 1})
     assert len(caught.value.problems) == 70
     assert str(caught.value).endswith("\n  … and 20 more (see .problems)")
@@ -84,13 +84,13 @@ def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
 
 def test_load_suggests_only_what_it_can_do(tmp_path: Path) -> None:
     laststep.save({"a": torch.zeros(2)}, tmp_path / "one")
-    with pytest.raises(laststep.Mismatch, match="strict=False") as caught:
+    with pytest.raises(laststep.MismatchError, match="strict=False") as caught:
         laststep.load(tmp_path / "one", into={"a": torch.zeros(3)})
     assert "only=" not in str(caught.value)
     assert caught.value.where == str(tmp_path / "one")
     with laststep.Checkpointer(tmp_path / "run", m=nn.Linear(1, 1), flush="thread") as ckpt:
         ckpt.save(0)
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         laststep.load(tmp_path / "run", into={"m": nn.Linear(2, 2)})
     assert caught.value.where == f"{tmp_path}/run/step-00000000.1-1"
 
@@ -132,7 +132,7 @@ def test_a_module_that_translates_names_is_told_the_way_that_does_so(
     live = kind()
     with (
         laststep.Checkpointer(run, model=live, n={"n": 1}, **settings) as checkpointer,
-        pytest.raises(laststep.Mismatch, match="model has hooks for loading") as caught,
+        pytest.raises(laststep.MismatchError, match="model has hooks for loading") as caught,
     ):
         checkpointer.restore()
     remedy = caught.value.remedy
@@ -141,7 +141,7 @@ def test_a_module_that_translates_names_is_told_the_way_that_does_so(
     assert torch.equal(live.new.weight, stored["old"].weight)
     with (
         laststep.Checkpointer(run, model=nn.Linear(1, 1), n={"n": 1}, **settings) as checkpointer,
-        pytest.raises(laststep.Mismatch) as caught,
+        pytest.raises(laststep.MismatchError) as caught,
     ):
         checkpointer.restore()
     assert "hooks" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_what_cannot_be_saved_is_told_with_the_name_of_its_item(
 ) -> None:
     items = {"fine": {"a": 1}, "odd": value}
     with laststep.Checkpointer(run_folder, items=items, flush="thread") as checkpointer:
-        with pytest.raises(laststep.Usage, match=message) as caught:
+        with pytest.raises(laststep.UsageError, match=message) as caught:
             checkpointer.save(0)
         assert caught.value.remedy
 
@@ -174,7 +174,7 @@ def test_what_shows_only_when_it_is_serialised_names_its_item_and_suggests_no_pi
         run_folder, odd=odd, flush="thread", allow_pickle=True
     ) as checkpointer:
         checkpointer.save(0)
-        with pytest.raises(laststep.Usage, match="of item 'odd'") as caught:
+        with pytest.raises(laststep.UsageError, match="of item 'odd'") as caught:
             checkpointer.wait()
     assert "set" in str(caught.value)
     assert "pickle" not in str(caught.value)
@@ -204,7 +204,7 @@ def test_metadata_that_cannot_be_stored_is_told_with_a_remedy_that_works(
         run_folder, s={"a": 1}, flush="thread", allow_pickle=allow_pickle
     ) as checkpointer:
         for wrong in ({"f": object()}, {"f": torch.zeros(1)}):
-            with pytest.raises(laststep.Usage, match="at f of the metadata") as caught:
+            with pytest.raises(laststep.UsageError, match="at f of the metadata") as caught:
                 checkpointer.save(0, metadata=wrong)
             assert "pickle" not in str(caught.value)
             assert "float()" in str(caught.value)
@@ -214,7 +214,7 @@ def test_a_closed_checkpointer_says_what_to_do(run_folder: Path) -> None:
     checkpointer = laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread")
     checkpointer.close()
     for call in (lambda: checkpointer.save(0), checkpointer.restore):
-        with pytest.raises(laststep.Usage, match="is closed; make a new one for the same run"):
+        with pytest.raises(laststep.UsageError, match="is closed; make a new one for the same run"):
             call()
 
 
@@ -224,7 +224,9 @@ def test_a_save_that_would_leave_checkpoints_behind_says_what_to_write(
     run = saved(3)
     with opened(fresh) as checkpointer:
         for _ in range(2):
-            with pytest.raises(laststep.Usage, match="step 3, which was not restored") as refused:
+            with pytest.raises(
+                laststep.UsageError, match="step 3, which was not restored"
+            ) as refused:
                 checkpointer.save(4)
         assert "restore()" in str(refused.value)
         assert "new_lineage=True" in str(refused.value)
@@ -238,7 +240,7 @@ def test_what_another_commits_before_the_first_save_is_not_left_behind(
 ) -> None:
     with opened(fresh) as checkpointer:
         run = saved(3)
-        with pytest.raises(laststep.Usage, match="step 3, which was not restored"):
+        with pytest.raises(laststep.UsageError, match="step 3, which was not restored"):
             checkpointer.save(4)
     assert laststep.open(run).steps() == [3]
 
@@ -259,9 +261,13 @@ def test_a_new_lineage_begins_where_it_is_asked_for(
 
 def preflight(**fields: object) -> events.Preflight:
     known = {
-        "state_bytes": 100 << 20, "host_memory_bytes": 1 << 30, "free_disk_bytes": 10 << 30,
-        "needed_disk_bytes": 200 << 20, "kept_checkpoints": None, "estimated_s": None,
-    }  # fmt: skip
+        "state_bytes": 100 << 20,
+        "host_memory_bytes": 1 << 30,
+        "free_disk_bytes": 10 << 30,
+        "needed_disk_bytes": 200 << 20,
+        "kept_checkpoints": None,
+        "estimated_s": None,
+    }
     return events.Preflight(**{**known, **fields})
 
 
@@ -303,7 +309,7 @@ def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(
 ) -> None:
     run = saved(1)
     with laststep.Checkpointer(run, model=fresh.model, flush="thread") as checkpointer:
-        with pytest.raises(laststep.NotFound, match="no live item") as caught:
+        with pytest.raises(laststep.NotFoundError, match="no live item") as caught:
             checkpointer.restore(only=["optimizer"])
         one = caught.value
         assert one.where == f"{run}/step-00000001.1-1"
@@ -312,7 +318,9 @@ def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(
             "live items model, and items blob, model, optimizer, plain in the checkpoint"
         )
         assert one.remedy == "pass optimizer=… to the Checkpointer to restore it"
-        with pytest.raises(laststep.NotFound, match=r"nothing in the checkpoint .* model/nothing"):
+        with pytest.raises(
+            laststep.NotFoundError, match=r"nothing in the checkpoint .* model/nothing"
+        ):
             checkpointer.restore(only=["model/nothing"])
 
 
@@ -326,7 +334,7 @@ def test_what_is_passed_over_comes_without_the_advice_to_do_just_that(
         assert restored.step == 1
         assert "restore() without a step" not in restored.skipped[0].reason + caplog.text
         (run / "step-00000001.1-1" / "manifest.json").write_bytes(b"{}")
-        with pytest.raises(laststep.Corrupt, match="none of the 2 checkpoints") as caught:
+        with pytest.raises(laststep.CorruptError, match="none of the 2 checkpoints") as caught:
             checkpointer.restore()
     assert "restore() without a step" not in str(caught.value)
     assert f"`laststep verify {run}`" in str(caught.value)
@@ -342,7 +350,7 @@ def test_a_raise_in_a_load_state_dict_names_the_item(run_folder: Path) -> None:
 
     with laststep.Checkpointer(run_folder, mine=Choosy(), flush="thread") as checkpointer:
         checkpointer.save(0).wait()
-        with pytest.raises(laststep.Mismatch) as caught:
+        with pytest.raises(laststep.MismatchError) as caught:
             checkpointer.restore()
     assert caught.value.where == "item 'mine'"
     assert caught.value.found == "KeyError: 'n'"
@@ -371,12 +379,14 @@ def test_a_checkpoint_of_which_nothing_fits_is_not_restored_whatever_strict_says
     with laststep.Checkpointer(run_folder, model=torch.nn.Linear(8, 8)) as saving:
         saving.save(0)
     with laststep.Checkpointer(run_folder, items={name: torch.nn.Linear(8, 9)}) as checkpointer:
-        with pytest.raises(laststep.Mismatch, match="nothing of the checkpoint fits") as raised:
+        with pytest.raises(
+            laststep.MismatchError, match="nothing of the checkpoint fits"
+        ) as raised:
             checkpointer.restore(strict=False)
         assert len(raised.value.problems) == 2
         by_name = "pass the item by the name that it was saved under"
         assert (by_name in str(raised.value)) == (name == "net")
-        with pytest.raises(laststep.Usage, match="would leave the checkpoints"):
+        with pytest.raises(laststep.UsageError, match="would leave the checkpoints"):
             checkpointer.save(1)
 
 

@@ -18,7 +18,7 @@ import laststep
 from laststep.catalog import epochs
 from laststep.catalog.run import Run
 from laststep.flush import server as serving
-from laststep.restoring import neighbours, waiting
+from laststep.restoring import waiting
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
@@ -33,14 +33,14 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
         self.reached = threading.Event()
-        finish = serving.SaveFlush.finish
+        finish = serving.SaveWriter.finish
 
         def held(flush: object, *arguments: object) -> object:
             self.reached.set()
             self.go_on.wait(PATIENCE_S)
             return finish(flush, *arguments)
 
-        monkeypatch.setattr(serving.SaveFlush, "finish", held)
+        monkeypatch.setattr(serving.SaveWriter, "finish", held)
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def waited_for(held: Held) -> Iterator[list[str]]:
         held.go_on.set()
         return True
 
-    before = neighbours.log.level
-    neighbours.log.setLevel(logging.INFO)
-    neighbours.log.addFilter(hear)
+    before = waiting.log.level
+    waiting.log.setLevel(logging.INFO)
+    waiting.log.addFilter(hear)
     yield said
-    neighbours.log.removeFilter(hear)
-    neighbours.log.setLevel(before)
+    waiting.log.removeFilter(hear)
+    waiting.log.setLevel(before)
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -91,13 +91,13 @@ def test_how_anothers_save_ended_is_not_told_here(
     first.save(1).wait()
 
     def fail(*_: object) -> object:
-        raise laststep.StorageFailed("the disk is full")
+        raise laststep.StorageError("the disk is full")
 
-    monkeypatch.setattr(serving.SaveFlush, "finish", fail)
+    monkeypatch.setattr(serving.SaveWriter, "finish", fail)
     first.save(2)
     with opened(fresh) as second:
         assert second.restore().step == 1
-    with pytest.raises(laststep.StorageFailed, match="disk is full"):
+    with pytest.raises(laststep.StorageError, match="disk is full"):
         first.close()
 
 
@@ -113,9 +113,13 @@ def test_saves_to_another_run_are_not_waited_for(
 
 
 def test_the_run_is_known_by_any_of_its_paths(
-    held: Held, waited_for: list[str], opened: object, training: object, run_folder: Path,
+    held: Held,
+    waited_for: list[str],
+    opened: object,
+    training: object,
+    run_folder: Path,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     first = opened(training)
     training.become(4)
     first.save(4)
@@ -135,7 +139,7 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
     assert held.reached.wait(PATIENCE_S)
     pid = os.fork()
     if pid == 0:
-        neighbours.wait_for_others(object(), str(run_folder))
+        waiting.wait_for_others(object(), str(run_folder))
         os._exit(42)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     held.go_on.set()
@@ -155,11 +159,7 @@ def test_a_writer_is_known_by_its_trainer(
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
 def test_what_ones_own_flusher_could_not_decide_is_not_waited_for(
-    flush: str,
-    opened: object,
-    training: object,
-    run_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    flush: str, opened: object, training: object, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(training, flush=flush) as checkpointer:
         checkpointer.save(0).wait()
@@ -184,9 +184,13 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
 
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_restore_beside_a_live_job_says_who_saves_to_the_run(
-    opened: object, training: object, run_folder: Path, caplog: pytest.LogCaptureFixture, *,
+    opened: object,
+    training: object,
+    run_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    *,
     dead: bool,
-) -> None:  # fmt: skip
+) -> None:
     """And nothing of a flusher that outlives its trainer by a moment."""
     run = Run.open_or_create(DirectoryStore(run_folder))
     change = {"pid": 2**22 + 1} if dead else {"host": "another-host"}
@@ -200,9 +204,13 @@ def test_a_restore_beside_a_live_job_says_who_saves_to_the_run(
 
 
 def test_a_live_writer_that_does_not_commit_is_told(
-    held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture,
+    held: Held,
+    opened: object,
+    training: object,
+    fresh: object,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(waiting, "WAIT_FOR_OTHERS_S", 0.2)
     held.go_on.set()
     first = opened(training)
@@ -213,7 +221,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     first.save(2)
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
-    monkeypatch.setattr("laststep.restoring.neighbours.wait_for_others", lambda *_: None)
+    monkeypatch.setattr("laststep.restoring.waiting.wait_for_others", lambda *_: None)
     monkeypatch.setattr("laststep.catalog.run.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1

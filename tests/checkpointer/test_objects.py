@@ -56,9 +56,7 @@ def test_a_run_is_saved_to_and_restored_from_an_object_store(
     assert not [kept for kept in server.objects.values() if b"hidden-from-all" in kept.data]
 
 
-def test_a_part_of_a_checkpoint_is_read_by_the_ranges_that_hold_it(
-    server: fake_s3.Server,
-) -> None:
+def test_a_part_of_a_checkpoint_is_read_by_the_ranges_that_hold_it(server: fake_s3.Server) -> None:
     state = parts()
     with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
         c.save(1).wait()
@@ -141,14 +139,12 @@ def test_saving_asks_the_server_nothing_on_the_training_thread(
 def test_a_server_that_keeps_no_promise_fails_the_first_save(server: fake_s3.Server) -> None:
     server.lacks.add("if-none-match")
     checkpointer = laststep.Checkpointer(RUN, s=parts(), progress=False)
-    with pytest.raises(laststep.StorageFailed, match="If-None-Match"), checkpointer as c:
+    with pytest.raises(laststep.StorageError, match="If-None-Match"), checkpointer as c:
         c.save(1).wait()
     assert server.objects == {}
 
 
-def test_a_save_that_is_under_way_when_the_program_ends_is_finished(
-    server: fake_s3.Server,
-) -> None:
+def test_a_save_that_is_under_way_when_the_program_ends_is_finished(server: fake_s3.Server) -> None:
     """By a flusher in a thread of it, when no pool of threads takes on work any more."""
     program = (
         "import torch, laststep\n"
@@ -171,7 +167,7 @@ def test_an_upload_of_a_flusher_that_was_killed_is_aborted_by_the_next_writer(
     assert server.holding.wait(60)
     assert c._client.helper_pid is not None
     os.kill(c._client.helper_pid, signal.SIGKILL)
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         handle.wait(60)
     with contextlib.suppress(laststep.LaststepError):
         c.close()

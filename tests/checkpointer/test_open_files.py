@@ -55,7 +55,7 @@ def run_and_fail(folder: Path, flush: str, act: Callable[[laststep.Checkpointer]
             act(ckpt)
             ckpt.save(2).result()
 
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         train()
 
 

@@ -16,7 +16,7 @@ import torch
 
 import laststep
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> No
     laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 2
     assert [*tmp_path.iterdir()] == [tmp_path / "one"]
-    with pytest.raises(laststep.Exists, match="overwrite=True"):
+    with pytest.raises(laststep.AlreadyExistsError, match="overwrite=True"):
         laststep.save(state(3), tmp_path / "one")
 
 
@@ -69,7 +69,7 @@ def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
         ckpt.save(1)
     (step,) = (tmp_path / "run").glob("step-*")
     for path in (tmp_path / "folder", tmp_path / "file", tmp_path / "run", step):
-        with pytest.raises(laststep.Exists, match="is not replaced"):
+        with pytest.raises(laststep.AlreadyExistsError, match="is not replaced"):
             laststep.save(state(2), path, overwrite=True)
     assert (tmp_path / "folder" / "thesis.tex").exists()
     assert laststep.open(tmp_path / "run").latest().verify().damage == ()
@@ -78,7 +78,7 @@ def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
 def test_files_of_others_beside_what_a_save_has_stored_are_not_deleted(tmp_path: Path) -> None:
     laststep.save(state(1), tmp_path / "one")
     (tmp_path / "one" / "tokenizer.json").write_text("{}")
-    with pytest.raises(laststep.Exists, match=r"found tokenizer\.json"):
+    with pytest.raises(laststep.AlreadyExistsError, match=r"found tokenizer\.json"):
         laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert (tmp_path / "one" / "tokenizer.json").exists()
     assert number_in(tmp_path / "one") == 1
@@ -99,7 +99,7 @@ def test_one_that_another_has_saved_meanwhile_is_replaced_or_told(
     laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 2
     monkeypatch.setattr(type(tmp_path), "rename", late)
-    with pytest.raises(laststep.Exists, match="overwrite=True"):
+    with pytest.raises(laststep.AlreadyExistsError, match="overwrite=True"):
         laststep.save(state(2), tmp_path / "two")
     assert number_in(tmp_path / "two") == 1
     assert {*tmp_path.iterdir()} == {tmp_path / "one", tmp_path / "two"}
@@ -144,7 +144,7 @@ def test_a_save_that_fails_leaves_what_was_there(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(Disk, "exchange", unknown)
-    with pytest.raises(laststep.StorageFailed, match="cannot replace a folder at once"):
+    with pytest.raises(laststep.StorageError, match="cannot replace a folder at once"):
         laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 1
     assert [*tmp_path.iterdir()] == [tmp_path / "one"]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from laststep.read.content import Content
     from laststep.restoring.choose import Chosen
 
+INDEX = "index-r00000"
+
 
 def folder_of(run: Path, step: int) -> Path:
     return max(run.glob(f"step-{step:08d}.*"))
@@ -44,7 +46,7 @@ def test_a_new_run_restores_nothing_and_starts_at_zero(opened: object, fresh: ob
     with opened(fresh) as checkpointer:
         restored = checkpointer.restore()
         assert (restored.step, restored.next_step, restored.skipped) == (None, 0, ())
-        with pytest.raises(laststep.NotFound):
+        with pytest.raises(laststep.NotFoundError):
             checkpointer.restore(5)
 
 
@@ -58,7 +60,7 @@ def test_the_newest_is_restored_or_exactly_the_step_that_was_named(
         assert fresh.is_wholly(3)
         assert checkpointer.restore(1).step == 1
         assert fresh.is_wholly(1)
-        with pytest.raises(laststep.NotFound, match="step 7"):
+        with pytest.raises(laststep.NotFoundError, match="step 7"):
             checkpointer.restore(7)
         assert fresh.is_wholly(1)
 
@@ -88,8 +90,34 @@ def in_the_length_of_a_header(folder: Path) -> None:
 
 
 def in_a_tree(folder: Path) -> None:
-    path = folder / "shared.safetensors"
+    path = folder / INDEX
     flip(path, path.read_bytes().rindex(b'"tree"'))
+
+
+def in_the_digest_of_an_index(folder: Path) -> None:
+    flip(folder / INDEX, 3)
+
+
+def in_the_files_of_an_index(folder: Path) -> None:
+    path = folder / INDEX
+    flip(path, path.read_bytes().index(b"model.safetensors"))
+
+
+def truncated_index(folder: Path) -> None:
+    path = folder / INDEX
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty_index(folder: Path) -> None:
+    (folder / INDEX).write_bytes(b"")
+
+
+def missing_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def index_of_another_step(folder: Path) -> None:
+    shutil.copy(folder_of(folder.parent, 2) / INDEX, folder / INDEX)
 
 
 def in_the_manifest(folder: Path) -> None:
@@ -128,10 +156,24 @@ def manifest_of_another_step(folder: Path) -> None:
 
 
 BREAKS = [
-    in_the_data, in_the_last_byte, in_a_header, in_the_padding_of_a_header, in_a_tree,
-    in_the_length_of_a_header, in_the_manifest, in_the_digest_of_the_manifest, truncated, grown,
-    missing, swapped_with_another_step, empty_manifest, manifest_of_another_step,
-]  # fmt: skip
+    in_the_data,
+    in_the_last_byte,
+    in_a_tree,
+    in_the_digest_of_an_index,
+    in_the_files_of_an_index,
+    in_the_manifest,
+    in_the_digest_of_the_manifest,
+    truncated,
+    grown,
+    missing,
+    truncated_index,
+    empty_index,
+    missing_index,
+    index_of_another_step,
+    swapped_with_another_step,
+    empty_manifest,
+    manifest_of_another_step,
+]
 
 
 @pytest.mark.parametrize("damage", BREAKS)
@@ -160,7 +202,7 @@ def test_a_named_step_that_is_corrupt_is_never_replaced_by_another(
 ) -> None:
     run = saved(1, 2, 3)
     in_the_data(folder_of(run, 3))
-    with opened(fresh) as checkpointer, pytest.raises(laststep.Corrupt, match="block 2"):
+    with opened(fresh) as checkpointer, pytest.raises(laststep.CorruptError, match="block 2"):
         checkpointer.restore(3)
 
 
@@ -171,10 +213,10 @@ def test_when_all_are_corrupt_that_is_said_of_each(
     in_the_data(folder_of(run, 1))
     missing(folder_of(run, 2))
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Corrupt, match=r"none of the 2.*step 2.*step 1"):
+        with pytest.raises(laststep.CorruptError, match=r"none of the 2.*step 2.*step 1"):
             checkpointer.restore()
         # The state was touched: it must not be saved.
-        with pytest.raises(laststep.Usage, match="mixed"):
+        with pytest.raises(laststep.UsageError, match="mixed"):
             checkpointer.save(9)
 
 
@@ -185,25 +227,42 @@ def test_a_state_left_mixed_is_not_saved_until_it_is_whole_again(
     fresh.become(7)
     in_the_data(folder_of(run, 2))
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Corrupt):
+        with pytest.raises(laststep.CorruptError):
             checkpointer.restore(2)
-        with pytest.raises(laststep.Usage, match=r"mixed.*restore"):
+        with pytest.raises(laststep.UsageError, match=r"mixed.*restore"):
             checkpointer.save(3)
         checkpointer.restore(1, only=["plain"])  # a part makes nothing whole
-        with pytest.raises(laststep.Usage, match="mixed"):
+        with pytest.raises(laststep.UsageError, match="mixed"):
             checkpointer.save(3)
         checkpointer.restore(1)
         checkpointer.save(3).wait()
 
 
-def test_a_corrupt_header_is_found_before_anything_is_touched(
+@pytest.mark.parametrize(
+    "damage", [in_a_header, in_the_padding_of_a_header, in_the_length_of_a_header]
+)
+def test_damage_to_a_header_hurts_no_restore_and_verify_finds_it(
+    damage: Callable[[Path], None], saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(1, 2)
+    damage(folder_of(run, 2))
+    with opened(fresh) as checkpointer:
+        restored = checkpointer.restore()
+    assert (restored.step, restored.skipped) == (2, ())
+    assert fresh.is_wholly(2)
+    with laststep.open(run)[2] as checkpoint:
+        found = checkpoint.verify().damage
+    assert [(wrong.file, wrong.what) for wrong in found] == [("model.safetensors", "header")]
+
+
+def test_a_corrupt_index_is_found_before_anything_is_touched(
     saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:
     run = saved(1)
     fresh.become(7)
-    in_a_header(folder_of(run, 1))
+    in_the_files_of_an_index(folder_of(run, 1))
     with opened(fresh, new_lineage=True) as checkpointer:
-        with pytest.raises(laststep.Corrupt):
+        with pytest.raises(laststep.CorruptError):
             checkpointer.restore(1)
         assert fresh.is_wholly(7)
         checkpointer.save(2).wait()
@@ -220,7 +279,7 @@ def test_a_mismatch_lists_everything_touches_nothing_and_takes_no_older_one(
     extra = {"another": {"x": 1}}
     fresh.items = lambda base=fresh.items: {**base(), **extra}
     with opened(fresh, new_lineage=True) as checkpointer:
-        with pytest.raises(laststep.Mismatch) as caught:
+        with pytest.raises(laststep.MismatchError) as caught:
             checkpointer.restore()
         text = str(caught.value)
         for part in (
@@ -252,7 +311,9 @@ def test_an_item_of_the_checkpoint_that_is_not_live_is_unexpected(
     some = {"model": fresh.model}
     fresh.items = lambda: some
     with opened(fresh) as checkpointer:
-        with pytest.raises(laststep.Mismatch, match="unexpected: plain is not in the live state"):
+        with pytest.raises(
+            laststep.MismatchError, match="unexpected: plain is not in the live state"
+        ):
             checkpointer.restore()
         checkpointer.restore(only=["model"])
     assert fresh.values()["model"] == {1}
@@ -266,11 +327,11 @@ def test_storage_that_cannot_be_read_raises_and_takes_no_older_checkpoint(
 
     def fail(self: FileReader, offset: int, into: memoryview) -> int:
         if folder_of(run, 2).name in self._path and "blob" in self._path:
-            raise laststep.StorageFailed("cannot read", found="the cable is out")
+            raise laststep.StorageError("cannot read", found="the cable is out")
         return read_into(self, offset, into)
 
     monkeypatch.setattr(FileReader, "read_into", fail)
-    with opened(fresh) as checkpointer, pytest.raises(laststep.StorageFailed, match="cable"):
+    with opened(fresh) as checkpointer, pytest.raises(laststep.StorageError, match="cable"):
         checkpointer.restore()
 
 
@@ -286,7 +347,7 @@ def test_a_real_read_error_is_a_storage_failure(
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", fail)
             patch.setattr(os, "pread", fail)
-            with pytest.raises(laststep.StorageFailed, match="Input/output"):
+            with pytest.raises(laststep.StorageError, match="Input/output"):
                 checkpointer.restore()
         assert checkpointer.restore().step == 2
 
@@ -341,7 +402,7 @@ def test_a_metric_that_is_no_number_is_refused_at_once(
     metrics: dict[object, object], opened: object, training: object
 ) -> None:
     with opened(training) as checkpointer:
-        with pytest.raises(laststep.Usage, match="metric"):
+        with pytest.raises(laststep.UsageError, match="metric"):
             checkpointer.save(0, metrics=metrics)
         checkpointer.save(0, metrics={"loss": float("nan")}).wait()
 
@@ -350,7 +411,7 @@ def test_metadata_that_cannot_be_stored_is_refused_at_once(
     opened: object, training: object
 ) -> None:
     with opened(training) as checkpointer:
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             checkpointer.save(0, metadata={"f": object()})
         checkpointer.save(0).wait()
 
@@ -361,14 +422,14 @@ def test_slices_of_stored_tensors_are_read_alone(
     run = saved(4)
     with_tensor = laststep.open(run).latest()
     tensor = with_tensor.tensor("blob/data")
-    before = bytes_read["blob.safetensors"]
+    assert "blob.safetensors" not in bytes_read  # the index says what is in it
     assert tensor[10:20].tolist() == [4] * 10
     assert int(tensor[-1]) == 4
-    assert bytes_read["blob.safetensors"] - before <= 2 << 20
+    assert 0 < bytes_read["blob.safetensors"] <= 2 << 20
     with_tensor.close()
     flip(folder_of(run, 4) / "blob.safetensors", data_at(folder_of(run, 4) / "blob.safetensors"))
     again = laststep.open(run).latest()
-    with pytest.raises(laststep.Corrupt, match="block 0"):
+    with pytest.raises(laststep.CorruptError, match="block 0"):
         again.tensor("blob/data")[5]
     assert int(again.tensor("blob/data")[-1]) == 4
     again.close()
@@ -380,7 +441,7 @@ def test_the_way_of_a_module_to_another_kind_of_item_is_a_mismatch(tmp_path: Pat
         one.save(0)
     with (
         laststep.Checkpointer(tmp_path / "run", x=nn.Linear(1, 1), **settings) as other,
-        pytest.raises(laststep.Mismatch),
+        pytest.raises(laststep.MismatchError),
     ):
         other.restore()
 

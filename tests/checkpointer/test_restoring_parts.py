@@ -25,7 +25,8 @@ def test_a_part_by_item_reads_only_what_it_needs_and_leaves_the_rest_alone(
     values = fresh.values()
     assert (values["model"], values["plain"]) == ({1}, {1})
     assert (values["optimizer"], values["blob"]) == ({7}, {7})
-    assert bytes_read["blob.safetensors"] <= 8192  # its header
+    assert bytes_read["model.safetensors"] > 0
+    assert "blob.safetensors" not in bytes_read
 
 
 def test_a_part_by_glob_reads_only_the_blocks_of_its_tensors_and_no_plain_values(
@@ -48,7 +49,7 @@ def test_a_part_by_glob_reads_only_the_blocks_of_its_tensors_and_no_plain_values
     bytes_read.clear()
     with opened(fresh) as checkpointer:
         checkpointer.restore(only=["blob/part[13]", "optimizer/*momentum*"])
-    assert bytes_read["blob.safetensors"] <= 4 * (1 << 20) + 8192
+    assert bytes_read["blob.safetensors"] <= 4 * (1 << 20)
     assert [int(fresh.blob[f"part{n}"][0]) for n in range(6)] == [7, 1, 7, 1, 7, 7]
     assert fresh.blob["plain"] == 7
     assert fresh.plain["n"] == 7
@@ -65,19 +66,17 @@ def test_a_part_that_picks_nothing_is_an_error_and_nothing_is_touched(
 ) -> None:
     saved(1)
     fresh.become(7)
-    with opened(fresh) as checkpointer, pytest.raises(laststep.NotFound, match="matches"):
+    with opened(fresh) as checkpointer, pytest.raises(laststep.NotFoundError, match="matches"):
         checkpointer.restore(only=only)
     assert fresh.is_wholly(7)
 
 
-def test_state_that_is_handed_over_whole_cannot_be_restored_in_part(
-    tmp_path: Path,
-) -> None:
+def test_state_that_is_handed_over_whole_cannot_be_restored_in_part(tmp_path: Path) -> None:
     with laststep.Checkpointer(
         tmp_path / "run", rng=laststep.RNG(), flush="thread"
     ) as checkpointer:
         checkpointer.save(0).wait()
-        with pytest.raises(laststep.Usage, match=r"rng/.*only=\['rng'\]"):
+        with pytest.raises(laststep.UsageError, match=r"rng/.*only=\['rng'\]"):
             checkpointer.restore(only=["rng/torch/*"])
         checkpointer.restore(only=["rng"])
 

@@ -67,9 +67,9 @@ def test_a_state_of_which_two_twins_differ_is_mixed_until_the_first_is_taken(
         source.last[-1] = 3
     save(run_folder, source)
     with opened(run_folder, model := Ends(2, tied=True)) as checkpointer:
-        with pytest.raises(laststep.Mismatch, match="model/last: is one with first here"):
+        with pytest.raises(laststep.MismatchError, match="model/last: is one with first here"):
             checkpointer.restore()
-        with pytest.raises(laststep.Usage, match="the live state is mixed"):
+        with pytest.raises(laststep.UsageError, match="the live state is mixed"):
             checkpointer.save(2)
         restored = checkpointer.restore(strict=False)
         assert restored.problems.lines() == (
@@ -85,7 +85,7 @@ def test_load_into_a_state_compares_twins_too(tmp_path: Path) -> None:
     both = torch.full((3,), 7.0)
     laststep.load(tmp_path / "same", {"a": both, "b": both})
     assert both.tolist() == [1, 1, 1]
-    with pytest.raises(laststep.Mismatch, match="state/b: is one with a here"):
+    with pytest.raises(laststep.MismatchError, match="state/b: is one with a here"):
         laststep.load(tmp_path / "other", {"a": both, "b": both})
     laststep.load(tmp_path / "other", {"a": both, "b": both}, strict=False)
     assert both.tolist() == [1, 1, 1]

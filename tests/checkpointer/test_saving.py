@@ -115,16 +115,16 @@ def test_the_same_step_twice_exists(
     with opened(training) as checkpointer:
         checkpointer.restore()
         for step in (1, 2):
-            with pytest.raises(laststep.Exists, match=f"step {step}"):
+            with pytest.raises(laststep.AlreadyExistsError, match=f"step {step}"):
                 checkpointer.save(step)
         training.become(3)
         checkpointer.save(3)
-        with pytest.raises(laststep.Exists, match="overwrite=True"):
+        with pytest.raises(laststep.AlreadyExistsError, match="overwrite=True"):
             checkpointer.save(3)
     with opened(fresh) as checkpointer:
         checkpointer.continue_newest()  # knows the steps only from the disk
         checkpointer.save(3)
-        with pytest.raises(laststep.Exists, match="step 3"):
+        with pytest.raises(laststep.AlreadyExistsError, match="step 3"):
             checkpointer.wait()
 
 
@@ -140,9 +140,9 @@ def test_overwriting_keeps_the_old_until_the_new_is_committed(
         checkpointer.save(5).wait()
         training.become(2)
         with monkeypatch.context() as patch:
-            patch.setattr(serving.SaveFlush, "finish", _no_space)
+            patch.setattr(serving.SaveWriter, "finish", _no_space)
             checkpointer.save(5, overwrite=True)
-            with pytest.raises(laststep.StorageFailed, match="full"):
+            with pytest.raises(laststep.StorageError, match="full"):
                 checkpointer.wait()
         assert laststep.open(run_folder).steps() == [5]
         assert laststep.open(run_folder)[5].tensor("model/0.bias")[:].tolist() == [1] * 4
@@ -154,14 +154,14 @@ def test_overwriting_keeps_the_old_until_the_new_is_committed(
 
 
 def _no_space(*_: object) -> object:
-    raise laststep.StorageFailed("the disk is full")
+    raise laststep.StorageError("the disk is full")
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True, 1 << 62])
 def test_a_step_that_is_no_number_is_refused(
     step: object, opened: object, training: object
 ) -> None:
-    with opened(training) as checkpointer, pytest.raises(laststep.Usage, match="step"):
+    with opened(training) as checkpointer, pytest.raises(laststep.UsageError, match="step"):
         checkpointer.save(step)
 
 
@@ -171,9 +171,9 @@ def test_a_failed_save_is_told_once_at_the_next_call_and_training_goes_on(
 ) -> None:
     checkpointer = opened(training)
     with monkeypatch.context() as patch:
-        patch.setattr(serving.SaveFlush, "finish", _no_space)
+        patch.setattr(serving.SaveWriter, "finish", _no_space)
         checkpointer.save(0).committed.over_within(PATIENCE_S)
-    with pytest.raises(laststep.StorageFailed, match="disk is full"):
+    with pytest.raises(laststep.StorageError, match="disk is full"):
         {
             "save": lambda: checkpointer.save(1),
             "wait": checkpointer.wait,
@@ -194,8 +194,8 @@ def test_what_a_caller_saw_at_the_handle_is_not_told_again(
 ) -> None:
     with opened(training) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(serving.SaveFlush, "finish", _no_space)
-            with pytest.raises(laststep.StorageFailed):
+            patch.setattr(serving.SaveWriter, "finish", _no_space)
+            with pytest.raises(laststep.StorageError):
                 checkpointer.save(0).wait(PATIENCE_S)
         checkpointer.save(1).wait()
 
@@ -217,9 +217,13 @@ def with_disk(
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize("kind", [Kind.WRITE, Kind.SYNC, Kind.LINK, Kind.CREATE_FILE])
 def test_a_disk_that_fails_once_fails_one_save_loudly_and_the_next_one_works(
-    number: int, kind: Kind, opened: object, training: object, run_folder: Path,
+    number: int,
+    kind: Kind,
+    opened: object,
+    training: object,
+    run_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     with opened(training) as checkpointer:
         checkpointer.save(0)  # makes the run
     disks = with_disk(
@@ -231,7 +235,7 @@ def test_a_disk_that_fails_once_fails_one_save_loudly_and_the_next_one_works(
         checkpointer.restore()
         training.become(1)  # or it would be borrowed, where a link that fails fails nothing
         checkpointer.save(1)
-        with pytest.raises(laststep.StorageFailed, match=os.strerror(number)):
+        with pytest.raises(laststep.StorageError, match=os.strerror(number)):
             checkpointer.wait()
         assert disks[0].calls >= 2
         assert laststep.open(run_folder).steps()[0] == 0
@@ -249,7 +253,7 @@ def test_a_disk_that_is_gone_for_good_fails_every_save_and_never_hangs(
     checkpointer = opened(training)
     for step in range(3):
         checkpointer.save(step)
-        with pytest.raises(laststep.StorageFailed):
+        with pytest.raises(laststep.StorageError):
             checkpointer.wait(PATIENCE_S)
     checkpointer.close()
 
@@ -346,7 +350,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_failed_save(
 ) -> None:
     def body() -> None:
         with opened(training) as checkpointer:
-            patch.setattr(serving.SaveFlush, "finish", _no_space)
+            patch.setattr(serving.SaveWriter, "finish", _no_space)
             checkpointer.save(0)
             raise ZeroDivisionError
 
@@ -359,9 +363,9 @@ def test_a_closed_checkpointer_says_so_and_closes_twice(opened: object, training
     checkpointer = opened(training)
     checkpointer.close()
     checkpointer.close()
-    with pytest.raises(laststep.Usage, match="closed"):
+    with pytest.raises(laststep.UsageError, match="closed"):
         checkpointer.save(0)
-    with pytest.raises(laststep.Usage, match="closed"):
+    with pytest.raises(laststep.UsageError, match="closed"):
         checkpointer.restore()
 
 
@@ -375,7 +379,7 @@ def test_a_forked_child_can_neither_save_nor_hurt(
             status = 1
             try:
                 checkpointer.save(1)
-            except laststep.Usage:
+            except laststep.UsageError:
                 status = 42
             checkpointer.close()
             os._exit(status)
@@ -388,7 +392,7 @@ def test_ranks_that_do_not_know_each_other_are_refused(
     opened: object, training: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(laststep.Usage, match="init_process_group"):
+    with pytest.raises(laststep.UsageError, match="init_process_group"):
         opened(training)
 
 
@@ -463,10 +467,14 @@ def test_a_module_changes_its_shape_between_saves(run_folder: Path) -> None:
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for wrong in (
-        {"capture": "sometimes"}, {"flush": "never"}, {"on_busy": "cry"}, {"writers": 0},
-        {"host_memory_bytes": 5}, {"device_margin_bytes": -1},
-    ):  # fmt: skip
-        with pytest.raises(laststep.Usage):
+        {"capture": "sometimes"},
+        {"flush": "never"},
+        {"on_busy": "cry"},
+        {"writers": 0},
+        {"host_memory_bytes": 5},
+        {"device_margin_bytes": -1},
+    ):
+        with pytest.raises(laststep.UsageError):
             laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **wrong)
     assert not (tmp_path / "run").exists()
 
@@ -477,7 +485,7 @@ def test_a_manifest_that_no_reader_would_take_is_not_committed(
     monkeypatch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
     with laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread") as checkpointer:
         checkpointer.save(0).result()
-        with pytest.raises(laststep.Usage, match="save what is large as an item"):
+        with pytest.raises(laststep.UsageError, match="save what is large as an item"):
             checkpointer.save(1, metadata="x" * 30_000).result()
         checkpointer.save(2).result()
     assert laststep.open(run_folder).steps() == [0, 2]
@@ -492,5 +500,5 @@ def test_a_folder_alone_may_have_as_large_a_manifest_as_one_in_a_run(
         assert laststep.load(path) == {"s": {"a": 1}}
         with monkeypatch.context() as patch:
             patch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
-            with pytest.raises(laststep.Corrupt, match="20000"):
+            with pytest.raises(laststep.CorruptError, match="20000"):
                 laststep.load(path)

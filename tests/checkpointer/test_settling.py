@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.run import Run
 from laststep.commit.round import Round, RoundContext
-from laststep.errors import Aborted, LaststepError, StorageFailed
-from laststep.flush.handle import SaveHandle
-from laststep.format.manifest import Commit
+from laststep.errors import AbortedError, LaststepError, StorageError
+from laststep.flush.saves import SaveHandle
+from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.ranks.rank import Rank
 from laststep.storage.directory import DirectoryStore
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from laststep.flush.protocol import Decided
 
-LOST = StorageFailed("the flusher ended before its work was done")
-ERROR = Aborted("rank 0 did not commit step 7 within 5 s", remedy="see its log")
+LOST = StorageError("the flusher ended before its work was done")
+ERROR = AbortedError("rank 0 did not commit step 7 within 5 s", remedy="see its log")
 
 
 class Link:
@@ -50,9 +50,13 @@ def settled(
         link.handle.committed.reach()
 
     desk = RoundContext(
-        Rank(1, 2), None, SimpleNamespace(decided=decided), None, DirectoryStore(path),
+        Rank(1, 2),
+        None,
+        SimpleNamespace(decided=decided),
+        None,
+        DirectoryStore(path),
         deadline_s=5.0,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     one = Round(7, link, None)  # type: ignore[arg-type]
     one.place = AttemptName(step=7, epoch=1, attempt=1)
     found = desk.settle(one, error)
@@ -68,13 +72,25 @@ def run(tmp_path: Path) -> Run:
 
 
 def commit(run: Run) -> None:
-    run.commit("step-00000007.1-1", Commit(
-        run=run.id, step=7, epoch=1, attempt=1, created_s=1.0, laststep="0", items=(), ranks=2,
-    ))  # fmt: skip
+    run.commit(
+        "step-00000007.1-1",
+        Commit(
+            run=run.id,
+            step=7,
+            epoch=1,
+            attempt=1,
+            created_s=1.0,
+            laststep="0",
+            items=(),
+            ranks=2,
+            written=WrittenIndexes(indexes=bytes(32)),
+        ),
+    )
 
 
-@pytest.mark.parametrize(("lost", "error"), [(LOST, None), (LOST, ERROR), (LOST, LOST),
-                                             (None, ERROR), (None, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lost", "error"), [(LOST, None), (LOST, ERROR), (LOST, LOST), (None, ERROR), (None, None)]
+)
 def test_what_is_committed_is_reported_so_whatever_else_went_wrong(
     run: Run, tmp_path: Path, lost: LaststepError | None, error: LaststepError | None
 ) -> None:
@@ -86,9 +102,9 @@ def test_what_is_committed_is_reported_so_whatever_else_went_wrong(
     assert message.at.folder == "step-00000007.1-1"
 
 
-@pytest.mark.parametrize(("lost", "error", "expected"), [
-    (LOST, None, LOST), (LOST, ERROR, ERROR), (None, ERROR, ERROR),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lost", "error", "expected"), [(LOST, None, LOST), (LOST, ERROR, ERROR), (None, ERROR, ERROR)]
+)
 def test_what_is_not_decided_is_given_up_in_the_run_and_nobody_can_commit_it_later(
     run: Run,
     tmp_path: Path,
@@ -98,7 +114,7 @@ def test_what_is_not_decided_is_given_up_in_the_run_and_nobody_can_commit_it_lat
 ) -> None:
     found, told = settled(tmp_path, Link(lost), error)
     assert (str(found), told) == (str(expected.of_save(7)), [])
-    with pytest.raises(Aborted, match="the save was given up") as raised:
+    with pytest.raises(AbortedError, match="the save was given up") as raised:
         commit(run)
     assert str(expected) in str(raised.value)
 
@@ -106,7 +122,7 @@ def test_what_is_not_decided_is_given_up_in_the_run_and_nobody_can_commit_it_lat
 def test_what_another_rank_gave_up_has_failed_with_its_reason(run: Run, tmp_path: Path) -> None:
     run.abort("step-00000007.1-1", "a test")
     found, told = settled(tmp_path, Link(None), ERROR)
-    assert isinstance(found, Aborted)
+    assert isinstance(found, AbortedError)
     assert (found.what, told) == ("a test", [])
 
 

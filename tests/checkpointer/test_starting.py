@@ -147,7 +147,7 @@ def test_a_start_that_fails_is_reported_by_the_save_and_the_next_one_works(
             patched.setattr(subprocess, "Popen", fail)
             model(torch.ones(3)).sum().backward()
             optimizer.step()
-            with pytest.raises(laststep.StorageFailed, match="cannot start the flusher"):
+            with pytest.raises(laststep.StorageError, match="cannot start the flusher"):
                 checkpointer.save(0)
         checkpointer.save(0).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps() == [0]
@@ -160,7 +160,7 @@ def test_too_many_open_files_are_not_reported_as_a_lack_of_memory(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", fail)
-    with pytest.raises(laststep.StorageFailed, match="Too many open files") as caught:
+    with pytest.raises(laststep.StorageError, match="Too many open files") as caught:
         laststep.Checkpointer(run_folder, state=torch.ones(3), flush="thread")
     assert "ulimit -n" in caught.value.remedy
     assert "memory" not in caught.value.remedy
@@ -174,7 +174,7 @@ def test_a_flusher_on_a_thread_that_fails_to_start_does_not_advise_a_thread(
 
     with laststep.Checkpointer(run_folder, state={"a": 1}, flush="thread") as checkpointer:
         monkeypatch.setattr(socket, "socketpair", fail)
-        with pytest.raises(laststep.StorageFailed, match="Too many open files") as caught:
+        with pytest.raises(laststep.StorageError, match="Too many open files") as caught:
             checkpointer.save(0)
         monkeypatch.undo()
         assert "flush='thread'" not in caught.value.remedy

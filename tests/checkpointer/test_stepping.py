@@ -42,15 +42,13 @@ def step_until_saved(
 
 
 def fail_the_save_of(
-    checkpointer: laststep.Checkpointer,
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpointer: laststep.Checkpointer, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
-        raise laststep.StorageFailed("the disk is full")
+        raise laststep.StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(serving.SaveFlush, "finish", failing)
+        patch.setattr(serving.SaveWriter, "finish", failing)
         handle = checkpointer.step(step)
         assert handle is not None
         handle.committed.over_within(None)
@@ -118,7 +116,7 @@ def test_a_step_twice_is_fine_and_one_that_goes_back_needs_a_restore(
             checkpointer.step(step)
         assert checkpointer.step(4) is None
         assert checkpointer.step(4, last=True) is None  # it is saved
-        with pytest.raises(laststep.Usage, match="step 3 comes after step 4"):
+        with pytest.raises(laststep.UsageError, match="step 3 comes after step 4"):
             checkpointer.step(3)
         assert checkpointer.restore(2).next_step == 3
         assert checkpointer.step(3) is None
@@ -139,7 +137,7 @@ def test_a_save_that_failed_is_raised_by_the_next_step(
 ) -> None:
     with opened(training, every=2) as checkpointer:
         fail_the_save_of(checkpointer, 2, monkeypatch)
-        with pytest.raises(laststep.StorageFailed, match="the disk is full"):
+        with pytest.raises(laststep.StorageError, match="the disk is full"):
             checkpointer.step(3)
         assert checkpointer.step(4) is not None
 
@@ -149,7 +147,7 @@ def test_the_last_save_is_made_though_an_earlier_failure_is_raised(
 ) -> None:
     """The failure becomes known between the moment it is looked for and the last save."""
     asked = laststep.Preemption(signals=("SIGUSR1",), exit_code=None)
-    earlier = [laststep.StorageFailed("the disk is full").of_save(1)]
+    earlier = [laststep.StorageError("the disk is full").of_save(1)]
     with opened(training, every=100, preemption=asked) as checkpointer:
         save = checkpointer.save
 
@@ -173,7 +171,7 @@ def test_a_step_stays_due_while_an_earlier_failure_is_raised(
     """Whether the loop calls step() again for the same step, or goes on with the next."""
     with opened(training, every=2) as checkpointer:
         fail_the_save_of(checkpointer, 2, monkeypatch)
-        with pytest.raises(laststep.StorageFailed) as failed:
+        with pytest.raises(laststep.StorageError) as failed:
             checkpointer.step(4)
         assert failed.value.step == 2
         assert checkpointer.step(retried).result().folder is not None
@@ -187,7 +185,7 @@ def test_nothing_is_owed_after_a_restore_or_a_save_of_the_users_own(
         checkpointer.step(2).result()
         for settle in (lambda: checkpointer.restore(2), lambda: checkpointer.save(9).result()):
             fail_the_save_of(checkpointer, 4, monkeypatch)
-            with pytest.raises(laststep.StorageFailed):
+            with pytest.raises(laststep.StorageError):
                 checkpointer.step(6)
             settle()
             at = checkpointer._schedule._last_step or 2
@@ -204,7 +202,7 @@ def test_a_save_that_cannot_be_made_is_not_tried_at_every_step(
         for step in range(1, 31):
             try:
                 checkpointer.step(step)
-            except laststep.Usage:
+            except laststep.UsageError:
                 refused.append(step)
         assert refused == [10, 20, 30]
         del training.plain["bad"]
@@ -218,7 +216,7 @@ def test_a_step_whose_save_was_refused_stays_due_by_the_clock(
         handle = step_until_saved(checkpointer, training, 0)
         handle.wait()
         training.plain["bad"] = object()
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             step_until_saved(checkpointer, training, handle.step + 1)
         del training.plain["bad"]
         refused = checkpointer._schedule._last_step
@@ -230,22 +228,24 @@ def test_a_step_whose_save_was_refused_stays_due_by_the_clock(
 
 def test_without_every_step_is_refused(opened: Opened, training: Training) -> None:
     with opened(training) as checkpointer:
-        with pytest.raises(laststep.Usage, match="every='auto'"):
+        with pytest.raises(laststep.UsageError, match="every='auto'"):
             checkpointer.step(0)
-        with pytest.raises(laststep.Usage, match="a whole number"):
+        with pytest.raises(laststep.UsageError, match="a whole number"):
             checkpointer.step(-1)
-    with pytest.raises(laststep.Usage, match="cannot step: the Checkpointer is closed"):
+    with pytest.raises(laststep.UsageError, match="cannot step: the Checkpointer is closed"):
         checkpointer.step(0)
 
 
 @pytest.mark.parametrize("every", ["10 minutes", "autom", 0, 2.5, "0 s", "-1 s", True, "10m"])
 def test_a_frequency_that_cannot_be_is_refused(every: object, tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="an int of 1 or more or 'auto' or a duration such as"):
+    with pytest.raises(
+        laststep.UsageError, match="an int of 1 or more or 'auto' or a duration such as"
+    ):
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, every=every)
 
 
 def test_a_misspelt_frequency_is_known(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="did you mean every='auto'"):
+    with pytest.raises(laststep.UsageError, match="did you mean every='auto'"):
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, evry="auto")
 
 

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep import cli
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.run import Run
 from laststep.codecs import objects
-from laststep.codecs.digests import block_digests, digest, digest_text
-from laststep.format.header import Header, ObjectEntry, PartEntry, encode_header, reserve_bytes
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
-from laststep.format.safetensors import TensorEntry
+from laststep.codecs.digests import block_digests
+from laststep.format import index as index_format
+from laststep.format.index import whole_index, written_of
+from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.memory import segments
-from laststep.plan.files import tree_name
+from laststep.plan.files import index_name
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
+from laststep.testing.stores import write_file
 from laststep.tiers import sealed
 
 if TYPE_CHECKING:
@@ -89,20 +91,18 @@ class RunMaker:
         self._attempt += 1
         folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
         noise = random.Random(step).randbytes(WEIGHT_BYTES)
-        model = self._file(folder, "model", [_row("weight", noise)])
         tree = objects.encode({"lr": 0.1, "step": step})
-        trees = {tree_name("model"): objects.encode({}), tree_name("optimizer"): tree}
-        shared = self._file(folder, None, [_row("optimizer/momentum", noise[:4000])], trees)
+        written = self._write(
+            folder,
+            {"model": [_row("weight", noise)], None: [_row("optimizer/momentum", noise[:4000])]},
+            {"model": objects.encode({}), "optimizer": tree},
+        )
         items = (
-            ItemRecord(
-                name="model", kind="module", file=model.name, tensors=1, size_bytes=WEIGHT_BYTES
-            ),
-            ItemRecord(
-                name="optimizer", kind="optimizer", file=shared.name, tensors=1, size_bytes=4000
-            ),
+            ItemRecord(name="model", kind="module", tensors=1, size_bytes=WEIGHT_BYTES),
+            ItemRecord(name="optimizer", kind="optimizer", tensors=1, size_bytes=4000),
         )
         if commit:
-            self._commit(folder, step, items, (model, shared), metrics or {})
+            self._commit(folder, step, items, written, metrics or {})
         return self.path / folder
 
     def seal(self, segment: Segment, step: int) -> str:
@@ -114,22 +114,22 @@ class RunMaker:
         with Path(segment.pool_path).open("r+b") as pool:
             pool.truncate(CHUNK_BYTES)
             pool.write(data)
-        entry = TensorEntry(
-            name="w", dtype="uint8", shape=(SEALED_BYTES,), start=0, stop=SEALED_BYTES
-        )
-        file = sealed.SealedFile(
-            name="state.safetensors", item="state", region_bytes=4096, tensor_bytes=SEALED_BYTES,
-            entries=(entry,), parts={}, chunks=((0, 0),), digests=block_digests(memoryview(data)),
-            objects=((tree_name("state"), _tree({}, "w")),),
-        )  # fmt: skip
-        item = ItemRecord(
-            name="state", kind="value", file=file.name, tensors=1, size_bytes=SEALED_BYTES
-        )
+        layout = _layout("state.safetensors", "state", [_bytes("w", data)])
+        sums = block_digests(memoryview(data))
+        index = whole_index(0, [layout], [sums], {"state": _tree({}, "w")}, [{}])
+        item = ItemRecord(name="state", kind="value", tensors=1, size_bytes=SEALED_BYTES)
         at = AttemptName(step=step, epoch=self._epoch, attempt=self._attempt)
         save = sealed.SealedSave(
-            run=self.run.id, at=at, created_s=1_700_000_000.0 + step, files=(file,), items=(item,),
-            metrics=objects.encode({}), metadata=objects.encode(None), continues=None,
-        )  # fmt: skip
+            run=self.run.id,
+            at=at,
+            created_s=1_700_000_000.0 + step,
+            index=index_format.encode(index),
+            slots=(((0, 0),),),
+            items=(item,),
+            metrics=objects.encode({}),
+            metadata=objects.encode(None),
+            continues=None,
+        )
         sealed.put(segment, save)
         return at.folder
 
@@ -143,26 +143,22 @@ class RunMaker:
             self.start()
         self._attempt += 1
         folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
-        files = []
+        written = WrittenIndexes()
         for rank in range(ranks):
-            weight = _rows_of_weight(rank, ranks)
-            trees = {tree_name("place"): _tree({"position": 10 + rank}, "seen", "alike")}
+            trees = {"place": _tree({"position": 10 + rank}, "seen", "alike")}
             if rank == 0:
-                trees[tree_name("model")] = _tree({}, "weight")
+                trees["model"] = _tree({}, "weight")
             place = [_row("place/seen", _floats(rank, rank + 1)), _row("place/alike", bytes(40))]
-            files.append(self._file(folder, "model", [weight], rank=rank))
-            files.append(self._file(folder, None, place, trees, rank=rank))
+            tensors = {"model": [_rows_of_weight(rank, ranks)], None: place}
+            written = written.plus(self._write(folder, tensors, trees, (rank, ranks)))
         sizes = [4 * (rank + 1) + 40 for rank in range(ranks)]
         items = (
+            ItemRecord(name="model", kind="module", tensors=1, size_bytes=WEIGHT_BYTES),
             ItemRecord(
-                name="model", kind="module", file=files[0].name, tensors=1, size_bytes=WEIGHT_BYTES
+                name="place", kind="value", tensors=2 * ranks, size_bytes=sum(sizes), per_rank=True
             ),
-            ItemRecord(
-                name="place", kind="value", file=files[1].name, tensors=2 * ranks,
-                size_bytes=sum(sizes), per_rank=True,
-            ),
-        )  # fmt: skip
-        self._commit(folder, step, items, tuple(files), {}, ranks=ranks)
+        )
+        self._commit(folder, step, items, written, {}, ranks=ranks)
         return self.path / folder
 
     def _commit(
@@ -170,7 +166,7 @@ class RunMaker:
         folder: str,
         step: int,
         items: tuple[ItemRecord, ...],
-        files: tuple[FileRecord, ...],
+        written: WrittenIndexes,
         metrics: dict[str, float],
         ranks: int = 1,
     ) -> None:
@@ -182,91 +178,81 @@ class RunMaker:
             created_s=1_700_000_000.0 + step,
             laststep="0.1.0",
             items=items,
-            files=files,
+            written=written,
             metrics=dict(metrics),
             metadata={"note": "made for a test"},
             ranks=ranks,
         )
         self.run.commit(folder, commit)
 
-    def _file(
+    def _write(
         self,
         folder: str,
-        item: str | None,
-        tensors: list[Written],
-        trees: dict[str, bytes] | None = None,
-        *,
-        rank: int | None = None,
-    ) -> FileRecord:
-        """A data file of float32 tensors and objects."""
-        trees = trees or {}
-        at = 0
-        entries, stored = [], []
-        for one in tensors:
-            stop = at + len(one.data)
-            entries.append(
-                TensorEntry(name=one.name, dtype="float32", shape=one.shape, start=at, stop=stop)
-            )
-            at = stop
-        parts = {one.name: one.part for one in tensors if one.part is not None}
-        tensor_bytes = at
-        for name, data in trees.items():
-            stop = at + len(data)
-            stored.append(ObjectEntry(name=name, start=at, stop=stop, digest=digest(data)))
-            at = stop
-        area = b"".join(one.data for one in tensors)
-        region_bytes = reserve_bytes(
-            item=item, tensors=entries, object_names=trees, tensor_bytes=tensor_bytes, parts=parts
-        )
-        header = Header(
-            item=item,
-            tensors=tuple(entries),
-            objects=tuple(stored),
-            tensor_bytes=tensor_bytes,
-            blocks=block_digests(memoryview(area)),
-            parts=parts,
-        )
-        region = encode_header(header, region_bytes=region_bytes)
-        name = f"{item or 'shared'}{'' if rank is None else f'-r{rank:05d}'}.safetensors"
-        whole = region + area + b"".join(trees.values())
-        writer = self.run.store.open_writer(f"{folder}/{name}", expected_bytes=len(whole))
-        writer.write_at(0, memoryview(whole))
-        writer.finish(len(whole))
-        return FileRecord(
-            name=name,
-            size_bytes=len(whole),
-            header_bytes=region_bytes,
-            header_digest=digest_text(region),
-            rank=rank or 0,
-        )
+        tensors: dict[str | None, list[MadeTensor]],
+        trees: dict[str, bytes],
+        rank: tuple[int, int] = (0, 1),
+    ) -> WrittenIndexes:
+        """The data files of one rank, by item, and its index."""
+        layouts, digests = [], []
+        for item, made in tensors.items():
+            mine = f"-r{rank[0]:05d}" if rank[1] > 1 else ""
+            layouts.append(_layout(f"{item or 'shared'}{mine}.safetensors", item, made))
+            area = b"".join(tensor.data for tensor in made)
+            digests.append(block_digests(memoryview(area)))
+            write_file(self.run.store, f"{folder}/{layouts[-1].name}", layouts[-1].header() + area)
+        index = whole_index(rank[0], layouts, digests, trees, [{}] * len(layouts))
+        data = index_format.encode(index)
+        write_file(self.run.store, f"{folder}/{index_name(*rank)}", data)
+        return written_of(index, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class MadeTensor:
     """A tensor as it is written to a file, or a part of one."""
 
     name: str
     data: bytes
     shape: tuple[int, ...]
-    part: PartEntry | None = None
+    dtype: str = "float32"
+    part: Part | None = None
 
 
-def _row(name: str, data: bytes) -> Written:
-    return Written(name=name, data=data, shape=(len(data) // 4,))
+def _layout(name: str, item: str | None, tensors: list[MadeTensor]) -> FileLayout:
+    at, entries = 0, []
+    for tensor in tensors:
+        stop = at + len(tensor.data)
+        entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, at, stop))
+        at = stop
+    return FileLayout(
+        name=name,
+        item=item,
+        header_bytes=header_bytes_of(entries),
+        tensor_bytes=at,
+        tensors=tuple(entries),
+        parts={tensor.name: tensor.part for tensor in tensors if tensor.part is not None},
+    )
+
+
+def _bytes(name: str, data: bytes) -> MadeTensor:
+    return MadeTensor(name=name, data=data, shape=(len(data),), dtype="uint8")
+
+
+def _row(name: str, data: bytes) -> MadeTensor:
+    return MadeTensor(name=name, data=data, shape=(len(data) // 4,))
 
 
 def _floats(first: int, count: int) -> bytes:
     return struct.pack(f"<{count}f", *range(first, first + count))
 
 
-def _rows_of_weight(rank: int, ranks: int) -> Written:
+def _rows_of_weight(rank: int, ranks: int) -> MadeTensor:
     rows, columns = WEIGHT_SHAPE
     first, last = rows * rank // ranks, rows * (rank + 1) // ranks
-    return Written(
+    return MadeTensor(
         name=f"weight~6at{first},0",
         data=_floats(first * columns, (last - first) * columns),
         shape=(last - first, columns),
-        part=PartEntry("weight", WEIGHT_SHAPE, (first, 0)),
+        part=Part("weight", WEIGHT_SHAPE, (first, 0)),
     )
 
 
@@ -312,10 +298,12 @@ class Owner:
 
     def __init__(self, base: str, run: Path, rank: int, ranks: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, base, str(run), str(rank), str(ranks)], text=True,
+            [sys.executable, "-c", OWNER, base, str(run), str(rank), str(ranks)],
+            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self.process.stdout is not None
         self.segment = segments.opened(self.process.stdout.readline().strip())
 

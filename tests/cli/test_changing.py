@@ -35,7 +35,7 @@ def test_prune_keeps_what_any_rule_wants_and_says_why(ten, laststep: Callable) -
     assert "one of the best 2 by loss" in text[3]
     assert "every 5 steps" in text[5]
     assert "the newest; one of the last 2; every 5 steps" in text[10]
-    assert "deleted 5 checkpoints, 15.06 MB" in ended.out
+    assert "deleted 5 checkpoints, 15.07 MB" in ended.out
 
 
 def test_a_dry_run_deletes_nothing(ten, laststep: Callable) -> None:
@@ -106,8 +106,9 @@ def test_prune_removes_a_copy_that_nobody_goes_on_with(maker, laststep: Callable
     maker.save(2)
     dry = laststep("prune", maker.path, "--last", 9, "--dry-run")
     assert ("would remove 1 copy that nobody goes on with" in dry.out, folder.exists()) == (
-        True, True,
-    )  # fmt: skip
+        True,
+        True,
+    )
     with closing(maker.run.store.lock(f"{folder.name}/copying.lock")):
         laststep("prune", maker.path, "--last", 9, "-y")
         assert folder.exists()
@@ -165,7 +166,7 @@ def test_an_incomplete_checkpoint_counts_for_no_rule_and_a_dry_run_says_so(
     text = laststep("prune", ten.path, "--last", 1, "--dry-run").out.splitlines()
     assert "the newest; one of the last 1" in text[9]
     assert "stays" in text[10]
-    assert "incomplete (model.safetensors has 100 bytes instead of 3004096)" in text[10]
+    assert "incomplete (2 data files of 8196 bytes instead of 2 of 3012192)" in text[10]
     assert laststep("prune", ten.path, "--last", 1, "--yes").status == 0
     assert steps(ten) == [9, 10]
     laststep("prune", ten.path, "--last", 1, "--abandoned", "--yes")

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Exists
+from laststep.errors import AlreadyExistsError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers.runs import copy
@@ -153,8 +152,10 @@ def test_ctrl_c_ends_a_copy_that_the_next_one_goes_on_with(maker, laststep, tmp_
     command = [sys.executable, "-m", "laststep", "copy", str(maker.path), str(target)]
     with subprocess.Popen(
         [*command, "--limit", "100kB/s", "--threads", "1"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         wait_until(lambda: any(target.glob("step-*/*.safetensors")))
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
@@ -245,8 +246,9 @@ def test_copying_never_imports_torch(maker, tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, maker.path, tmp_path / "copy"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
     assert done.returncode == 0
 
 
@@ -258,7 +260,7 @@ def test_several_that_copy_at_once_leave_one_sound_copy(maker, tmp_path: Path) -
         status = 1
         try:
             while status:  # another copies the next one: again, until nothing is left to do
-                with contextlib.suppress(Exists):
+                with contextlib.suppress(AlreadyExistsError):
                     copy(maker.path, tmp_path / "copy", threads=2)
                     status = 0
         finally:

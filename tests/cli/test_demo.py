@@ -11,19 +11,29 @@ from laststep.cli.demo import _LogLine, _print_saves, _Result
 
 def save(step: int, lost_s: float, durable_s: float, committed_s: float) -> _LogLine:
     return _LogLine(
-        event="save", step=step, size_bytes=28_200_000, written_bytes=1_500_000, lost_s=lost_s,
-        durable_s=durable_s, committed_s=committed_s,
-    )  # fmt: skip
+        event="save",
+        step=step,
+        size_bytes=28_200_000,
+        written_bytes=1_500_000,
+        lost_s=lost_s,
+        durable_s=durable_s,
+        committed_s=committed_s,
+    )
 
 
 def test_the_save_in_which_the_trainer_was_killed_has_a_row() -> None:
     result = _Result(
-        reference={}, resumed=[], resumes=(), reference_s=1.0,
+        reference={},
+        resumed=[],
+        resumes=(),
+        reference_s=1.0,
         attempts=(
-            save(10, 0.004, 0.05, 0.06), _LogLine(event="kill", step=20),
-            _LogLine(event="kill", step=40), save(40, 0.005, 0.07, 0.08),
+            save(10, 0.004, 0.05, 0.06),
+            _LogLine(event="kill", step=20),
+            _LogLine(event="kill", step=40),
+            save(40, 0.005, 0.07, 0.08),
         ),
-    )  # fmt: skip
+    )
     out = io.StringIO()
     _print_saves(Console(file=out, width=200), result)
     rows = [text.split() for text in out.getvalue().splitlines() if text.strip()]

@@ -1,4 +1,4 @@
-"""What the commands say of weights that follow from their masters."""
+"""What the commands say of weights that are derived from their masters."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ def run(run_folder: Path) -> Path:
     return run_folder
 
 
-def test_show_says_what_follows_from_what(run: Path, laststep: Callable) -> None:
-    assert "follows from masters.safetensors" in laststep("show", run).out
+def test_show_says_which_weights_are_stored_as_the_rounding_of_others(
+    run: Path, laststep: Callable
+) -> None:
+    out = laststep("show", run).out
+    assert "has blocks of model.safetensors; encoded by rounded" in out
     document = laststep("show", run, "--json").json()
-    files = {file["name"]: file["follows_from"] for file in document["files"]}
+    files = {file["name"]: (file["used_by"], file["codecs"]) for file in document["files"]}
     assert files == {
-        "model.safetensors": ["masters.safetensors"], "masters.safetensors": [],
-        "shared.safetensors": [],
-    }  # fmt: skip
+        "masters.safetensors": (["masters.safetensors"], []),
+        "blocks-r00000.pack": (["model.safetensors"], ["rounded"]),
+    }
     model = next(item for item in document["items"] if item["name"] == "model")
-    assert sorted(model["files"]) == sorted(files)
+    assert model["files"] == ["blocks-r00000.pack"]
 
 
-def test_what_follows_from_others_is_exported(
+def test_what_is_derived_from_others_is_exported(
     run: Path, laststep: Callable, tmp_path: Path
 ) -> None:
     laststep("export", run, tmp_path / "out", "--format", "hf", "--item", "model")

@@ -39,15 +39,21 @@ def test_a_training_state_becomes_one_item_for_each_part(
     assert torch.equal(fresh.weight, model.weight)
 
 
-@pytest.mark.parametrize("run", ["version-2/borrowed", "version-3/coded"])
-def test_a_data_file_that_holds_blocks_is_no_file_of_tensors(
-    laststep: Callable, run_folder: Path, run: str
+def test_a_data_file_of_a_checkpoint_becomes_the_model(
+    laststep: Callable, run_folder: Path
 ) -> None:
-    folder = max((Path(__file__).parents[1] / "golden" / run).glob("step-*"))
-    path = next(path for path in folder.glob("*.safetensors") if b"~6blocks" in path.read_bytes())
-    ended = laststep("import", path, run_folder)
+    golden = Path(__file__).parents[1] / "golden" / "version-1" / "one-rank"
+    path = next(golden.glob("step-00000001.*/model.safetensors"))
+    assert laststep("import", path, run_folder).status == 0
+    wanted, found = library.load(golden, step=1)["model"], library.load(run_folder)["model"]
+    assert torch.equal(found["norm.running_mean"], wanted["norm.running_mean"])
+
+
+def test_a_pack_is_no_file_of_tensors(laststep: Callable, run_folder: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "version-1" / "coded"
+    ended = laststep("import", next(golden.glob("step-*/blocks-r00000.pack")), run_folder)
     assert ended.status != 0
-    assert "laststep export" in ended.err
+    assert "not a torch.save file nor safetensors" in ended.err
     assert not list(run_folder.glob("step-*"))
 
 

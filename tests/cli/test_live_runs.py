@@ -84,7 +84,7 @@ def test_one_that_was_named_and_went_was_not_verified(
 def test_show_of_what_was_deleted_meanwhile_says_so(
     three, laststep: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve, read_file = places.resolve, holdings.open_file
+    resolve, read_file = places.resolve, holdings.read_index
 
     def gone_after(path: str, step: int | None) -> places.CheckpointPath:
         place = resolve(path, step)
@@ -101,7 +101,7 @@ def test_show_of_what_was_deleted_meanwhile_says_so(
         return read_file(store, folder, *rest, **options)
 
     monkeypatch.setattr(places, "resolve", resolve)
-    monkeypatch.setattr(holdings, "open_file", gone_before)
+    monkeypatch.setattr(holdings, "read_index", gone_before)
     ended = laststep("show", three.path, "--step", 200)
     assert (ended.status, ended.out) == (1, "")
     assert "the checkpoint was deleted meanwhile" in ended.err
@@ -228,7 +228,7 @@ def test_a_named_step_that_is_deleted_meanwhile_is_an_error(
 
 
 def test_load_of_a_named_step_that_is_deleted_meanwhile_is_an_error(replaced) -> None:
-    with pytest.raises(library.NotFound):
+    with pytest.raises(library.NotFoundError):
         library.load(replaced.path, step=100)
 
 

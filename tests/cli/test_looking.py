@@ -6,7 +6,7 @@ import math
 import shutil
 from typing import TYPE_CHECKING
 
-from laststep.format.envelope import seal
+from laststep.format.manifest import seal
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def test_ls_and_show_agree_on_the_size(maker, laststep: Callable) -> None:
     data_files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert listed["size_bytes"] == shown["size_bytes"] == data_files
     assert "3.01 MB" in laststep("ls", maker.path).out
-    assert "size            3.01 MB in 2 data files" in laststep("show", maker.path).out
+    assert "size       3.01 MB in 2 data files" in laststep("show", maker.path).out
 
 
 def test_ls_and_show_say_what_is_incomplete(maker, laststep: Callable) -> None:
@@ -167,17 +167,16 @@ def test_ls_and_show_say_what_is_incomplete(maker, laststep: Callable) -> None:
     assert "incomplete" not in table[1]
     assert "loss=1.5" in table[2]
     assert "incomplete" in table[2]
-    assert "step 200 is incomplete: model.safetensors has 5000 bytes instead of 3004096" in table
-    assert "step 300 is incomplete: shared.safetensors is missing" in table
+    (maker.save(400) / "index-r00000").unlink()
+    short = "2 data files of 13096 bytes instead of 2 of 3012192"
+    fewer = "1 data files of 3004096 bytes instead of 2 of 3012192"
+    assert f"step 200 is incomplete: {short}" in table
+    assert f"step 300 is incomplete: {fewer}" in table
     found = laststep("ls", maker.path, "--json").json()["checkpoints"]
-    assert [item["incomplete"] for item in found] == [
-        None,
-        "model.safetensors has 5000 bytes instead of 3004096",
-        "shared.safetensors is missing",
-    ]
+    assert [item["incomplete"] for item in found] == [None, short, fewer, "index-r00000 is missing"]
     shown = laststep("show", maker.path, "--step", 200)
     assert "damaged: a data file is too short" in shown.out
-    assert "model/weight" in shown.out  # its header is whole, and says what was there
+    assert "model/weight" in shown.out  # the index says what was there
     missing = laststep("show", maker.path, "--step", 300)
     assert "damaged: a data file is missing" in missing.out
 
@@ -201,7 +200,7 @@ def test_show_takes_the_newest_unless_told_otherwise(maker, laststep: Callable) 
     assert "200 (epoch 1, attempt 2)" in newest.out
     older = laststep("show", maker.path, "--step", 100)
     assert "100 (epoch 1, attempt 1)" in older.out
-    for text in ("loss=2.5", "made for a test", "model/weight", "750000", "self-contained  yes"):
+    for text in ("loss=2.5", "made for a test", "model/weight", "750000"):
         assert text in older.out
     missing = laststep("show", maker.path, "--step", 150)
     assert missing.status == 1
@@ -227,11 +226,30 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     maker.save(100, {"loss": 2.5})
     document = laststep("show", maker.path, "--json").json()
     assert document.keys() == {
-        "step", "epoch", "attempt", "folder", "run", "ranks", "created_s", "size_bytes", "format",
-        "lossy", "left_out", "shared_bytes", "shared_with", "laststep", "metrics", "metadata",
-        "lineage", "pinned", "continues", "references", "self_contained", "items", "files",
-        "tensors", "objects",
-    }  # fmt: skip
+        "step",
+        "epoch",
+        "attempt",
+        "folder",
+        "run",
+        "ranks",
+        "created_s",
+        "size_bytes",
+        "format",
+        "lossy",
+        "left_out",
+        "shared_bytes",
+        "shared_with",
+        "laststep",
+        "metrics",
+        "metadata",
+        "lineage",
+        "pinned",
+        "continues",
+        "items",
+        "files",
+        "tensors",
+        "values",
+    }
     assert document["metadata"] == {"note": "made for a test"}
     assert document["ranks"] == 1
     assert document["items"][0] == {
@@ -240,12 +258,18 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
         "per_rank": False,
         "tensors": 1,
         "size_bytes": 3_000_000,
-        "files": ["model.safetensors", "shared.safetensors"],
+        "files": ["model.safetensors"],
     }
     assert document["files"][0].keys() == {
-        "name", "rank", "size_bytes", "header_bytes", "header_digest", "error", "origin", "lent",
-        "lent_to", "follows_from", "sharers", "codecs", "lossy",
-    }  # fmt: skip
+        "name",
+        "rank",
+        "size_bytes",
+        "origin",
+        "sharers",
+        "used_by",
+        "codecs",
+        "error",
+    }
     assert document["tensors"] == [
         {
             "name": "model/weight",
@@ -273,24 +297,26 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
             "missing_bytes": 0,
             "lossy": None,
             "parts": [
-                {
-                    "start": [0],
-                    "shape": [1000],
-                    "size_bytes": 4000,
-                    "file": "shared.safetensors",
-                }
+                {"start": [0], "shape": [1000], "size_bytes": 4000, "file": "shared.safetensors"}
             ],
         },
     ]
-    assert [entry["name"] for entry in document["objects"]] == ["model/~6tree", "optimizer/~6tree"]
+    assert [(entry["name"], entry["rank"]) for entry in document["values"]] == [
+        ("model", 0),
+        ("optimizer", 0),
+    ]
 
 
-def test_show_says_which_header_is_damaged_and_shows_the_rest(maker, laststep: Callable) -> None:
-    flip(maker.save(100) / "model.safetensors", 50)
+def test_show_says_which_index_is_damaged_and_shows_the_rest(maker, laststep: Callable) -> None:
+    flip(maker.save_by_ranks(100) / "index-r00001", 50)
     ended = laststep("show", maker.path)
     assert ended.status == 0
-    assert "damaged: stored bytes have changed" in ended.out
-    assert "optimizer/momentum" in ended.out
+    assert "damaged, and what its rank wrote is not listed: cannot read an index" in ended.out
+    assert "index-r00001" in ended.out
+    assert "model-r00000.safetensors" in ended.out
+    assert "model-r00001.safetensors" not in ended.out
+    [weight] = laststep("show", maker.path, "--json").json()["tensors"][:1]
+    assert (weight["name"], weight["missing_bytes"]) == ("model/weight", 1_500_000)
 
 
 def test_names_in_brackets_are_not_taken_for_markup(maker, laststep: Callable) -> None:

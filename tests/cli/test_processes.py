@@ -109,11 +109,11 @@ def test_the_demo_deletes_nothing_but_its_own(tmp_path: Path) -> None:
 
 def test_bench_without_the_sources_says_where_to_get_them(tmp_path: Path, monkeypatch) -> None:
     from laststep.cli import benching
-    from laststep.errors import NotFound
+    from laststep.errors import NotFoundError
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benching.laststep, "__path__", [str(tmp_path / "a" / "b" / "laststep")])
-    with pytest.raises(NotFound, match="get the sources of this version"):
+    with pytest.raises(NotFoundError, match="get the sources of this version"):
         benching.bench([])
 
 

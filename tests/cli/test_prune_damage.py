@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import laststep
 from laststep.cli import app
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +25,6 @@ def test_prune_deletes_nothing_when_what_would_stay_is_damaged(run_folder: Path)
     data[-5] ^= 1
     newest.write_bytes(data)
     result = CliRunner().invoke(app, ["prune", str(run_folder), "--last", "1", "--yes"])
-    assert isinstance(result.exception, Corrupt)
+    assert isinstance(result.exception, CorruptError)
     assert "nothing was deleted" in str(result.exception)
     assert len(list(run_folder.glob("step-*"))) == 3

@@ -14,7 +14,7 @@ import pytest
 
 import laststep as library
 from laststep.catalog.run import Run
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
@@ -183,7 +183,7 @@ def test_what_a_rescue_could_not_finish_the_next_one_makes_anew(
     folder = maker.seal(segment, 7)
 
     def full(run: Run, *_: object) -> None:
-        raise StorageFailed("no room is left")
+        raise StorageError("no room is left")
 
     with monkeypatch.context() as patched:
         patched.setattr(Run, "commit", full)
@@ -224,8 +224,9 @@ def test_rescuing_never_imports_torch(maker, own, base: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, base],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
     assert done.returncode == 0
 
 

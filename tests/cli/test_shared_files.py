@@ -53,6 +53,10 @@ def used_bytes(*folders: Path) -> int:
     return sum(files.values())
 
 
+def data_files(checkpoint: Path) -> list[Path]:
+    return [path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".pack")]
+
+
 def folders(run: Path) -> list[Path]:
     return sorted(run.glob("step-*"))
 
@@ -65,10 +69,10 @@ def test_ls_says_what_was_new_where_anything_is_shared(run: Path, laststep: Call
     assert (shared[0], shared[4]) == (0, 0)
     whole = (folder(run, 0) / "model.safetensors").stat().st_size
     assert shared[1] == shared[3] == whole
-    assert shared[2] == whole + (folder(run, 1) / "model.safetensors").stat().st_size
+    assert shared[2] == whole + (folder(run, 1) / "blocks-r00000.pack").stat().st_size
     for row, item in zip(rows, listed, strict=True):
         new = item["size_bytes"] - item["shared_bytes"]
-        assert f"{new / 1e6:.2f} MB" in row or f"{new / 1e3:.2f} kB" in row
+        assert (f"{new / 1e6:.2f} MB" if new else "0 bytes") in row
 
 
 def test_ls_has_no_such_column_where_nothing_is_shared(maker, laststep: Callable) -> None:
@@ -79,26 +83,26 @@ def test_ls_has_no_such_column_where_nothing_is_shared(maker, laststep: Callable
 def test_show_says_with_how_many_a_checkpoint_shares_and_whose_files_it_has(
     run: Path, laststep: Callable
 ) -> None:
-    lent = folder(run, 1) / "model~1-1.safetensors"
+    linked = folder(run, 1) / "model~1-1.safetensors"
     document = laststep("show", run, "--step", 1, "--json").json()
-    assert document["shared_bytes"] == lent.stat().st_size
+    assert document["shared_bytes"] == linked.stat().st_size
     assert document["shared_with"] == [folder(run, step).name for step in (0, 2, 3)]
     files = {file["name"]: file for file in document["files"]}
-    assert set(files) == {path.name for path in folder(run, 1).glob("*.safetensors")}
-    assert files[lent.name]["origin"] == folder(run, 0).name
-    assert files[lent.name]["lent_to"] == ["model.safetensors"]
-    assert (files[lent.name]["lent"], files[lent.name]["sharers"]) == (True, 1)
-    own = files["model.safetensors"]
-    assert (own["origin"], own["lent_to"], own["lent"]) == (None, [], False)
+    assert set(files) == {linked.name, "blocks-r00000.pack"}
+    assert files[linked.name]["origin"] == folder(run, 0).name
+    assert files[linked.name]["sharers"] == 1
+    own = files["blocks-r00000.pack"]
+    assert (own["origin"], own["sharers"]) == (None, 0)
+    assert all(file["used_by"] == ["model.safetensors"] for file in files.values())
     [model] = document["items"]
-    assert model["files"] == ["model.safetensors", lent.name, "shared.safetensors"]
+    assert sorted(model["files"]) == sorted(files)
     assert document["tensors"][0]["missing_bytes"] == 0
 
     text = laststep("show", run, "--step", 1).out
-    both = sum(lent.with_name(name).stat().st_size for name in (lent.name, "model.safetensors"))
+    both = sum(linked.with_name(name).stat().st_size for name in files)
     size = f"{both / 1e6:.2f} MB of it shared with 3 other checkpoints"
     assert size in text
-    assert f"lent to model.safetensors; written for {folder(run, 0).name}" in text
+    assert f"has blocks of model.safetensors; written for {folder(run, 0).name}" in text
 
 
 def test_a_copy_says_of_its_files_that_they_were_written_for_others(
@@ -110,21 +114,20 @@ def test_a_copy_says_of_its_files_that_they_were_written_for_others(
     assert document["shared_with"] == []
 
 
-def test_show_tells_the_damage_of_a_lent_file_where_it_lies(run: Path, laststep: Callable) -> None:
+def test_show_tells_the_damage_of_a_shared_file_where_it_lies(
+    run: Path, laststep: Callable
+) -> None:
     with (folder(run, 1) / "model~1-1.safetensors").open("r+b") as file:
-        file.seek(100)
-        file.write(b"\xff\xff\xff")
+        file.truncate(100)
     files = laststep("show", run, "--step", 1, "--json").json()["files"]
     assert [file["name"] for file in files if file["error"]] == ["model~1-1.safetensors"]
     text = laststep("show", run, "--step", 1).out
-    assert f"lent; written for {folder(run, 0).name}; damaged" in text
+    assert f"written for {folder(run, 0).name}; damaged: a data file is too short" in text
 
 
 def test_du_says_what_the_filesystem_has(run: Path, laststep: Callable) -> None:
     document = laststep("du", run, "--json").json()
-    assert document.keys() == {
-        "run", "checkpoints", "apart_bytes", "stored_bytes", "saved_bytes",
-    }  # fmt: skip
+    assert document.keys() == {"run", "checkpoints", "apart_bytes", "stored_bytes", "saved_bytes"}
     assert document["stored_bytes"] == used_bytes(*folders(run))
     assert document["apart_bytes"] == sum(map(used_bytes, folders(run)))
     assert document["saved_bytes"] == document["apart_bytes"] - document["stored_bytes"]
@@ -135,7 +138,7 @@ def test_du_says_what_the_filesystem_has(run: Path, laststep: Callable) -> None:
         assert item["size_bytes"] == used_bytes(one)
         assert item["new_bytes"] == used_bytes(one, *before) - used_bytes(*before)
         assert item["alone_bytes"] == used_bytes(one, *others) - used_bytes(*others)
-        assert item["files"] == len(list(one.glob("*.safetensors")))
+        assert item["files"] == len(data_files(one))
         assert item["error"] is None
     shared_with = [item["shared_with"] for item in document["checkpoints"]]
     names = [one.name for one in folders(run)]
@@ -200,15 +203,16 @@ def test_prune_tells_a_person_what_is_freed_not_what_lies_in_the_folders(
 def test_verify_counts_the_files_and_blocks_that_it_reads(run: Path, laststep: Callable) -> None:
     checked = laststep("verify", run, "--json").json()["checkpoints"]
     for step, item in enumerate(checked):
-        there = list(folder(run, step).glob("*.safetensors"))
-        assert (item["files"], item["blocks"]) == (len(there) + 1, BLOCKS)
-    # Of lent files it reads the blocks that are needed.
+        # With them the manifest and the index.
+        there = len(data_files(folder(run, step))) + 2
+        assert (item["files"], item["blocks"]) == (there, BLOCKS)
+    # Of shared files it reads the blocks that are needed.
     unread = [0, 1, 1, BLOCKS * 3 // 4, 0]
     for step, blocks in enumerate(unread):
         assert checked[step]["bytes"] == used_bytes(folder(run, step)) - blocks * BLOCK_BYTES
 
 
-def test_verify_counts_lent_files_once_where_the_manifest_is_lost(
+def test_verify_counts_shared_files_once_where_the_manifest_is_lost(
     run: Path, laststep: Callable
 ) -> None:
     sound = laststep("verify", run, "--step", 2, "--json").json()["checkpoints"][0]
@@ -218,20 +222,20 @@ def test_verify_counts_lent_files_once_where_the_manifest_is_lost(
     assert (item["files"], item["blocks"]) == (sound["files"], BLOCKS)
 
 
-def test_a_lent_file_that_borrowed_itself_is_no_damage_where_the_manifest_is_lost(
+def test_a_pack_of_an_earlier_checkpoint_is_no_damage_where_the_manifest_is_lost(
     tmp_path: Path, laststep: Callable
 ) -> None:
     model = {"w": torch.randn(2 * BLOCKS * BLOCK_BYTES // 4)}
     with Checkpointer(tmp_path / "run", model=model, flush="thread") as ckpt:
         ckpt.restore()
-        # Step 2 borrows block 2 of step 1. Step 3 needs nothing of that, and all that step 2 wrote.
+        # Step 3 needs nothing of the pack of step 1, and all that step 2 wrote.
         for step, blocks in enumerate([(), (1, 2), (1, 3), (2,)]):
             for block in blocks:
                 model["w"][block * BLOCK_BYTES // 4] += 1
             ckpt.save(step).wait()
     last = folder(tmp_path / "run", 3)
-    lent = sorted(path.name for path in last.glob("model~*"))
-    assert lent == ["model~1-1.safetensors", "model~1-3.safetensors"]
+    linked = sorted(path.name for path in last.glob("*~*"))
+    assert linked == ["blocks-r00000~1-3.pack", "model~1-1.safetensors"]
     (last / "manifest.json").write_bytes(b"{}")
     [item] = laststep("verify", last, "--json").json()["checkpoints"]
     assert [damage["file"] for damage in item["damage"]] == ["manifest.json"]

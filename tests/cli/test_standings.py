@@ -43,8 +43,11 @@ def test_a_tier_that_is_behind_says_what_is_at_risk(maker, laststep, tiers, tmp_
     said = laststep("ls", maker.path, further, tmp_path / "nothing", "--tiers").out
     told = [line.rstrip() for line in said.splitlines()]
     assert [line.split()[0] for line in told] == [
-        "tier", str(maker.path), str(further), str(tmp_path / "nothing"),
-    ]  # fmt: skip
+        "tier",
+        str(maker.path),
+        str(further),
+        str(tmp_path / "nothing"),
+    ]
     assert told[1].endswith("nothing")
     assert told[2].endswith("30 steps, 30 s")
     assert told[3].endswith("everything")
@@ -55,9 +58,7 @@ def test_where_the_run_itself_is_lost_other_places_are_listed(maker, tiers, tmp_
     maker.save(10)
     further = tmp_path / "further"
     shutil.move(maker.path, further)
-    assert tiers(further) == {
-        str(maker.path): (None, 0, None, None), str(further): (10, 1, 0, 0.0),
-    }  # fmt: skip
+    assert tiers(further) == {str(maker.path): (None, 0, None, None), str(further): (10, 1, 0, 0.0)}
 
 
 def test_shared_memory_is_the_nearest_tier(maker, own, tiers, base: str) -> None:
@@ -101,9 +102,7 @@ def test_the_tiers_that_a_run_knows_need_not_be_named(
 def test_a_tier_that_cannot_be_looked_at_is_told_beside_the_others(maker, laststep, tiers) -> None:
     maker.save(10)
     found = tiers("nowhere://bucket", status=1)
-    assert found == {
-        str(maker.path): (10, 1, 0, 0.0), "nowhere://bucket": (None, 0, None, None),
-    }  # fmt: skip
+    assert found == {str(maker.path): (10, 1, 0, 0.0), "nowhere://bucket": (None, 0, None, None)}
     told = laststep("ls", "--tiers", maker.path, "nowhere://bucket")
     assert (told.status, "nowhere://bucket could not be looked at: no store" in told.out) == (
         1,

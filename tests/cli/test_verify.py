@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import NotFound
+from laststep.errors import NotFoundError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader
@@ -32,7 +32,7 @@ def test_a_sound_run_is_status_0(maker, laststep: Callable) -> None:
     maker.save(200)
     ended = laststep("verify", maker.path)
     assert ended.status == 0
-    assert ended.out.count(": sound (3 files, 4 blocks, 3.01 MB)") == 2
+    assert ended.out.count(": sound (4 files, 4 blocks, 3.01 MB)") == 2
     document = laststep("verify", maker.path, "--json").json()
     assert document["sound"] is True
     assert [entry["step"] for entry in document["checkpoints"]] == [100, 200]
@@ -42,7 +42,7 @@ def test_every_byte_is_read(maker) -> None:
     folder = maker.save(100)
     report = verify_checkpoint(maker.run.store, folder.name)
     assert report.bytes == sum(file.stat().st_size for file in folder.iterdir())
-    assert (report.files, report.blocks, report.unchecked_bytes) == (3, 4, 0)
+    assert (report.files, report.blocks, report.unchecked_bytes) == (4, 4, 0)
 
 
 def test_a_flipped_bit_in_the_data_is_placed_to_its_block(maker, laststep: Callable) -> None:
@@ -71,7 +71,7 @@ def test_a_flipped_bit_in_the_data_is_placed_to_its_block(maker, laststep: Calla
     assert "block 1, bytes 1052672 to 2101248 (holds model/weight): expected " in people.out
 
 
-def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_unchecked(maker) -> None:
+def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_checked(maker) -> None:
     folder = maker.save(100)
     flip(folder / "model.safetensors", 4095)
     report = verify_checkpoint(maker.run.store, folder.name)
@@ -79,20 +79,35 @@ def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_unchecked(maker) ->
     assert (damage.file, damage.what) == ("model.safetensors", "header")
     assert (damage.start, damage.stop) == (0, 4096)
     assert damage.expected.startswith("xxh3-128:")
-    assert report.unchecked_bytes == 3_000_000
+    assert (report.blocks, report.unchecked_bytes) == (4, 0)
 
 
-def test_a_flipped_bit_in_an_object_names_the_object(maker) -> None:
+def test_a_flipped_bit_in_an_index_is_found_and_its_data_are_unchecked(
+    maker, laststep: Callable
+) -> None:
     folder = maker.save(100)
-    file = folder / "shared.safetensors"
-    flip(file, file.stat().st_size - 1)
+    index = folder / "index-r00000"
+    flip(index, index.stat().st_size - 1)
+    report = verify_checkpoint(maker.run.store, folder.name)
+    [damage] = report.damage
+    assert (damage.file, damage.what) == ("index-r00000", "index")
+    assert (damage.start, damage.stop) == (0, index.stat().st_size)
+    assert damage.expected.startswith("xxh3-128:")
+    data = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert (report.blocks, report.unchecked_bytes) == (0, data)
+    assert "3.01 MB could not be checked" in laststep("verify", maker.path).out
+
+
+def test_an_index_that_is_missing_is_damage(maker, laststep: Callable) -> None:
+    folder = maker.save(100)
+    (folder / "index-r00000").unlink()
     [damage] = verify_checkpoint(maker.run.store, folder.name).damage
-    assert damage.what == "object optimizer/~6tree"
-    assert damage.touches == ("the tree of optimizer",)
-    assert damage.stop == file.stat().st_size
+    assert (damage.file, damage.what, damage.start, damage.stop) == ("index-r00000", "index", 0, 0)
+    assert damage.found == "no such file"
+    assert laststep("verify", maker.path).status == 3
 
 
-def test_a_damaged_manifest_still_lets_the_headers_vouch_for_the_data(maker, laststep) -> None:
+def test_a_damaged_manifest_still_lets_the_indexes_vouch_for_the_data(maker, laststep) -> None:
     folder = maker.save(100)
     flip(folder / MANIFEST_NAME, 150)
     flip(folder / "model.safetensors", 5000)
@@ -201,9 +216,9 @@ def test_one_step_or_one_folder_is_verified_alone(maker, laststep: Callable, tmp
 def test_an_attempt_is_no_checkpoint(maker) -> None:
     open_, given_up = maker.save(100, commit=False), maker.save(200, commit=False)
     maker.run.abort(given_up.name, "the disk was full")
-    with pytest.raises(NotFound, match="no committed checkpoint"):
+    with pytest.raises(NotFoundError, match="no committed checkpoint"):
         verify_checkpoint(maker.run.store, open_.name)
-    with pytest.raises(NotFound, match="the disk was full"):
+    with pytest.raises(NotFoundError, match="the disk was full"):
         verify_checkpoint(maker.run.store, given_up.name)
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from laststep.codecs.blocks.raw import Raw
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.testing.codecs import check_codec
 
 
@@ -100,7 +100,7 @@ class OfOneThread(Reversed):
 class Sloppy(Reversed):
     def decode(self, data, size_bytes, element_bytes, before):
         if len(data) < size_bytes or size_bytes < 0:
-            raise Corrupt("too short")
+            raise CorruptError("too short")
         return bytes(data[len(data) - size_bytes :])[::-1]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laststep.codecs.blocks.codec import ELEMENT_BYTES
 from laststep.codecs.blocks.registry import OURS, codec_named
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.terms import BLOCK_BYTES
 from laststep.testing.codecs import check_codec
 
@@ -93,7 +93,7 @@ def test_whatever_is_stored_it_is_the_declared_size_or_corrupt(
     size = damage.draw(st.sampled_from([len(data), len(data) + 1, 0, BLOCK_BYTES, 1 << 40]))
     try:
         found = decoded(codec, bytes(stored), size, width, before)
-    except Corrupt:
+    except CorruptError:
         return
     assert len(found) == size
 
@@ -105,7 +105,7 @@ def test_noise_is_the_declared_size_or_corrupt(
 ) -> None:
     try:
         found = decoded(codec, noise, size, width, bytes(size))
-    except Corrupt:
+    except CorruptError:
         return
     assert len(found) == size
 
@@ -217,7 +217,7 @@ def test_without_a_block_before_there_is_no_difference(codec: BlockCodec) -> Non
     assert codec.encode(data, 4, data[1:]) is None
     stored = encoded(codec, bytes(data), 4, bytes(data))
     for before in (None, bytes(999), bytes(1001)):
-        with pytest.raises(Corrupt, match="an earlier block of 1000 bytes"):
+        with pytest.raises(CorruptError, match="an earlier block of 1000 bytes"):
             decoded(codec, stored, 1000, 4, before)
 
 
@@ -286,7 +286,7 @@ def test_the_layout_of_patches_stays() -> None:
     ],
 )
 def test_patches_that_do_not_fit_are_corrupt(stored: bytes, found: str) -> None:
-    with pytest.raises(Corrupt, match=found if found != "gap" else "frame"):
+    with pytest.raises(CorruptError, match=found if found != "gap" else "frame"):
         decoded(PATCHES, stored, 200, 1, bytes(200))
 
 
@@ -315,23 +315,34 @@ def far_window() -> bytes:
         b"noise",
         b"",
     ],
-    ids=["bomb", "short", "long", "cut", "behind", "two", "no size", "skipped", "window", "noise",
-         "nothing"],
-)  # fmt: skip
+    ids=[
+        "bomb",
+        "short",
+        "long",
+        "cut",
+        "behind",
+        "two",
+        "no size",
+        "skipped",
+        "window",
+        "noise",
+        "nothing",
+    ],
+)
 def test_a_frame_that_is_not_of_this_plane_is_corrupt(packed: bytes) -> None:
     assert decoded(PLANES, one_plane(frame(bytes(1000))), 1000, 1) == bytes(1000)
-    with pytest.raises(Corrupt, match="frame"):
+    with pytest.raises(CorruptError, match="frame"):
         decoded(PLANES, one_plane(packed), 1000, 1)
 
 
 def test_a_window_is_never_made_that_is_larger_than_a_block() -> None:
     assert decoded(PLANES, one_plane(far_window()), 1000, 1) == bytes(1000)  # it needs none
-    with pytest.raises(Corrupt, match="too much memory"):
+    with pytest.raises(CorruptError, match="too much memory"):
         decoded(PLANES, one_plane(far_window()[:-1]), 1000, 1)
 
 
 @pytest.mark.parametrize("size", [-1, BLOCK_BYTES + 1, 1 << 60])
 @EVERY
 def test_a_size_that_no_block_has_is_corrupt(codec: BlockCodec, size: int) -> None:
-    with pytest.raises(Corrupt, match="at most 1048576 bytes"):
+    with pytest.raises(CorruptError, match="at most 1048576 bytes"):
         decoded(codec, b"", size, 4, b"")

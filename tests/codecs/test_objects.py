@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged, TensorRef, decode, encode
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 
 
 class Point(NamedTuple):
@@ -115,7 +115,7 @@ def test_decoding_gives_back_the_value_and_its_types(value: object) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_decoded_or_corrupt(data: bytes) -> None:
-    with contextlib.suppress(Corrupt):
+    with contextlib.suppress(CorruptError):
         decode(data, where="here")
 
 
@@ -136,7 +136,7 @@ documents = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(documents)
 def test_any_document_is_decoded_or_corrupt(document: object) -> None:
-    with contextlib.suppress(Corrupt):
+    with contextlib.suppress(CorruptError):
         decode(json.dumps(document).encode(), where="here")
 
 
@@ -197,13 +197,22 @@ class OwnTuple(tuple):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     "value",
     [
-        len, object(), int, OwnInt(1), OwnStr("x"), OwnDict(), OwnTuple((1,)),
-        collections.defaultdict(int), collections.Counter(), memoryview(b"x"), TensorRef("\ud800"),
+        len,
+        object(),
+        int,
+        OwnInt(1),
+        OwnStr("x"),
+        OwnDict(),
+        OwnTuple((1,)),
+        collections.defaultdict(int),
+        collections.Counter(),
+        memoryview(b"x"),
+        TensorRef("\ud800"),
         Tagged("\ud800", 1),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_expressed_is_refused(value: object) -> None:
-    with pytest.raises(Usage, match="allow_pickle=True"):
+    with pytest.raises(UsageError, match="allow_pickle=True"):
         encode(value)
 
 
@@ -222,7 +231,7 @@ def test_what_cannot_be_expressed_is_refused(value: object) -> None:
     ],
 )
 def test_a_refusal_names_the_path_and_the_type(value: object, path: str) -> None:
-    with pytest.raises(Usage) as caught:
+    with pytest.raises(UsageError) as caught:
         encode(value)
     assert caught.value.where == path
     assert "builtin_function_or_method" in str(caught.value)
@@ -231,7 +240,7 @@ def test_a_refusal_names_the_path_and_the_type(value: object, path: str) -> None
 def test_a_cycle_is_refused() -> None:
     cycle: dict[str, object] = {}
     cycle["a"] = [cycle]
-    with pytest.raises(Usage, match="contains itself") as caught:
+    with pytest.raises(UsageError, match="contains itself") as caught:
         encode(cycle)
     assert caught.value.where == "a[0]"
 
@@ -252,7 +261,7 @@ def nested(depth: int, *, pairs: bool) -> object:
 def test_nesting_is_taken_up_to_the_limit_and_refused_beyond(pairs: bool) -> None:
     deepest = nested(objects.MAX_DEPTH, pairs=pairs)
     assert decode(encode(deepest), where="here") == deepest
-    with pytest.raises(Usage, match="nested more than 200 deep"):
+    with pytest.raises(UsageError, match="nested more than 200 deep"):
         encode(nested(objects.MAX_DEPTH + 1, pairs=pairs))
 
 
@@ -260,11 +269,11 @@ def test_too_many_namedtuple_classes_are_refused_both_ways() -> None:
     classes: list[Any] = [
         make_namedtuple(f"T{i}", ["a"]) for i in range(objects.MAX_NAMEDTUPLES + 1)
     ]
-    with pytest.raises(Usage, match="classes of namedtuple"):
+    with pytest.raises(UsageError, match="classes of namedtuple"):
         encode([made(1) for made in classes])
     one = '{"$":"namedtuple","type":"T%d","fields":[],"items":[]}'
     document = "[" + ",".join(one % i for i in range(objects.MAX_NAMEDTUPLES + 1)) + "]"
-    with pytest.raises(Corrupt, match="classes of namedtuple"):
+    with pytest.raises(CorruptError, match="classes of namedtuple"):
         decode(document.encode(), where="here")
 
 

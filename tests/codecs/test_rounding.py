@@ -19,13 +19,33 @@ def by_torch(bits: np.ndarray, dtype: str) -> bytes:
 
 
 ODD = [
-    0x00000000, 0x80000000,  # zeros
-    0x00000001, 0x807FFFFF, 0x00008000, 0x00018000,  # denormals, and ties among them
-    0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF,  # infinite, and the largest
-    0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001,  # ties of bf16, and beside them
-    0x3F801000, 0x3F803000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001,  # the same of fp16
-    0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001, 0x7FA12345,  # NaN
-]  # fmt: skip
+    0x00000000,
+    0x80000000,  # zeros
+    0x00000001,
+    0x807FFFFF,
+    0x00008000,
+    0x00018000,  # denormals, and ties among them
+    0x7F800000,
+    0xFF800000,
+    0x7F7FFFFF,
+    0xFF7FFFFF,  # infinite, and the largest
+    0x3F808000,
+    0x3F818000,
+    0x3F807FFF,
+    0x3F808001,  # ties of bf16, and beside them
+    0x3F801000,
+    0x3F803000,
+    0x477FEFFF,
+    0x477FF000,
+    0x33000000,
+    0x33000001,  # the same of fp16
+    0x7F800001,
+    0x7FC00000,
+    0x7FFFFFFF,
+    0xFFFFFFFF,
+    0xFF800001,
+    0x7FA12345,  # NaN
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

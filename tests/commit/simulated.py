@@ -12,27 +12,24 @@ import contextlib
 import enum
 import itertools
 import math
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laststep.catalog import decision
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.commit.agreement import Agreements
 from laststep.commit.round import Round, RoundContext
 from laststep.commit.thread import Participant
-from laststep.errors import Aborted, LaststepError, StorageFailed, brief
+from laststep.errors import AbortedError, LaststepError, StorageError, brief
 from laststep.events import Bus
-from laststep.flush.protocol import Begin, Begun, Decide, Gathered, Grouped, Located
+from laststep.flush.protocol import Begin, Begun, Decide, Located
 from laststep.flush.saves import SaveUnderWay
-from laststep.format.manifest import Commit, FileRecord, GroupRecord
+from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.files import ItemSpec, SavePlan
-from laststep.plan.groups import Groups
+from laststep.plan.receipts import Groups
 from laststep.plan.tables import TableItem, TableTensor
 from laststep.ranks.rank import Rank
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
 from laststep.storage.memory import MemoryStore, clear
 
 if TYPE_CHECKING:
@@ -44,7 +41,6 @@ DEADLINE_S = 30.0
 _TICK_S = 0.5
 _END_S = 1000.0
 """Nobody waits that long: then somebody waits for ever."""
-_DIGEST = f"xxh3-128:{0:032x}"
 _numbers = itertools.count()
 
 
@@ -156,11 +152,11 @@ class MemoryBoard:
             self._notes[name] = note
             self._clock.stir()
         if loss is not None:
-            raise StorageFailed(GONE)
+            raise StorageError(GONE)
 
     def look(self, name: str) -> bytes | None:
         if not self._answered():
-            raise StorageFailed(GONE)
+            raise StorageError(GONE)
         return self._notes.get(name)
 
     def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
@@ -175,11 +171,7 @@ class MemoryBoard:
         return self._clock.until(look, until_s)
 
     def wait_all(
-        self,
-        names: Iterable[str],
-        until_s: float,
-        *,
-        meanwhile: Callable[[], None] | None = None,
+        self, names: Iterable[str], until_s: float, *, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, bytes]:
         wanted = list(names)
 
@@ -203,6 +195,12 @@ class MemoryBoard:
 
 class Killed(BaseException):
     """The rank is dead: nothing of it runs any more."""
+
+
+def written_by(rank: int) -> WrittenIndexes:
+    """What a rank reports of its files; no two ranks report the same."""
+    digest = rank.to_bytes(DIGEST_BYTES, "big")
+    return WrittenIndexes(indexes=digest, files=1, size_bytes=8192 + rank)
 
 
 class Flusher:
@@ -236,12 +234,6 @@ class Flusher:
         elif isinstance(message, Located):
             save.at = message.at
             self._write(save)
-        elif isinstance(message, Gathered):
-            group = GroupRecord(
-                name=f"groups/r{message.first:05d}.json", digest=_DIGEST, first=message.first,
-                ranks=message.ranks, files=len(message.files), size_bytes=1,
-            )  # fmt: skip
-            save.note(Grouped(save=message.save, group=group))
         elif isinstance(message, Decide):
             self._decide(save, message)
         self._job.clock.stir()
@@ -254,7 +246,7 @@ class Flusher:
 
     def die(self) -> None:
         """As `Client` tells it: what is durable may still be committed by others."""
-        error = StorageFailed("the flusher ended", found="it was killed by signal 9")
+        error = StorageError("the flusher ended", found="it was killed by signal 9")
         save = self.save
         assert save is not None
         if save.may_be_committed:
@@ -273,12 +265,9 @@ class Flusher:
 
     def _write(self, save: SaveUnderWay) -> None:
         if self.full:
-            self._end(save, StorageFailed("cannot write", found="No space left on device"))
+            self._end(save, StorageError("cannot write", found="No space left on device"))
             return
-        name = f"m-r{self._rank:05d}.safetensors"
-        save.files = (
-            FileRecord(name=name, size_bytes=8192, header_bytes=4096, header_digest=_DIGEST),
-        )
+        save.written = written_by(self._rank)
         save.handle.durable.reach()
 
     def _decide(self, save: SaveUnderWay, decide: Decide) -> None:
@@ -289,14 +278,21 @@ class Flusher:
                 if isinstance(decision.abort(store, at.folder, decide.reason), Commit):
                     self._end(save, None)
                 else:
-                    self._end(save, Aborted(decide.reason))
+                    self._end(save, AbortedError(decide.reason))
                 return
             if self._rank == 0:
                 commit = Commit(
-                    run="run", step=at.step, epoch=at.epoch, attempt=at.attempt, created_s=0.0,
-                    laststep="", items=decide.items, files=decide.files, groups=decide.groups,
-                    classes=decide.classes, ranks=decide.ranks,
-                )  # fmt: skip
+                    run="run",
+                    step=at.step,
+                    epoch=at.epoch,
+                    attempt=at.attempt,
+                    created_s=0.0,
+                    laststep="",
+                    items=decide.items,
+                    written=decide.written,
+                    classes=decide.classes,
+                    ranks=decide.ranks,
+                )
                 decision.commit(store, at.folder, commit)
             self._end(save, None)
         except LaststepError as error:
@@ -407,17 +403,14 @@ class SimulatedRank:
     def _go(self, step: int, problem: str) -> None:
         try:
             if problem:
-                raise Aborted(problem)
+                raise AbortedError(problem)
             agreement = self.agreements.on(self._table(), step)
         except LaststepError as error:
             self._participant.go_through(Round(step, None, None, problem=brief(error)))
             raise
         save = SaveUnderWay(self.flusher, step, role="first" if self.number == 0 else "member")
         item = ItemSpec(name="m", kind="value", standalone=False, pieces=())
-        file = f"m-r{self.number:05d}.safetensors"
-        save.planned(
-            SavePlan(items=(item,), files=(), file_of={"m": file}, pieces=()), lambda: None
-        )
+        save.planned(SavePlan(items=(item,), files=(), pieces=(), values=("m",)), lambda: None)
         self.flusher.save = save
         if self.number == 0:
             save.begin()
@@ -457,8 +450,12 @@ class SimulatedJob:
 
     def committed(self) -> list[int]:
         """The steps that are committed, in order."""
+        return [commit.step for commit in self.commits()]
+
+    def commits(self) -> list[Commit]:
+        """The manifests of these."""
         found = [decision.read(self.store, entry.name) for entry in self.store.list("")]
-        return [one.step for one in found if isinstance(one, Commit)]
+        return [manifest for manifest in found if isinstance(manifest, Commit)]
 
     def close(self) -> None:
         clear(self.store.url)

@@ -7,9 +7,13 @@ is used by the short tests here and, with a larger budget, by the torture.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import mmap
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,33 +23,32 @@ from unittest import mock
 import crashed_disk
 import msgspec
 
-from laststep.catalog import groups
-from laststep.catalog.groups import files_of
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.indexes import read_indexes
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound
-from laststep.flush import lending
-from laststep.flush.coder import Compressor
-from laststep.flush.protocol import FileBegin, Orders
-from laststep.flush.writer import SaveFlush
-from laststep.format.group import GroupManifest
-from laststep.format.header import reserve_bytes
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
-from laststep.format.safetensors import TensorEntry
+from laststep.codecs.digests import block_digests
+from laststep.errors import LaststepError, NotFoundError
+from laststep.flush import base as flush_base
+from laststep.flush.encoder import Compressor
+from laststep.flush.protocol import Orders
+from laststep.flush.writer import SaveWriter
+from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
+from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk
-from laststep.testing.stores import write_file
 from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
-"""Each checkpoint: its folder, whether it is on the lineage, the digests of its files."""
+"""Each checkpoint: its folder, whether it is on the lineage, the digests of its indexes and data
+files."""
 
 Stage = Callable[[DirectoryStore], None]
 
-_FILES = ("model.safetensors", "shared.safetensors")
+_FILES = ("a.safetensors", "b.safetensors")
+_SIZES = (5000, 9000)
 
 
 class Violated(Exception):
@@ -87,68 +90,51 @@ class Explored:
 
 
 def save(step: int, epoch: int, attempt: int) -> Stage:
-    """Write two files and commit."""
+    """Write two data files and their index, and commit."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
         folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        writer = SaveWriter(store, folder, _layouts())
         for number, name in enumerate(_FILES):
-            seed = f"{folder}/{name}".encode()
-            data = hashlib.shake_128(seed).digest(5000 + 4000 * number)
-            write_file(store, f"{folder}/{name}", data)
-        run.commit(folder, _commit(step, epoch, attempt))
+            _write(writer, number, _image(f"{folder}/{name}", _SIZES[number]))
+        run.commit(folder, _commit(step, epoch, attempt, writer.finish(_VALUES)))
 
     return stage
 
 
-def save_by_groups(step: int, epoch: int, attempt: int) -> Stage:
-    """Two ranks, each a group of its own, write a file each into a folder that one of them makes,
-    then the manifests of their groups; and the first one commits."""
+def save_by_ranks(step: int, epoch: int, attempt: int) -> Stage:
+    """Two ranks write a data file and an index each, into a folder that one of them makes; then
+    the first one commits."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
         folder = run.begin(step=step, epoch=epoch, attempt=attempt)
-        ranks = [_flush(store, folder, rank) for rank in range(2)]
-        records = []
-        for rank, flush in enumerate(ranks):
-            (file,) = flush.finish(())
-            manifest = GroupManifest(
-                step=step, epoch=epoch, attempt=attempt, first=rank, ranks=1,
-                files=(msgspec.structs.replace(file, rank=rank),),
-            )  # fmt: skip
-            records.append(groups.write(store, folder, manifest))
-        commit = _commit(step, epoch, attempt)
-        item = msgspec.structs.replace(commit.items[0], file="r00000/m-r00000.safetensors")
-        run.commit(folder, msgspec.structs.replace(
-            commit, files=(), items=(item,), groups=tuple(records), ranks=2
-        ))  # fmt: skip
+        written = WrittenIndexes()
+        writers = [_writer_of_rank(store, folder, rank) for rank in range(2)]
+        for writer in writers:
+            written = written.plus(writer.finish(_VALUES))
+        run.commit(folder, _commit(step, epoch, attempt, written, ranks=2))
 
     return stage
 
 
-def save_borrowing(step: int, epoch: int, attempt: int, *, anew: bool = False) -> Stage:
-    """Write a file whose tensor stays the same from save to save and whose object changes, and one
-    of which nothing does: what stays is borrowed of the newest checkpoint, but for `anew`."""
+def save_sharing(step: int, epoch: int, attempt: int, *, anew: bool = False) -> Stage:
+    """Write two data files of which nothing changes from save to save, and a value that does: the
+    files are shared with the newest checkpoint, but for `anew`."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
         folder = run.begin(step=step, epoch=epoch, attempt=attempt)
-        newest, names = run.newest(), ("a.safetensors", "b.safetensors")
-        with mock.patch.object(lending, "LEAST_BYTES", 0):
-            lenders = {}
-            if newest is not None and not anew:
-                lenders = lending.of_checkpoint(store, newest.folder, names)
-            flush = SaveFlush(store, folder, tuple(map(_plan, names)), lenders)
-            for number, name in enumerate(names):
-                flush.write(number, 0, memoryview(_image(name)), _SIZE)
-            changing = f"object of step {step}".encode()
-            records = flush.finish(((0, "m/~6tree", changing), (1, "m/~6tree", b"as it was")))
-        shares = {record.sharers for record in records}
-        assert shares == {0} or lenders, "what nobody lends is written"
-        assert shares != {0} or not lenders, "what somebody lends is not"
-        commit = _commit(step, epoch, attempt)
-        item = msgspec.structs.replace(commit.items[0], file=names[0])
-        run.commit(folder, msgspec.structs.replace(commit, files=records, items=(item,)))
+        base = None if anew else _newest(store, run)
+        with mock.patch.object(flush_base, "LEAST_BYTES", 0):
+            writer = SaveWriter(store, folder, _layouts(), base=base)
+            for number, name in enumerate(_FILES):
+                _write(writer, number, _image(name, _SIZES[number]))
+            written = writer.finish({"m": f"{step}".encode()})
+        if base is not None and base.layout(_layouts()[0]) is not None and _is_same(base):
+            assert written.shared_bytes == written.size_bytes, "what has not changed is shared"
+        run.commit(folder, _commit(step, epoch, attempt, written))
 
     return stage
 
@@ -160,60 +146,78 @@ class Encoding:
         self._compressor = Compressor(Orders(writers=1, compression="max"), memory_bytes=1 << 20)
 
     def save(self, step: int, epoch: int, attempt: int) -> Stage:
-        """Write a file that differs in a few bytes from save to save, and one of which nothing
-        does: the first is told by its difference to what it was, the second linked."""
+        """Write a tensor that differs in a few bytes from save to save, and one that does not
+        change: the first is encoded against the last checkpoint, the second used again. Both lie
+        in pack files."""
 
         def stage(store: DirectoryStore) -> None:
             run = Run.open(store)
             folder = run.begin(step=step, epoch=epoch, attempt=attempt)
-            newest, names = run.newest(), ("a.safetensors", "b.safetensors")
-            with mock.patch.object(lending, "LEAST_BYTES", 0):
-                lenders = {}
-                if newest is not None:
-                    lenders = lending.of_checkpoint(store, newest.folder, names)
-                flush = SaveFlush(
-                    store, folder, tuple(map(_plan, names)), lenders, self._compressor
+            base = _newest(store, run)
+            with mock.patch.object(flush_base, "LEAST_BYTES", 0):
+                writer = SaveWriter(
+                    store, folder, _layouts(), base=base, compressor=self._compressor
                 )
-                for number, name in enumerate(names):
-                    image = _image(name, mask=3)
-                    image[step % _SIZE] ^= 1 - number
-                    flush.write(number, 0, memoryview(image), _SIZE)
-                records = flush.finish(((0, "m/~6tree", b"a"), (1, "m/~6tree", b"as it was")))
-            picked = [report.picked for report in flush.coding()]
-            assert picked == (["patches", "raw"] if lenders else ["planes", "planes"])
-            commit = _commit(step, epoch, attempt)
-            item = msgspec.structs.replace(commit.items[0], file=names[0])
-            run.commit(folder, msgspec.structs.replace(commit, files=records, items=(item,)))
+                for number, name in enumerate(_FILES):
+                    image = _image(name, _SIZES[number], mask=3)
+                    image[step] ^= 1 - number
+                    _write(writer, number, image)
+                written = writer.finish(_VALUES)
+            picked = [report.picked for report in writer.coding()]
+            assert picked == (["patches", "raw"] if base else ["planes", "planes"])
+            run.commit(folder, _commit(step, epoch, attempt, written))
 
         return stage
 
 
-_SIZE = 5000
+_VALUES = {"m": b"null"}
 _ENCODING = Encoding()
 
 
-def _plan(name: str) -> FileBegin:
-    entry = TensorEntry(name="t", dtype="uint8", shape=(_SIZE,), start=0, stop=_SIZE)
-    region = reserve_bytes(
-        item="m", tensors=(entry,), object_names=("m/~6tree",), tensor_bytes=_SIZE
-    )
-    return FileBegin(
-        name=name, item="m", region_bytes=region, tensor_bytes=_SIZE, has_objects=True,
-        entries=(entry,),
-    )  # fmt: skip
+def _layouts(names: tuple[str, ...] = _FILES) -> tuple[FileLayout, ...]:
+    layouts = []
+    for name, size in zip(names, _SIZES, strict=False):
+        entries = (TensorEntry(name="t", dtype="uint8", shape=(size,), start=0, stop=size),)
+        layouts.append(
+            FileLayout(
+                name=name,
+                item="m",
+                header_bytes=header_bytes_of(entries),
+                tensor_bytes=size,
+                tensors=entries,
+            )
+        )
+    return tuple(layouts)
 
 
-def _image(seed: str, mask: int = 0xFF) -> mmap.mmap:
-    image = mmap.mmap(-1, align_up(_SIZE, ALIGN_BYTES))
-    image[:_SIZE] = bytes(byte & mask for byte in hashlib.shake_128(seed.encode()).digest(_SIZE))
+def _image(seed: str, size: int, mask: int = 0xFF) -> mmap.mmap:
+    image = mmap.mmap(-1, align_up(size, ALIGN_BYTES))
+    image[:size] = bytes(byte & mask for byte in hashlib.shake_128(seed.encode()).digest(size))
     return image
 
 
-def _flush(store: DirectoryStore, folder: str, rank: int) -> SaveFlush:
-    """The file of a rank, written and not yet durable."""
-    flush = SaveFlush(store, folder, (_plan(f"r00000/m-r{rank:05d}.safetensors"),))
-    flush.write(0, 0, memoryview(_image(f"{folder}/{rank}")), _SIZE)
-    return flush
+def _write(writer: SaveWriter, number: int, image: mmap.mmap) -> None:
+    writer.write(number, 0, memoryview(image), _SIZES[number])
+
+
+def _writer_of_rank(store: DirectoryStore, folder: str, rank: int) -> SaveWriter:
+    """The save of a rank, written and not yet durable."""
+    layouts = _layouts((f"r00000/m-r{rank:05d}.safetensors",))
+    writer = SaveWriter(store, folder, layouts, rank=(rank, 2))
+    _write(writer, 0, _image(f"{folder}/{rank}", _SIZES[0]))
+    return writer
+
+
+def _newest(store: DirectoryStore, run: Run) -> flush_base.Base | None:
+    newest = run.newest()
+    return None if newest is None else flush_base.of_checkpoint(store, newest.folder, 0)
+
+
+def _is_same(base: flush_base.Base) -> bool:
+    """Return whether a checkpoint holds what `save_sharing` writes."""
+    stored = base.index.layout(_FILES[0])
+    data = memoryview(_image(_FILES[0], _SIZES[0]))[: _SIZES[0]]
+    return stored is not None and stored.digests == block_digests(data)
 
 
 def create_run(store: DirectoryStore) -> None:
@@ -259,19 +263,26 @@ def prune_oldest(store: DirectoryStore) -> None:
 
 
 def copied(number: int) -> Stage:
-    """Copy one checkpoint of a golden run whose checkpoints share files."""
-    golden = DirectoryStore(_BORROWED)
+    """Copy one checkpoint of a run whose checkpoints share files."""
 
     def stage(store: DirectoryStore) -> None:
-        folder = sorted(name for name in golden.folder_names("") if name.startswith("step-"))[
-            number
-        ]
-        Copier(CopyRoute(source=golden, target=store, threads=1)).copy(folder)
+        source = DirectoryStore(_shared_run())
+        names = sorted(name for name in source.folder_names("") if name.startswith("step-"))
+        Copier(CopyRoute(source=source, target=store, threads=1)).copy(names[number])
 
     return stage
 
 
-_BORROWED = Path(__file__).resolve().parent.parent / "golden" / "version-2" / "borrowed"
+@functools.cache
+def _shared_run() -> Path:
+    """A run of three checkpoints that share all data files."""
+    folder = Path(tempfile.mkdtemp(prefix="shared-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    store = DirectoryStore(folder / "run")
+    for stage in (create_run, claim(None), *(save_sharing(n, 1, n) for n in (1, 2, 3))):
+        stage(store)
+    return folder / "run"
+
 
 SCENARIOS = (
     Scenario(
@@ -297,22 +308,34 @@ SCENARIOS = (
     Scenario(
         name="an attempt given up by the next writer and cleaned",
         before=(create_run, claim(None), save(10, 1, 1)),
-        stages=(begin(20, 1, 2), claim((1, 1)), clean, begin(30, 2, 1),
-                abort("step-00000030.2-1"), clean),
+        stages=(
+            begin(20, 1, 2),
+            claim((1, 1)),
+            clean,
+            begin(30, 2, 1),
+            abort("step-00000030.2-1"),
+            clean,
+        ),
     ),
     Scenario(
-        name="a save by groups of ranks and the prune after it",
-        before=(create_run, claim(None), save_by_groups(10, 1, 1)),
-        stages=(save_by_groups(20, 1, 2), prune_one(1)),
+        name="a save by ranks in folders and the prune after it",
+        before=(create_run, claim(None), save_by_ranks(10, 1, 1)),
+        stages=(save_by_ranks(20, 1, 2), prune_one(1)),
     ),
     Scenario(
-        name="saves that borrow, and the prune of what they borrow of",
-        before=(create_run, claim(None), save_borrowing(10, 1, 1)),
-        stages=(save_borrowing(20, 1, 2), prune_one(1), save_borrowing(30, 1, 3), prune_one(1),
-                save_borrowing(40, 1, 4, anew=True), prune_one(1)),
+        name="saves that share files, and the prune of those they share them with",
+        before=(create_run, claim(None), save_sharing(10, 1, 1)),
+        stages=(
+            save_sharing(20, 1, 2),
+            prune_one(1),
+            save_sharing(30, 1, 3),
+            prune_one(1),
+            save_sharing(40, 1, 4, anew=True),
+            prune_one(1),
+        ),
     ),
     Scenario(
-        name="saves that are told by their differences, and the prune of what these are to",
+        name="saves encoded against earlier ones, and the prune of those",
         before=(create_run, claim(None), _ENCODING.save(10, 1, 1)),
         stages=(_ENCODING.save(20, 1, 2), prune_one(1), _ENCODING.save(30, 1, 3), prune_one(1)),
     ),
@@ -321,7 +344,7 @@ SCENARIOS = (
         before=(copied(0),),
         stages=(copied(1), prune_one(1), copied(2)),
     ),
-)  # fmt: skip
+)
 
 
 def random_scenario(seed: int, stages: int = 8) -> Scenario:
@@ -331,12 +354,12 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
     epoch, attempt, lineage = 1, 0, [(0, 0)]
     while len(made) < stages + 2:
         kind = chance.choice(("save", "save", "save", "restart", "give up", "clean", "prune"))
-        borrows = chance.random() < 0.5
+        shares = chance.random() < 0.5
         if kind in ("save", "give up"):
             attempt += 1
             step = chance.randrange(6)
             if kind == "save":
-                made.append((save_borrowing if borrows else save)(step, epoch, attempt))
+                made.append((save_sharing if shares else save)(step, epoch, attempt))
                 lineage.append((epoch, attempt))
             else:
                 made.append(begin(step, epoch, attempt))
@@ -350,6 +373,11 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
     return Scenario(name=f"history {seed}", before=tuple(made[:2]), stages=tuple(made[2:]))
 
 
+# Jobs of two ranks keep their files in folders here, as only large jobs do.
+_in_folders = mock.patch.object(plan_files, "FLAT_RANKS", 1)
+
+
+@_in_folders
 def record(scenario: Scenario, folder: Path, disk: RecordingDisk) -> Recorded:
     """Perform a scenario in `folder` and keep every call."""
     root = folder / "run"
@@ -396,15 +424,18 @@ def shown(root: Path) -> Shown:
     store = DirectoryStore(root, direct=False)
     try:
         run = Run.open(store)
-    except NotFound:
+    except NotFoundError:
         return None
     result = []
     for item in run.checkpoints():
         if item.commit is None:
             raise Violated(f"{item.folder} is shown but cannot be read: {item.error}")
-        digests = []
-        for file in files_of(store, item.folder, item.commit):
+        indexes = read_indexes(store, item.folder, item.commit)
+        digests = [item.commit.written.indexes.hex()]
+        for file in (file for index in indexes for file in index.files):
             data = store.read(f"{item.folder}/{file.name}", limit_bytes=1 << 20)
+            if len(data) != file.size_bytes:
+                raise Violated(f"{item.folder}/{file.name} has {len(data)} bytes")
             digests.append(hashlib.blake2b(data, digest_size=16).hexdigest())
         result.append((item.folder, item.on_lineage, tuple(digests)))
     return tuple(result)
@@ -422,6 +453,7 @@ def _crashes(
             yield calls, tree
 
 
+@_in_folders
 def _check(
     scenario: Scenario,
     recorded: Recorded,
@@ -462,21 +494,19 @@ def _recover(root: Path, before: Shown) -> None:
         raise Violated(f"after the recovery the newest is {saved}")
 
 
-def _commit(step: int, epoch: int, attempt: int) -> Commit:
-    files = tuple(
-        FileRecord(
-            name=name,
-            size_bytes=5000 + 4000 * number,
-            header_bytes=4096,
-            header_digest="xxh3-128:" + "0" * 32,
-        )
-        for number, name in enumerate(_FILES)
-    )
-    item = ItemRecord(name="model", kind="t", file=_FILES[0], tensors=1, size_bytes=1)
+def _commit(step: int, epoch: int, attempt: int, written: WrittenIndexes, ranks: int = 1) -> Commit:
+    item = ItemRecord(name="m", kind="t", tensors=1, size_bytes=1)
     return Commit(
-        run="0" * 32, step=step, epoch=epoch, attempt=attempt, created_s=1.0, laststep="0",
-        items=(item,), files=files,
-    )  # fmt: skip
+        run="0" * 32,
+        step=step,
+        epoch=epoch,
+        attempt=attempt,
+        created_s=1.0,
+        laststep="0",
+        items=(item,),
+        written=written,
+        ranks=ranks,
+    )
 
 
 def _ignore(_: object) -> None:

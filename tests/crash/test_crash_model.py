@@ -57,7 +57,7 @@ class _NoFolderSync(RecordingDisk):
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(one, marks=[pytest.mark.long] if "groups of ranks" in one.name else [])
+        pytest.param(one, marks=[pytest.mark.long] if "ranks in folders" in one.name else [])
         for one in (*SCENARIOS[:4], SCENARIOS[5], SCENARIOS[-1])
     ],
     ids=lambda scenario: scenario.name,

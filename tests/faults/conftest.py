@@ -27,11 +27,7 @@ class Trainer:
     """A process that runs trainer.py, forked from one that has imported torch."""
 
     def __init__(
-        self,
-        jobs: Jobs,
-        run: Path,
-        *options: str,
-        when_it_waits: Callable[[], None] | None = None,
+        self, jobs: Jobs, run: Path, *options: str, when_it_waits: Callable[[], None] | None = None
     ) -> None:
         """`when_it_waits` is called when its restore waits for somebody else, which it must."""
         waiting = ["--tell-waiting"] if when_it_waits is not None else []

@@ -27,9 +27,9 @@ from laststep import resuming
 from laststep.events import Captured, Committed, PreemptionEnded, TierHolds
 from laststep.flush.epoch import WriterEpoch
 from laststep.flush.saves import SaveUnderWay
-from laststep.flush.writer import SaveFlush
+from laststep.flush.writer import SaveWriter
 from laststep.process import signals
-from laststep.saving import backlog
+from laststep.saving import place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +38,8 @@ PATIENCE_S = 120.0
 PHASES: dict[str, tuple[Any, str]] = {
     "capture": (SaveUnderWay, "chunks"),
     "seal": (SaveUnderWay, "captured"),
-    "flush": (SaveFlush, "write"),
-    "durable": (SaveFlush, "finish"),
+    "flush": (SaveWriter, "write"),
+    "durable": (SaveWriter, "finish"),
     "commit": (WriterEpoch, "commit"),
     "retention": (WriterEpoch, "retain"),
     "restore": (resuming, "restore_into"),
@@ -84,14 +84,14 @@ class Training:
 
     def open_when_called_off(self) -> None:
         """With `until` "called off", go on when that was done with the saves that wait."""
-        call_off = backlog.call_off_queued
+        call_off = place.call_off_queued
 
         def act(*arguments: Any) -> None:
             call_off(*arguments)
             if self.request.get("until") == "called off":
                 self.go_on.set()
 
-        backlog.call_off_queued = act
+        place.call_off_queued = act
 
     def gate(self, phase: str) -> None:
         self.open_when_called_off()
@@ -131,9 +131,14 @@ class Training:
             tier = laststep.Tier(far, every=request.get("far_every", 1))
             place, how["tiers"] = [], [*near, tier]
         self.ckpt = laststep.Checkpointer(
-            *place, state=self.state, progress=False, host_memory_bytes=128 << 20,
-            preemption=laststep.Preemption(**request["preemption"]), subscribers=[self.tell], **how,
-        )  # fmt: skip
+            *place,
+            state=self.state,
+            progress=False,
+            host_memory_bytes=128 << 20,
+            preemption=laststep.Preemption(**request["preemption"]),
+            subscribers=[self.tell],
+            **how,
+        )
         self.gate(request.get("phase", ""))
         threading.Thread(target=self.listen, daemon=True).start()
         with contextlib.nullcontext(self.ckpt) if request.get("bare") else self.ckpt as ckpt:

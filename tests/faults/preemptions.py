@@ -78,7 +78,7 @@ def steps(run: Path) -> list[int]:
     """What `ls` shows."""
     try:
         return laststep.open(run).steps()
-    except laststep.NotFound:
+    except laststep.NotFoundError:
         return []
 
 

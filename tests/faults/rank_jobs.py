@@ -197,6 +197,8 @@ class Job:
         self.ranks: list[Process] = []
         self.committed: list[int] = []
         self._zygote, self._folder = zygote, folder
+        # A flusher of its own would know nothing of these folders.
+        self._settings = {"flush": "thread"} if folders else {}
         self._owned = None
         networks = networks or (None,) * ranks
         if store is not None:
@@ -208,11 +210,19 @@ class Job:
         for number in range(ranks):
             interface = interfaces[number] if interfaces else "lo"
             request = {
-                "what": "rank", "rank": number, "ranks": ranks, "address": address,
-                "port": self.port, "start": start, "hosts": first_hosts and number == 0,
-                "network": networks[number], "group": group, "folders": folders, "notes": notes,
+                "what": "rank",
+                "rank": number,
+                "ranks": ranks,
+                "address": address,
+                "port": self.port,
+                "start": start,
+                "hosts": first_hosts and number == 0,
+                "network": networks[number],
+                "group": group,
+                "folders": folders,
+                "notes": notes,
                 "environment": {"GLOO_SOCKET_IFNAME": interface},
-            }  # fmt: skip
+            }
             self.ranks.append(Process(zygote, request, folder / f"{start}.rank{number}.log"))
             if request["hosts"]:
                 self.port = int(self.ranks[0].hear("port"))
@@ -233,7 +243,8 @@ class Job:
             for process in self.ranks:
                 process.do(f"answer {answer_s:g}")
         for number, process in enumerate(self.ranks):
-            options = {"deadline_s": deadline_s, **(only or {}).get(number, {})}
+            own = (only or {}).get(number, {})
+            options = {"deadline_s": deadline_s, **self._settings, **own}
             process.tell(f"open {run} {json.dumps(options)}")
         for process in self.ranks:
             flusher = process.hear("open")
@@ -312,12 +323,7 @@ def folders(run: Path) -> list[str]:
 
 
 def check(
-    run: Path,
-    steps: list[int],
-    *,
-    ranks: int = 2,
-    tidy: bool = True,
-    read: set[str] | None = None,
+    run: Path, steps: list[int], *, ranks: int = 2, tidy: bool = True, read: set[str] | None = None
 ) -> None:
     """These steps are committed, and whole; with `tidy`, nothing else lies about, once a flusher
     has cleaned up, which it does after the save is told. What is in `read` has been found whole
@@ -330,8 +336,9 @@ def check(
             continue
         assert checkpoint.verify().damage == ()
         read.add(checkpoint.folder)
-        files = [path.stem for path in (run / checkpoint.folder).rglob("*.safetensors")]
-        assert len({name.partition("-r")[2] for name in files}) == ranks, files
+        files = [path.name for path in (run / checkpoint.folder).rglob("*-r*")]
+        assert len({name.partition("-r")[2][:5] for name in files}) == ranks, files
+        assert len([name for name in files if name.startswith("index-r")]) == ranks, files
     if steps:
         state = laststep.load(run)["state"]
         assert state["n"] == steps[-1]

@@ -29,14 +29,14 @@ from torch.distributed import tensor as dist_tensor
 
 import laststep
 from laststep import events
-from laststep.commit import meeting as teaming
+from laststep.commit import member as members
+from laststep.commit import thread as teaming
 from laststep.commit.agreement import Agreements
 from laststep.commit.leader import Leader
-from laststep.commit.member import Member
 from laststep.commit.round import RoundContext
 from laststep.flush import server
 from laststep.plan import files as planning
-from laststep.plan.groups import Groups
+from laststep.plan.receipts import Groups
 from laststep.ranks import board as boards
 from laststep.ranks.board import Board
 
@@ -93,7 +93,7 @@ def put_gates() -> None:
     receipts of its group, and has not said so. `decide`: the first rank has all receipts. `tell`:
     it is committed, and nobody knows."""
 
-    def stand(kind: type, method: str, name: str, *, after: bool) -> None:
+    def stand(kind: Any, method: str, name: str, *, after: bool) -> None:
         inner = getattr(kind, method)
 
         def held(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -109,7 +109,7 @@ def put_gates() -> None:
     stand(Agreements, "on", "agree", after=False)
     stand(Leader, "_post", "post", after=True)
     stand(RoundContext, "own_receipt", "receipt", after=True)
-    stand(Member, "_summary", "summary", after=True)
+    stand(members, "summarise", "summary", after=True)
     stand(Leader, "_gathered", "decide", after=True)
     stand(Leader, "_tell", "tell", after=False)
 
@@ -200,9 +200,10 @@ class Worker:
         self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
         if how.pop("sharded", False):
             self.state["t"] = dist_tensor.distribute_tensor(
-                self.state["t"], device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
+                self.state["t"],
+                device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
                 [dist_tensor.Shard(0)],
-            )  # fmt: skip
+            )
         if how.pop("stuck", False):
             server.open_store = stuck_store.Stuck
         place: tuple[str, ...] = (run,)
@@ -212,10 +213,15 @@ class Worker:
             laststep.register_store("gated", "stuck_store:Gated")
             place, how["tiers"] = (), [*how.get("tiers", [run]), far]
         self.checkpointer = laststep.Checkpointer(
-            *place, state=self.state, flaky=self.flaky, progress=False,
-            mine=laststep.PerRank(self.mine, when_ranks_change="keep"), new_lineage=True,
-            subscribers=[self.hear], **how,
-        )  # fmt: skip
+            *place,
+            state=self.state,
+            flaky=self.flaky,
+            progress=False,
+            mine=laststep.PerRank(self.mine, when_ranks_change="keep"),
+            new_lineage=True,
+            subscribers=[self.hear],
+            **how,
+        )
         self.checkpointer._client.start()
         say("open", self.checkpointer._client.helper_pid)
 
@@ -307,15 +313,21 @@ def rank(request: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, format=f"[{request['rank']}] %(message)s")
     torch.set_num_threads(1)
     store = dist.TCPStore(
-        request["address"], request["port"], None, request.get("hosts", False),
-        timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False,
-    )  # fmt: skip
+        request["address"],
+        request["port"],
+        None,
+        request.get("hosts", False),
+        timeout=timedelta(seconds=PATIENCE_S),
+        wait_for_workers=False,
+    )
     if request.get("hosts"):
         say("port", store.port)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(request["start"], store), rank=request["rank"],
+        "gloo",
+        store=dist.PrefixStore(request["start"], store),
+        rank=request["rank"],
         world_size=request["ranks"],
-    )  # fmt: skip
+    )
     say("ready")
     if request["notes"]:
         notes = dist.PrefixStore(request["notes"], store)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.storage.directory import DirectoryStore
 
 
@@ -39,7 +39,7 @@ class Gated(DirectoryStore):
 
         def finish_when_open(size_bytes: int) -> None:
             if self._place.with_suffix(".full").exists():
-                raise StorageFailed("there is no room", where=name)
+                raise StorageError("there is no room", where=name)
             self._place.with_suffix(".waits").touch()
             while not self._place.with_suffix(".open").exists():
                 time.sleep(0.01)  # a test says when

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,9 +107,13 @@ def open_run(
     run: Path, flush: str, state: dict[str, object], compression: str = "none"
 ) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, state=state, flush=flush, host_memory_bytes=64 * MIB, progress=False,
+        run,
+        state=state,
+        flush=flush,
+        host_memory_bytes=64 * MIB,
+        progress=False,
         compression=compression,
-    )  # fmt: skip
+    )
 
 
 def go(
@@ -143,7 +147,7 @@ def go(
         checkpointer.wait(PATIENCE_S)
     except laststep.LaststepError as error:
         told = error
-    assert type(told) is laststep.StorageFailed, repr(told)
+    assert type(told) is laststep.StorageError, repr(told)
     assert "No space left on device (ENOSPC)" in str(told), told
     assert "free some room" in str(told), told
     assert not told.transient

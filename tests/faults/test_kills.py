@@ -138,7 +138,7 @@ def test_what_an_orphan_commits_before_its_successor_saves_is_not_abandoned(
     first.wait_for_helper()
     second.do("save 5")
     second.tell("wait")
-    assert second.hear("failed")[0] == "Aborted"
+    assert second.hear("failed")[0] == "AbortedError"
     second.do("close")
     third = start()
     assert third.restored == 1
@@ -156,13 +156,13 @@ def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
     os.kill(pid, signal.SIGSTOP)
     first.save(0)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(laststep.StorageFailed, match="flusher ended"):
+    with pytest.raises(laststep.StorageError, match="flusher ended"):
         first.wait(PATIENCE_S)
     with laststep.Checkpointer(run_folder, state=state_of(5), flush="thread") as second:
         second.restore()
         second.save(5).wait(PATIENCE_S)
         for step in (1, 2):
-            with pytest.raises(laststep.Aborted, match="another job was first"):
+            with pytest.raises(laststep.AbortedError, match="another job was first"):
                 first.save(step).wait(PATIENCE_S)
         second.save(6).wait(PATIENCE_S)
     first.close()
@@ -175,7 +175,7 @@ def test_a_job_that_was_taken_over_goes_on_after_a_restore(run_folder: Path) -> 
         first.restore()
         second.restore()
         second.save(5).wait(PATIENCE_S)
-        with pytest.raises(laststep.Aborted, match=r"restore\(\)"):
+        with pytest.raises(laststep.AbortedError, match=r"restore\(\)"):
             first.save(0).wait(PATIENCE_S)
         assert first.restore().step == 5
         first.save(6).wait(PATIENCE_S)
@@ -200,7 +200,7 @@ def test_a_flusher_that_is_not_understood_is_dead_before_anybody_hears_of_it(
         handle_message(message)
 
     monkeypatch.setattr(checkpointer._client, "_handle", fail)
-    with pytest.raises(laststep.StorageFailed, match="could not be handled"):
+    with pytest.raises(laststep.StorageError, match="could not be handled"):
         checkpointer.save(1).wait(PATIENCE_S)
     assert helper.join(0)
     if helper.pid is not None:
@@ -232,7 +232,7 @@ def test_the_death_of_a_flusher_is_noticed_though_a_forked_child_holds_its_end(
         os.kill(flusher(), signal.SIGSTOP)
         checkpointer.save(1)
         os.kill(flusher(), signal.SIGKILL)
-        with pytest.raises(laststep.StorageFailed, match="signal 9"):
+        with pytest.raises(laststep.StorageError, match="signal 9"):
             checkpointer.wait(PATIENCE_S)
         monkeypatch.undo()
         checkpointer.save(2).wait(PATIENCE_S)
@@ -292,7 +292,7 @@ def test_who_is_taken_over_hears_by_which_trainer(flush: str, start: Callable[..
     first.do("save 2")
     first.tell("wait")
     told = " ".join(first.hear("failed"))
-    assert "Aborted" in told
+    assert "AbortedError" in told
     assert f"found epoch 2, process {second.pid} on " in told
 
 
@@ -313,7 +313,7 @@ def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
         if moment == "with two saves":
             checkpointer.save(2)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(laststep.StorageFailed, match=r"flusher ended.*signal 9"):
+        with pytest.raises(laststep.StorageError, match=r"flusher ended.*signal 9"):
             checkpointer.wait(PATIENCE_S)
     state["t"].fill_(5)
     state["n"] = 5
@@ -342,7 +342,7 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
         try:
             handle.wait(PATIENCE_S)
             committed.append(step)
-        except laststep.StorageFailed:
+        except laststep.StorageError:
             pass
         wait_until(nobody_listens)
         assert set(committed) <= set(laststep.open(run_folder).steps() if committed else [])
@@ -372,7 +372,7 @@ def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     assert finds_out.wait(PATIENCE_S)
     handle = checkpointer.save(1)
     saved.set()
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         handle.wait(PATIENCE_S)
     wait_until(nobody_listens)
     checkpointer.save(2).wait(PATIENCE_S)
@@ -461,7 +461,7 @@ def test_the_older_of_two_trainers_on_a_run_is_told_and_commits_nothing_more(
         older.tell(f"capture {step}")
         older.hear("done")
         older.tell("wait")
-        assert older.hear("failed")[0] == "Aborted"
+        assert older.hear("failed")[0] == "AbortedError"
     newer.do("save 5")
     newer.do("close")
     assert laststep.open(run_folder).steps() == [1, 2, 5]
@@ -483,7 +483,7 @@ def test_a_zombie_that_wakes_up_after_its_successor_changes_nothing_of_the_linea
     newer.do("wait")
     zombie.resume_helper()
     zombie.tell("wait")
-    assert zombie.hear("failed")[0] == "Aborted"
+    assert zombie.hear("failed")[0] == "AbortedError"
     assert laststep.open(run_folder).steps() == [1, 7]
     newer.do("close")
     assert numbers(run_folder) == (7, 7.0)

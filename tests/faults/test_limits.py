@@ -43,7 +43,7 @@ for act in (
 ):
     try:
         act()
-    except laststep.StorageFailed as error:
+    except laststep.StorageError as error:
         assert error.remedy and error.expected and error.found, error
         assert ("host_memory_bytes" in error.remedy) == has_setting, error
         has_setting = False
@@ -69,7 +69,7 @@ with laststep.Checkpointer(run, s=state, host_memory_bytes=64 << 20) as checkpoi
     resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), before[1]))
     try:
         checkpointer.save(1)
-    except laststep.StorageFailed as error:
+    except laststep.StorageError as error:
         assert "too little memory" in error.what and error.found and error.remedy, error
         print("told")
     resource.setrlimit(resource.RLIMIT_AS, before)
@@ -99,7 +99,7 @@ before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
 try:
     tensor[:]
-except laststep.StorageFailed as error:
+except laststep.StorageError as error:
     assert "too little memory" in error.what and error.remedy, error
     print("told")
 resource.setrlimit(resource.RLIMIT_AS, before)
@@ -135,10 +135,10 @@ def test_too_little_memory_in_code_of_others_says_nothing_about_the_checkpoint(
     with laststep.Checkpointer(run_folder, item=item, flush="thread", **HOW) as checkpointer:
         checkpointer.save(0).wait()
         item.wants = "state_dict"
-        with pytest.raises(laststep.StorageFailed, match=r"too little memory to save.*ulimit -v"):
+        with pytest.raises(laststep.StorageError, match=r"too little memory to save.*ulimit -v"):
             checkpointer.save(1)
         item.wants = "load_state_dict"
-        with pytest.raises(laststep.StorageFailed, match="too little memory"):
+        with pytest.raises(laststep.StorageError, match="too little memory"):
             checkpointer.restore()
         item.wants = None
         assert checkpointer.restore().step == 0
@@ -154,7 +154,7 @@ def test_what_cannot_be_rebuilt_for_lack_of_memory_is_not_called_damaged(
         return torch.empty(1 << 46, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "sparse_coo_tensor", grow)
-    with pytest.raises(laststep.StorageFailed, match="too little memory to load"):
+    with pytest.raises(laststep.StorageError, match="too little memory to load"):
         laststep.load(run_folder)
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_may_not_grow_so_large_fails_its_save_alone(run_folder: Path
     with laststep.Checkpointer(run_folder, s=state, flush="thread", **HOW) as checkpointer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
         try:
-            with pytest.raises(laststep.StorageFailed, match=r"EFBIG.*ulimit -f"):
+            with pytest.raises(laststep.StorageError, match=r"EFBIG.*ulimit -f"):
                 checkpointer.save(0).wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -186,7 +186,7 @@ def test_a_path_that_is_no_text_is_refused_at_once(
     act: Callable[[str], object], tmp_path: Path
 ) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    with pytest.raises(laststep.Usage, match="valid UTF-8") as caught:
+    with pytest.raises(laststep.UsageError, match="valid UTF-8") as caught:
         act(path)
     str(caught.value).encode()
     assert caught.value.remedy
@@ -214,7 +214,7 @@ def test_a_run_that_goes_away_is_told_and_nothing_is_written_in_its_place(
             run.unlink()
             run.symlink_to("elsewhere")
         for step in (1, 2):
-            with pytest.raises(laststep.NotFound, match="deleted or renamed") as caught:
+            with pytest.raises(laststep.NotFoundError, match="deleted or renamed") as caught:
                 checkpointer.save(step).wait()
             error = caught.value
             assert all((error.where, error.expected, error.found, error.remedy))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 import torch
 
 import laststep
-from laststep.codecs.digests import digest_text
-from laststep.errors import Usage
-from laststep.format import manifest
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.errors import UsageError
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
@@ -24,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HOSTILE = Path(__file__).parent.parent / "hostile"
+
+# What changes checkpoints and puts their digests right again.
+sys.path.insert(0, str(Path(__file__).parent.parent / "torture"))
+
+import forging  # noqa: E402
 
 
 @pytest.fixture
@@ -52,10 +55,10 @@ def test_a_disk_that_is_full_fails_the_save_loudly_and_the_next_works_when_there
                 file.write(bytes(1 << 20))
                 file.flush()
         checkpointer.save(1)
-        with pytest.raises(laststep.StorageFailed, match="No space left"):
+        with pytest.raises(laststep.StorageError, match="No space left"):
             checkpointer.wait(PATIENCE_S)
         assert laststep.open(small_disk / "run").steps() == [0]
-        with pytest.raises(laststep.StorageFailed, match="No space left"):
+        with pytest.raises(laststep.StorageError, match="No space left"):
             checkpointer.save(2).wait(PATIENCE_S)
         ballast.unlink()
         state["t"].fill_(3)
@@ -74,7 +77,7 @@ def test_a_disk_that_fills_up_during_a_save_fails_it(small_disk: Path) -> None:
         small_disk / "run", items=items, host_memory_bytes=64 << 20
     ) as checkpointer:
         checkpointer.save(0)
-        with pytest.raises(laststep.StorageFailed, match="No space left"):
+        with pytest.raises(laststep.StorageError, match="No space left"):
             checkpointer.wait(PATIENCE_S)
     assert not list((small_disk / "run").glob("step-*/*.safetensors"))
 
@@ -90,7 +93,7 @@ def test_a_filesystem_that_becomes_read_only_is_told_and_its_checkpoints_can_be_
         state["t"].zero_()
         assert checkpointer.restore().step == 0
         assert bool((state["t"] == 1).all())
-        with pytest.raises(laststep.StorageFailed, match=r"[Rr]ead-only"):
+        with pytest.raises(laststep.StorageError, match=r"[Rr]ead-only"):
             checkpointer.save(1).wait(PATIENCE_S)
 
 
@@ -99,14 +102,14 @@ def test_a_filesystem_that_becomes_read_only_is_told_and_its_checkpoints_can_be_
 )
 def test_a_folder_without_the_right_to_write_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(laststep.StorageFailed, match="Permission denied"):
+    with pytest.raises(laststep.StorageError, match="Permission denied"):
         attempt({"a": 1}, tmp_path / "run")
     tmp_path.chmod(0o700)
 
 
 def test_a_run_whose_path_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(laststep.StorageFailed, match="is not a folder"):
+    with pytest.raises(laststep.StorageError, match="is not a folder"):
         attempt({"a": 1}, tmp_path / "run")
 
 
@@ -135,7 +138,7 @@ def restores_the_first(run: Path) -> bool:
     with attempt(state, run, flush="thread") as checkpointer:
         try:
             restored = checkpointer.restore()
-        except Usage as error:
+        except UsageError as error:
             # Of a later version: there is nothing to fall back from.
             return "format" not in str(error)
     assert restored.step == 0
@@ -150,33 +153,71 @@ def test_a_hostile_manifest_is_passed_over(name: str, second: Path) -> None:
     assert restores_the_first(second.parent) == ("newer" not in name)
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in HOSTILE.glob("header-*.safetensors")))
-def test_a_hostile_header_under_a_manifest_that_vouches_for_it_is_passed_over(
+@pytest.mark.parametrize("name", sorted(p.name for p in HOSTILE.glob("*.safetensors")))
+def test_a_hostile_header_hurts_no_restore_and_verify_finds_it(name: str, second: Path) -> None:
+    path = second / "shared.safetensors"
+    whole = path.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes((HOSTILE / name).read_bytes()[:length].ljust(length, b"\0") + whole[length:])
+    state = {"t": torch.full((10,), 9.0)}
+    with attempt(state, second.parent, flush="thread") as checkpointer:
+        restored = checkpointer.restore()
+    assert (restored.step, restored.skipped) == (1, ())
+    assert bool((state["t"] == 1).all())
+    (damage,) = laststep.open(second.parent)[1].verify().damage
+    assert (damage.file, damage.what) == ("shared.safetensors", "header")
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in HOSTILE.glob("index-*")))
+def test_a_hostile_index_under_a_manifest_that_vouches_for_it_is_passed_over(
     name: str, second: Path
 ) -> None:
     data = (HOSTILE / name).read_bytes()
-    claimed = int.from_bytes(data[:8], "little")
-    header_bytes = min(8 + claimed, len(data))
-    genuine = manifest.decode((second / "manifest.json").read_bytes(), where="here")
-    assert isinstance(genuine, Commit)
-    record = FileRecord(
-        name="state.safetensors",
-        size_bytes=len(data),
-        header_bytes=header_bytes,
-        header_digest=digest_text(data[:header_bytes]),
-    )
-    item = ItemRecord(name="state", kind="value", file=record.name, tensors=1, size_bytes=40)
-    forged = msgspec.structs.replace(genuine, files=(record,), items=(item,))
-    try:
-        text = manifest.encode(forged)
-    except Usage:
-        return  # no manifest can vouch for this one
-    (second / record.name).write_bytes(data)
-    (second / "manifest.json").write_bytes(text)
+    (second / "index-r00000").write_bytes(data)
+
+    def vouch(stored: Any) -> Any:
+        stored["written"]["indexes"] = base64.b64encode(data[:16].ljust(16)).decode()
+        return stored
+
+    forging.change_manifest(second, vouch)
     assert restores_the_first(second.parent) == ("newer" not in name)
 
 
-def test_a_manifest_that_names_files_elsewhere_reads_none_of_them(
+FILES, LAYOUTS = 2, 4
+"""Their places in an index."""
+
+
+def put(value: object, *way: int) -> Callable[[Any], Any]:
+    """Put a value at that place in an index."""
+
+    def change(index: Any) -> Any:
+        *outer, last = way
+        inner = index
+        for number in outer:
+            inner = inner[number]
+        inner[last] = value
+        return index
+
+    return change
+
+
+ELSEWHERE = (
+    "/etc/passwd",
+    "/x.safetensors",
+    "../x.safetensors",
+    "../../x.pack",
+    "a/b/c.safetensors",
+    "r00000/../x.pack",
+    ".hidden.safetensors",
+    "a\\b.pack",
+    "x\0.safetensors",
+    "",
+    ".pack",
+    "manifest.json",
+)
+
+
+def test_an_index_that_names_files_elsewhere_reads_none_of_them(
     second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
@@ -187,8 +228,44 @@ def test_a_manifest_that_names_files_elsewhere_reads_none_of_them(
         return open_reader(self, name, **more)
 
     monkeypatch.setattr(DirectoryStore, "open_reader", seen)
-    for name in ("manifest-file-absolute.json", "manifest-file-parent.json"):
-        (second / "manifest.json").write_bytes((HOSTILE / name).read_bytes())
-        assert restores_the_first(second.parent)
-    assert opened
-    assert not any(".." in name or name.startswith("/") for name in opened)
+    for name in ELSEWHERE:
+        forging.change_index(second, put(name, FILES, 0, 0))
+        opened.clear()
+        assert restores_the_first(second.parent), name
+        inside = ("manifest.json", "index-r00000", "shared.safetensors")
+        assert opened
+        assert all(path.endswith(inside) and path.count("/") <= 1 for path in opened), opened
+        assert not any(".." in path or path.startswith("/") for path in opened)
+
+
+LIES = {
+    "a file that is too long": put(1 << 62, FILES, 0, 1),
+    "a file of a folder elsewhere": put("../other", FILES, 0, 2),
+    "a file that is no list": put("shared.safetensors", FILES, 0),
+    "no files": put([], FILES),
+    "a layout of a name elsewhere": put("../x.safetensors", LAYOUTS, 0, 0, 0),
+    "a header of no length": put(0, LAYOUTS, 0, 0, 2),
+    "tensors that are longer": put(1 << 40, LAYOUTS, 0, 0, 3),
+    "digests that are too few": put(b"", LAYOUTS, 0, 1),
+    "no runs": put([], LAYOUTS, 0, 2),
+    "a run of very many blocks": put(1 << 62, LAYOUTS, 0, 2, 0, 0),
+    "a run in a file that is not there": put(7, LAYOUTS, 0, 2, 0, 1),
+    "a run behind the end": put(1 << 40, LAYOUTS, 0, 2, 0, 2),
+    "an encoding that is not there": put(3, LAYOUTS, 0, 2, 0, 3),
+    "another rank": put(1, 1),
+    "no values": put({}, 5),
+    "values that are no JSON": put({"state": b"\xff"}, 5),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_index_that_lies_under_a_manifest_that_vouches_for_it_is_passed_over(
+    lie: str, second: Path
+) -> None:
+    forging.change_index(second, LIES[lie])
+    assert restores_the_first(second.parent)
+
+
+def test_an_index_of_a_later_format_is_refused(second: Path) -> None:
+    forging.change_index(second, put(1 << 20, 0))
+    assert not restores_the_first(second.parent)

@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("grace", [*long("2 s", "5 s", "10 s"), GRACE])
 @pytest.mark.parametrize(
     "phase",
-    ["training", "capture", "commit", "restore",
-     *long("idle", "seal", "flush", "durable", "retention")],
-)  # fmt: skip
+    [
+        "training",
+        "capture",
+        "commit",
+        "restore",
+        *long("idle", "seal", "flush", "durable", "retention"),
+    ],
+)
 def test_the_last_step_is_committed_whenever_the_signal_comes(
     told: Callable[..., Told], run_folder: Path, phase: str, grace: str
 ) -> None:
@@ -144,9 +149,12 @@ def test_the_grace_ends_it_though_there_is_no_room_for_the_last_save(
 ) -> None:
     """The pool is full of saves that never end, and the next one waits inside of save()."""
     trainer = told(
-        phase="flush", until="the end", preemption={"grace": "0.3 s"}, size=12 << 20,
+        phase="flush",
+        until="the end",
+        preemption={"grace": "0.3 s"},
+        size=12 << 20,
         settings={"writers": 1},
-    )  # fmt: skip
+    )
     trainer.hear("at", "flush")
     trainer.send()
     report = trainer.report()
@@ -223,9 +231,12 @@ def test_training_on_another_thread_ends_by_a_file_and_within_the_grace(
 ) -> None:
     file = tmp_path / "preempted"
     trainer = told(
-        phase="flush", until="the end", thread=True, size=10 << 20,
+        phase="flush",
+        until="the end",
+        thread=True,
+        size=10 << 20,
         preemption={"signals": [], "file": str(file), "grace": "0.3 s"},
-    )  # fmt: skip
+    )
     trainer.hear("at", "flush")
     file.touch()
     report = trainer.report()
@@ -236,9 +247,12 @@ def test_training_on_another_thread_ends_by_a_file_and_within_the_grace(
 
 @pytest.mark.parametrize(
     ("who", "every", "together"),
-    [((3,), "0.05 s", False), ((0, 1, 2, 3), 10, True),
-     *long(((2,), 10, False), ((0,), None, False), ((1,), None, True), ((2,), "auto", True))],
-)  # fmt: skip
+    [
+        ((3,), "0.05 s", False),
+        ((0, 1, 2, 3), 10, True),
+        *long(((2,), 10, False), ((0,), None, False), ((1,), None, True), ((2,), "auto", True)),
+    ],
+)
 def test_all_ranks_stop_at_one_step_whoever_was_told(
     told_job: Callable[..., Ranks],
     run_folder: Path,

@@ -47,7 +47,7 @@ def test_a_rank_with_a_full_disk_is_named_with_the_systems_error(
     resource.prlimit(flusher, resource.RLIMIT_FSIZE, UNLIMITED)
     assert all("File too large" in error for error in errors)
     assert all(f"rank {number}: " in errors[other] for other in others_than(number))
-    assert "StorageFailed" in errors[number]
+    assert "StorageError" in errors[number]
     standing.save(step)  # the same step again
     standing.works()
 
@@ -255,7 +255,7 @@ def test_a_first_rank_that_was_stopped_past_the_deadline_is_named_and_comes_back
         assert said in rank.gives_up()
     first.tell(f"try {step}")
     first.send(signal.SIGCONT)
-    assert "Aborted" in first.gives_up()
+    assert "AbortedError" in first.gives_up()
     standing.works()
 
 

@@ -1,11 +1,12 @@
 """Jobs of several groups of ranks: whoever dies or sleeps is named, whoever speaks for it or not;
-and a manifest of a group that is damaged is found.
+and an index of any rank that is damaged is found.
 
 Groups are made small here: two ranks each. Large jobs have them by themselves.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ import pytest
 from rank_jobs import check, folders
 
 import laststep
-from laststep.catalog.groups import files_of
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.indexes import read_index
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -51,28 +53,29 @@ def newest(run: Path) -> Path:
     return run / folders(run)[-1]
 
 
-def test_the_manifest_names_groups_and_these_the_files(standing: tuple[Job, Path]) -> None:
+def test_the_manifest_has_the_digest_of_the_index_of_every_rank(standing: tuple[Job, Path]) -> None:
     job, run = standing
     step = job.committed[-1] + 1
     job.save(step)
     job.committed.append(step)
     check(run, job.committed, ranks=4)
     root = json.loads((newest(run) / "manifest.json").read_bytes())["manifest"]
-    assert "files" not in root
     assert root["ranks"] == 4
-    names = [(one["name"], one["first"], one["ranks"]) for one in root["groups"]]
-    assert names == [("groups/r00000.json", 0, 2), ("groups/r00002.json", 2, 2)]
+    indexes = sorted(newest(run).glob("index-r*"))
+    assert [path.name for path in indexes] == [f"index-r{rank:05d}" for rank in range(4)]
+    digests = b"".join(path.read_bytes()[:DIGEST_BYTES] for path in indexes)
+    assert base64.b64decode(root["written"]["indexes"]) == digests
     (one,) = root["classes"]
     assert one["spans"] == [[0, 4]]
     sizes = {path.name: path.stat().st_size for path in newest(run).glob("*.safetensors")}
-    assert sum(one["size_bytes"] for one in root["groups"]) == sum(sizes.values())
-    assert sum(one["files"] for one in root["groups"]) == len(sizes)
+    assert root["written"]["size_bytes"] == sum(sizes.values())
+    assert root["written"]["files"] == len(sizes)
     checkpoint = laststep.open(run).latest()
     assert checkpoint.size_bytes == sum(sizes.values())
 
 
 @pytest.mark.long
-def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of_all(
+def test_a_flusher_killed_before_its_group_has_reported_fails_the_save_of_all(
     standing: tuple[Job, Path],
 ) -> None:
     job, _ = standing
@@ -103,12 +106,15 @@ def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
 
 
 def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_pruned(
-    open_job: Callable[..., Job], run_folder: Path, tmp_path: Path
+    open_job: Callable[..., Job], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_files, "FLAT_RANKS", 2)
+    monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", 2)
     job = open_job(4, group=2, folders=True)
     job.save(1)
     inside = {path.name for path in newest(run_folder).iterdir()}
-    assert inside == {"groups", "r00000", "r00002", "manifest.json"}
+    assert inside == {"r00000", "r00002", "manifest.json"}
+    assert (newest(run_folder) / "r00002" / "index-r00003").exists()
     job.ranks[3].do("fail")
     job.fails(2)
     job.save(2)
@@ -121,12 +127,14 @@ def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_prun
         there = [path for path in (run_folder / item.folder).rglob("*") if path.is_file()]
         assert item.is_whole
         assert item.stored_bytes == sum(path.stat().st_size for path in there)
-        assert item.size_bytes == sum(p.stat().st_size for p in there if p.suffix != ".json")
+        data = [path for path in there if path.suffix == ".safetensors"]
+        assert item.size_bytes == sum(path.stat().st_size for path in data)
     commit = run.checkpoints()[-1].commit
     assert commit is not None
-    ranks_3 = files_of(run.store, newest(run_folder).name, commit, ranks=[3])
-    assert {file.rank for file in ranks_3} == {3}
-    assert all(file.name.startswith("r00002/") for file in ranks_3)
+    of_rank_3 = read_index(run.store, newest(run_folder).name, commit, 3)
+    assert of_rank_3.rank == 3
+    assert of_rank_3.files
+    assert all(file.name.startswith("r00002/") for file in of_rank_3.files)
     deleted = plan_prune(run, Keep(last=1)).execute()
     assert deleted == ("step-00000001.1-1",)
     check(run_folder, [2], ranks=4)
@@ -136,12 +144,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped": lambda path: flip(path, 200),
     "gone": lambda path: path.unlink(),
     "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "another": lambda path: shutil.copy(path.with_name("r00000.json"), path),
+    "another": lambda path: shutil.copy(path.with_name("index-r00000"), path),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_manifest_of_a_group_is_found_and_passed_over(
+def test_a_damaged_index_of_one_rank_is_found_and_passed_over(
     how: str, standing: tuple[Job, Path], run_folder: Path
 ) -> None:
     job, run = standing
@@ -149,7 +157,7 @@ def test_a_damaged_manifest_of_a_group_is_found_and_passed_over(
         job.save(2)
         job.committed.append(2)
     shutil.copytree(run, run_folder)
-    path = newest(run_folder) / "groups" / "r00002.json"
+    path = newest(run_folder) / "index-r00002"
     DAMAGE[how](path)
     before, step = job.committed[-2:]
     state = {"t": 0, "n": 0}
@@ -160,7 +168,7 @@ def test_a_damaged_manifest_of_a_group_is_found_and_passed_over(
     assert restored.step == before
     ((skipped, reason),) = [(one.step, one.reason) for one in restored.skipped]
     assert skipped == step
-    assert "group" in reason or "groups/r00002.json" in reason
+    assert "index" in reason
     (damage,) = laststep.open(run_folder)[step].verify().damage
-    assert (damage.file, damage.what) == ("groups/r00002.json", "group manifest")
+    assert (damage.file, damage.what) == ("index-r00002", "index")
     assert laststep.open(run_folder)[before].verify().damage == ()

@@ -14,6 +14,7 @@ from rank_jobs import check, wait_for_end
 
 import laststep
 from laststep.memory import segments
+from laststep.plan import files as plan_files
 from laststep.tiers import sealed
 from waiting import wait_until
 
@@ -31,8 +32,15 @@ MB = 1 << 20
 class Starts:
     """The starts of one job, one after the other, whose saves are kept in shared memory."""
 
-    def __init__(self, start_job: Callable[..., Job], folder: Path, run: Path) -> None:
+    def __init__(
+        self,
+        start_job: Callable[..., Job],
+        folder: Path,
+        run: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         self._start_job = start_job
+        self._monkeypatch = monkeypatch
         self._store = None
         self._count = 0
         self.base = folder / "shm"
@@ -42,7 +50,11 @@ class Starts:
     def __call__(self, ranks: int = RANKS, *, many: bool = False, **options: object) -> Job:
         """`many`: cut into groups and folders, as jobs of very many ranks are."""
         self._count += 1
-        how = {"group": 2, "folders": True} if many else {}
+        how: dict[str, Any] = {}
+        if many:
+            how = {"group": 2, "folders": True}
+            self._monkeypatch.setattr(plan_files, "FLAT_RANKS", 2)
+            self._monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", 2)
         job = self._start_job(ranks, store=self._store, start=f"start{self._count}", **how)
         self._store = job.store
         how = {"memory": str(self.base), "host_memory_bytes": 160 * MB, **options}
@@ -64,8 +76,10 @@ class Starts:
 
 
 @pytest.fixture
-def starts(start_job: Callable[..., Job], tmp_path: Path, run_folder: Path) -> Starts:
-    return Starts(start_job, tmp_path, run_folder)
+def starts(
+    start_job: Callable[..., Job], tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Starts:
+    return Starts(start_job, tmp_path, run_folder, monkeypatch)
 
 
 def kill(job: Job, *, with_flushers: bool = True) -> None:
@@ -209,7 +223,7 @@ def damage(segment: Segment) -> None:
     """One byte of each slot that a sealed save needs."""
     with Path(segment.pool_path).open("r+b") as pool:
         for save in sealed.saves_in(segment):
-            for slot in save.slots:
+            for slot in save.needed_slots:
                 pool.seek(slot * (16 << 20) + 5)
                 pool.write(b"\x01")
 

@@ -159,10 +159,14 @@ def test_a_job_that_is_killed_whole_goes_on_from_the_newest_that_was_committed(
     assert folders(run_folder)[-1] == "step-00000003.2-1"
 
 
-@pytest.mark.parametrize("gate", [
-    "receipt", pytest.param("decide", marks=pytest.mark.long),
-    pytest.param("tell", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "receipt",
+        pytest.param("decide", marks=pytest.mark.long),
+        pytest.param("tell", marks=pytest.mark.long),
+    ],
+)
 def test_a_start_that_finds_the_notes_of_an_earlier_one_does_not_take_them_for_its_own(
     gate: str, open_job: Callable[..., Job], run_folder: Path
 ) -> None:
@@ -190,10 +194,14 @@ def test_a_start_that_finds_the_notes_of_an_earlier_one_does_not_take_them_for_i
     check(run_folder, steps)
 
 
-@pytest.mark.parametrize("gate", [
-    "receipt", pytest.param("decide", marks=pytest.mark.long),
-    pytest.param("tell", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "receipt",
+        pytest.param("decide", marks=pytest.mark.long),
+        pytest.param("tell", marks=pytest.mark.long),
+    ],
+)
 def test_a_start_that_restores_nothing_commits_nothing_of_an_earlier_one(
     gate: str, start_job: Callable[..., Job], run_folder: Path
 ) -> None:

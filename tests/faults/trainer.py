@@ -84,9 +84,14 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     checkpointer = laststep.Checkpointer(
-        options.run, state=state, flush=options.flush, capture=options.capture,
-        host_memory_bytes=64 << 20, progress=False, compression=options.compression,
-    )  # fmt: skip
+        options.run,
+        state=state,
+        flush=options.flush,
+        capture=options.capture,
+        host_memory_bytes=64 << 20,
+        progress=False,
+        compression=options.compression,
+    )
     restored = checkpointer.restore()
     optimizer.step()
     checkpointer._client.start()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.starts import Start, coming
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.events import Bus
 from laststep.flush.client import Client
 from laststep.flush.protocol import Begin, Chunks
@@ -98,7 +98,7 @@ def test_a_save_that_failed_before_it_was_announced_leaves_no_mark(tmp_path: Pat
         save = SaveUnderWay(client, 7)
         client.begin(save, plan_save(()), lambda: None)
         started[0].kill()
-        with pytest.raises(StorageFailed, match="the flusher ended"):
+        with pytest.raises(StorageError, match="the flusher ended"):
             save.handle.wait(60)
         save.begin()  # the capture thread comes to it only now
         assert coming(store) == ()  # or every restore would wait for it while this process lives

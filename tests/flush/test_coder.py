@@ -1,4 +1,4 @@
-"""How blocks are encoded follows from the store's pace, idle cores and a sample, all given here."""
+"""The way blocks are encoded: chosen by the store's pace, idle cores and a sample, given here."""
 
 from __future__ import annotations
 
@@ -12,36 +12,27 @@ import pytest
 
 from laststep.codecs.blocks.registry import codec_named
 from laststep.codecs.digests import digest
-from laststep.errors import Usage
-from laststep.flush import coder
-from laststep.flush.coder import Compressor, Estimate, FileCoder, estimate, sample_of
-from laststep.flush.earlier import Earlier
-from laststep.flush.lending import Anchor
-from laststep.flush.protocol import FileBegin, Orders
-from laststep.format.borrowing import BlockPlace
-from laststep.format.safetensors import TensorEntry
-from laststep.terms import BLOCK_BYTES, DTYPES
+from laststep.errors import UsageError
+from laststep.flush import encoder
+from laststep.flush.encoder import Compressor, Earlier, Estimate, FileCoder, estimate, sample_of
+from laststep.flush.protocol import Orders
+from laststep.format.index import BaseRef, BlockRef, Encoding
+from laststep.terms import BLOCK_BYTES
+from saves_of import layout_of
 
 if TYPE_CHECKING:
-    from laststep.format.coding import CodedBy
+    from laststep.flush.encoder import EncodedBlock
+    from laststep.format.layout import FileLayout
 
 MIB = 1 << 20
 
 
-def plan(*tensors: tuple[str, int], item: str | None = "model") -> FileBegin:
+def layout(*tensors: tuple[str, int], item: str | None = "model") -> FileLayout:
     """A file of tensors of these dtypes and bytes, one after the other."""
-    entries, at = [], 0
-    for number, (dtype, size) in enumerate(tensors):
-        shape = (size // DTYPES[dtype].size_bytes,)
-        entries.append(TensorEntry(f"t{number}", dtype, shape, at, at + size))
-        at += size
-    return FileBegin(
-        name="model.safetensors", item=item, region_bytes=4096, tensor_bytes=at, has_objects=False,
-        entries=tuple(entries),
-    )  # fmt: skip
+    return layout_of(*((f"t{number}", *one) for number, one in enumerate(tensors)), item=item)
 
 
-BF16 = plan(("bfloat16", 4 * MIB))
+BF16 = layout(("bfloat16", 4 * MIB))
 
 
 def weights(size: int = 4 * MIB, seed: int = 0) -> memoryview:
@@ -75,7 +66,7 @@ def fast_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*arguments: object) -> Estimate:
         return Estimate(estimate(*arguments).ratio, 1e9)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(coder, "estimate", found)
+    monkeypatch.setattr(encoder, "estimate", found)
 
 
 @pytest.mark.usefixtures("fast_codec")
@@ -128,7 +119,7 @@ class TestAdaptive:
     def test_what_is_in_memory_is_used_however_fast_the_store_is(self) -> None:
         made = compressor(store_mb_s=100_000, idle=0.0)
         made.earlier.keep(BF16.name, 0, b"", memoryview(b"1"))
-        assert self.judged(made).has_anchors
+        assert self.judged(made).has_bases
 
     def test_nothing_to_look_at_is_no_reason_to_encode(self) -> None:
         # Where all that did not change stays on its device.
@@ -147,39 +138,54 @@ def test_a_save_looks_at_idle_cores_and_counts_a_few_more() -> None:
 def test_each_item_is_encoded_as_it_is_asked() -> None:
     made = compressor({"model": "max", "other": "none", "*": "adaptive"})
     assert made.mode(BF16) == "max"
-    assert made.mode(plan(item="other")) == "none"
-    assert made.mode(plan(item="third")) == "adaptive"
-    assert made.mode(plan(item=None)) == "adaptive"
-    assert compressor({"model": "max"}).mode(plan(item="other")) == "none"
+    assert made.mode(layout(item="other")) == "none"
+    assert made.mode(layout(item="third")) == "adaptive"
+    assert made.mode(layout(item=None)) == "adaptive"
+    assert compressor({"model": "max"}).mode(layout(item="other")) == "none"
 
 
 def test_a_codec_that_cannot_be_had_is_an_error_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(Usage, match="zstandard"):
+    with pytest.raises(UsageError, match="zstandard"):
         compressor("max").coder(BF16, 0, weights(), known=True)
 
 
 def test_what_was_kept_is_forgotten_when_the_tensors_are_others() -> None:
     made = compressor("max")
     made.earlier.keep(BF16.name, 0, b"", memoryview(b"1"))
-    assert made.coder(BF16, 0, weights(), known=True).has_anchors
-    assert not made.coder(BF16, 0, weights(), known=False).has_anchors
+    assert made.coder(BF16, 0, weights(), known=True).has_bases
+    assert not made.coder(BF16, 0, weights(), known=False).has_bases
 
 
 def encoded(
-    made: FileCoder, data: memoryview, anchor: memoryview | None = None, number: int = 0
-) -> tuple[bytes, CodedBy]:
-    told = None if anchor is None else Anchor(BlockPlace(0, number), digest(anchor))
-    stored, way = made.encode(number, data, digest(data), told)
-    codec = codec_named(way.codec)
-    before = anchor if way.anchored else None
-    assert codec.decode(memoryview(stored), len(data), way.element_bytes, before) == data
-    return bytes(stored), way
+    made: FileCoder, data: memoryview, base: memoryview | None = None, number: int = 0
+) -> EncodedBlock:
+    """Encode a block, and see that it can be decoded."""
+    ref = None if base is None else BaseRef(BlockRef(0, 0, len(base)), digest(base))
+    found = made.encode(number, data, digest(data), ref)
+    if found.encoding is None:
+        assert found.data == data
+        assert not found.against_base
+        return found
+    codec, before = codec_named(found.encoding.codec), base if found.against_base else None
+    stored = memoryview(found.data)
+    assert codec.decode(stored, len(data), found.encoding.element_bytes, before) == data
+    return found
 
 
-def max_coder(file: FileBegin = BF16) -> FileCoder:
+def way(found: EncodedBlock) -> tuple[str, int, bool]:
+    """By which codec, for elements of which size, and whether against a base."""
+    assert found.encoding is not None
+    return *found.encoding, found.against_base
+
+
+def codec_of(found: EncodedBlock) -> str:
+    return way(found)[0]
+
+
+def max_coder(file: FileLayout = BF16) -> FileCoder:
     return compressor("max").coder(file, 0, memoryview(b""), known=True)
 
 
@@ -189,60 +195,72 @@ def changed(data: memoryview, *, every: int) -> memoryview:
     return memoryview(numbers.tobytes())
 
 
-def test_a_block_is_told_by_what_it_is_nearest_to() -> None:
+def test_a_block_is_encoded_the_way_that_suits_it() -> None:
     made, block = max_coder(), weights(BLOCK_BYTES)
-    assert encoded(made, block)[1].codec == "planes"
+    assert way(encoded(made, block)) == ("planes", 2, False)
     few, many = changed(block, every=100), changed(block, every=2)
-    assert encoded(made, few, block)[1] == ("patches", 2, True)
-    assert encoded(made, many, block)[1] == ("subtract", 2, True)
+    assert way(encoded(made, few, block)) == ("patches", 2, True)
+    assert way(encoded(made, many, block)) == ("subtract", 2, True)
     other = weights(BLOCK_BYTES, seed=9)
-    assert encoded(made, other, block)[1] == ("planes", 2, False)
-    assert encoded(made, noise(BLOCK_BYTES), other)[1] == ("raw", 1, False)
+    assert way(encoded(made, other, block)) == ("planes", 2, False)
+    assert encoded(made, noise(BLOCK_BYTES), other).encoding is None
     report = made.report()
     assert report.picked == "planes, patches, raw, subtract"
     assert report.raw_bytes == 5 * BLOCK_BYTES
     assert BLOCK_BYTES < report.stored_bytes < 3.2 * BLOCK_BYTES
 
 
-def test_an_anchor_is_only_what_is_in_memory_with_that_very_content() -> None:
+def test_a_base_is_a_block_in_memory_with_that_very_content() -> None:
     made, block = max_coder(), weights(BLOCK_BYTES)
     near = changed(block, every=100)
-    assert encoded(made, near, block)[1].codec == "planes"  # never seen: on a disk, say
-    assert encoded(made, block, near)[1].codec == "patches"  # now `near` is
-    assert encoded(made, near, block, number=1)[1].codec == "planes"
+    assert codec_of(encoded(made, near, block)) == "planes"  # it has not seen `block` yet
+    assert codec_of(encoded(made, block, near)) == "patches"
+    assert codec_of(encoded(made, near, block, number=1)) == "planes"
 
 
-def test_what_is_told_by_a_difference_is_no_anchor_itself() -> None:
+def test_a_block_that_has_a_base_is_none_itself() -> None:
     made, block = max_coder(), weights(BLOCK_BYTES)
     encoded(made, block)
     near = changed(block, every=100)
     encoded(made, near, block)
-    assert encoded(made, changed(near, every=90), near)[1].codec == "planes"
+    assert codec_of(encoded(made, changed(near, every=90), near)) == "planes"
 
 
-@pytest.mark.parametrize(("mode", "dtype", "keeps"), [
-    ("max", "float32", True), ("planes", "float32", False), ("planes", "bfloat16", True)
-])  # fmt: skip
+def test_without_a_base_a_block_stands_alone() -> None:
+    made, block = max_coder(), weights(BLOCK_BYTES)
+    encoded(made, block)
+    assert way(encoded(made, changed(block, every=100))) == ("planes", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "keeps"),
+    [("max", "float32", True), ("planes", "float32", False), ("planes", "bfloat16", True)],
+)
 def test_wide_elements_are_kept_only_where_all_is_asked_for(
     mode: str, dtype: str, *, keeps: bool
 ) -> None:
-    file = plan((dtype, 4 * MIB))
+    file = layout((dtype, 4 * MIB))
     made = compressor(mode)
     encoded(made.coder(file, 0, memoryview(b""), known=True), weights(BLOCK_BYTES))
     assert made.earlier.has(file.name) == keeps
 
 
 def test_the_width_of_elements_is_that_of_the_middle_of_a_block() -> None:
-    file = plan(("float32", MIB // 4), ("bfloat16", MIB), ("uint8", 3 * MIB), ("float64", MIB))
-    at = coder._widths(file)
+    file = layout(("float32", MIB // 4), ("bfloat16", MIB), ("uint8", 3 * MIB), ("float64", MIB))
+    at = encoder._widths(file)
     assert [at(byte) for byte in (0, MIB // 4 - 1, MIB // 4, MIB, 2 * MIB, 5 * MIB)] == [
-        4, 4, 2, 2, 1, 8
-    ]  # fmt: skip
-    assert encoded(max_coder(file), weights(BLOCK_BYTES))[1].element_bytes == 2
+        4,
+        4,
+        2,
+        2,
+        1,
+        8,
+    ]
+    assert encoded(max_coder(file), weights(BLOCK_BYTES)).encoding == Encoding("planes", 2)
 
 
 def test_empty_tensors_have_no_width() -> None:
-    at = coder._widths(plan(("float64", 0), ("float32", 0), ("bfloat16", 8)))
+    at = encoder._widths(layout(("float64", 0), ("float32", 0), ("bfloat16", 8)))
     assert at(0) == 2
 
 
@@ -259,7 +277,7 @@ def test_a_sample_is_of_whole_elements(size: int, width: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 100, 4097])
 def test_odd_blocks_of_any_elements_come_back(size: int) -> None:
     for dtype in ("bool", "float8_e5m2", "bfloat16", "float32", "complex64", "complex128"):
-        made = max_coder(plan((dtype, 16 * MIB)))
+        made = max_coder(layout((dtype, 16 * MIB)))
         block = weights(2 * size)[:size]
         encoded(made, block)
         near = bytearray(block)

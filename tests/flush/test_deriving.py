@@ -1,8 +1,7 @@
-"""What follows from masters is found out by digests, whatever order bytes come in."""
+"""Derived tensors are found by digests, whatever order bytes come in."""
 
 from __future__ import annotations
 
-import mmap
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,42 +10,46 @@ import pytest
 
 from laststep.codecs.rounding import rounded
 from laststep.flush.deriving import Deriving, DerivingCoder, Misses
-from laststep.flush.protocol import FileBegin
-from laststep.flush.writer import SaveFlush
-from laststep.format.coding import RAW
 from laststep.format.deriving import ROUNDED, Master
-from laststep.format.safetensors import TensorEntry
-from laststep.storage.directory import DirectoryStore
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
+from laststep.plan.files import MasterPair
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from saves_of import History, layout_of, write
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from laststep.flush.deriving import DerivedFile
+    from laststep.format.layout import FileLayout
 
 COUNT = 5 * CHUNK_BYTES // 4 // 4
 """Elements of the master, which lies in two chunks."""
 MASTERS, MODEL = 0, 1
 
 
-def begin(
-    name: str, *tensors: tuple[str, str, int], derived: tuple[tuple[int, int, int], ...] = ()
-) -> FileBegin:
-    entries, at = [], 0
-    for tensor, dtype, count in tensors:
-        size = count * (4 if dtype == "float32" else 2)
-        entries.append(TensorEntry(tensor, dtype, (count,), at, at + size))
-        at += size
-    return FileBegin(
-        name=name, item=name, region_bytes=4096, tensor_bytes=at, has_objects=False,
-        entries=tuple(entries), derived=derived,
-    )  # fmt: skip
+def layout(name: str, *tensors: tuple[str, str, int]) -> FileLayout:
+    """A file of tensors, each with its name, dtype and count of elements."""
+    sized = [(tensor, dtype, n * (4 if dtype == "float32" else 2)) for tensor, dtype, n in tensors]
+    return layout_of(*sized, name=name, item=name)
 
 
 FILES = (
-    begin("masters", ("w", "float32", COUNT), ("other", "float32", COUNT)),
-    begin("model", ("w", "bfloat16", COUNT), derived=((0, 0, 1), (0, 0, 0))),
+    layout("masters", ("w", "float32", COUNT), ("other", "float32", COUNT)),
+    layout("model", ("w", "bfloat16", COUNT)),
 )
+PAIRS = [MasterPair(1, 0, 0, 1), MasterPair(1, 0, 0, 0)]
+
+
+def deriving(
+    files: Sequence[FileLayout],
+    pairs: Sequence[MasterPair],
+    misses: Misses | None = None,
+    failed: Callable[[], bool] = lambda: False,
+    *,
+    is_declared: bool = False,
+) -> Deriving:
+    misses = Misses() if misses is None else misses
+    return Deriving(files, pairs, misses, failed, is_declared=is_declared)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,13 @@ def chunks(image: memoryview) -> list[tuple[int, memoryview]]:
     return [(start, image[start : start + CHUNK_BYTES]) for start in starts]
 
 
-def made(misses: Misses | None = None, *, failed: bool = False) -> tuple[Deriving, DerivedFile]:
-    save = Deriving(FILES, Misses() if misses is None else misses, lambda: failed)
+def made(
+    misses: Misses | None = None,
+    failed: Callable[[], bool] = lambda: False,
+    *,
+    is_declared: bool = False,
+) -> tuple[Deriving, DerivedFile]:
+    save = deriving(FILES, PAIRS, misses, failed, is_declared=is_declared)
     derived = save.of(MODEL)
     assert derived is not None
     return save, derived
@@ -111,9 +119,7 @@ def test_a_master_that_another_thread_has_is_waited_for(image: memoryview) -> No
         waits.set()
         return False
 
-    save = Deriving(FILES, Misses(), failed)
-    derived = save.of(MODEL)
-    assert derived is not None
+    save, derived = made(failed=failed)
     for start, _ in chunks(image):
         save.expect(MASTERS, start)
     save.expect(MODEL, 0)
@@ -138,7 +144,7 @@ def test_a_master_that_is_behind_in_the_queue_is_not_waited_for(image: memoryvie
 
 
 def test_nobody_waits_in_a_save_that_has_failed(image: memoryview) -> None:
-    save, derived = made(failed=True)
+    save, derived = made(failed=lambda: True)
     for start, _ in chunks(image):
         save.expect(MASTERS, start)
     save.expect(MODEL, 0)
@@ -159,29 +165,40 @@ def test_a_candidate_that_was_wrong_twice_is_left_alone_for_some_saves(image: me
     assert [number for number, is_tried in enumerate(tried) if is_tried] == [0, 1, 16]
 
 
+def test_a_declared_master_is_tried_at_every_save(image: memoryview) -> None:
+    misses = Misses()
+    for _ in range(4):
+        save, derived = made(misses, is_declared=True)
+        assert save.needs(MASTERS, 6 * CHUNK_BYTES // 4, 1)
+        for start, data in chunks(image):
+            save.take(MASTERS, start, data)
+        assert None not in payloads(derived, rounded(image[: 4 * COUNT], "bfloat16"))
+        save.end()
+
+
 def test_a_block_with_masters_in_it_is_never_left_out_itself() -> None:
     count = BLOCK_BYTES // 4
-    small = begin("one", ("m", "float32", 8), ("w", "bfloat16", 8), derived=((1, 0, 0),))
-    assert Deriving((small,), Misses(), lambda: False).of(0) is None
-    large = begin("one", ("m", "float32", 4 * count), ("n", "float32", 16),
-                  ("w", "bfloat16", 4 * count), derived=((2, 0, 0), (2, 0, 1)))  # fmt: skip
+    small = layout("one", ("m", "float32", 8), ("w", "bfloat16", 8))
+    assert deriving((small,), [MasterPair(0, 1, 0, 0)]).of(0) is None
+    large = layout(
+        "one", ("m", "float32", 4 * count), ("n", "float32", 16), ("w", "bfloat16", 4 * count)
+    )
     values = np.arange(4 * count, dtype=np.float32).tobytes()
     image = memoryview(values + bytes(64) + bytes(rounded(values, "bfloat16")))
-    save = Deriving((large,), Misses(), lambda: False)
+    save = deriving((large,), [MasterPair(0, 2, 0, 0), MasterPair(0, 2, 0, 1)])
     save.take(0, 0, image)
     derived = save.of(0)
     assert derived is not None
     assert payloads(derived, image) == [None] * 5 + [b"\x01"] * 2
 
 
-def test_nobody_waits_for_what_is_never_rounded() -> None:
+def test_nobody_waits_for_a_master_that_is_never_rounded() -> None:
     def failed() -> bool:
         raise AssertionError("somebody waits")
 
     count = CHUNK_BYTES // 4
-    one = begin("one", ("m", "float32", count + 8), ("w", "bfloat16", count + 8),
-                derived=((1, 0, 0),))  # fmt: skip
-    save = Deriving((one,), Misses(), failed)
+    one = layout("one", ("m", "float32", count + 8), ("w", "bfloat16", count + 8))
+    save = deriving((one,), [MasterPair(0, 1, 0, 0)], failed=failed)
     for start in range(0, one.tensor_bytes, CHUNK_BYTES):
         save.expect(0, start)
     derived = save.of(0)
@@ -190,12 +207,12 @@ def test_nobody_waits_for_what_is_never_rounded() -> None:
     assert derived.payload(CHUNK_BYTES // BLOCK_BYTES, memoryview(bytes(BLOCK_BYTES))) is None
 
 
-def test_a_block_that_follows_in_part_keeps_the_rest() -> None:
+def test_a_block_that_is_derived_in_part_keeps_the_rest() -> None:
     files = (
-        begin("masters", ("b", "float32", 4)),
-        begin("model", ("a", "bfloat16", 3), ("b", "bfloat16", 4), derived=((1, 0, 0),)),
+        layout("masters", ("b", "float32", 4)),
+        layout("model", ("a", "bfloat16", 3), ("b", "bfloat16", 4)),
     )
-    save = Deriving(files, Misses(), lambda: False)
+    save = deriving(files, [MasterPair(1, 1, 0, 0)])
     values = np.arange(4, dtype=np.float32).tobytes()
     save.take(0, 0, memoryview(values))
     derived = save.of(1)
@@ -203,43 +220,29 @@ def test_a_block_that_follows_in_part_keeps_the_rest() -> None:
     block = memoryview(b"abcdef" + bytes(rounded(values, "bfloat16")))
     assert derived.payload(0, block) == b"\x01abcdef"
     coder = DerivingCoder(derived, None)
-    assert coder.encode(0, block, b"", None) == (b"\x01abcdef", ROUNDED)
+    assert coder.encode(0, block, b"", None) == (b"\x01abcdef", ROUNDED, False)
     other = memoryview(b"abcdef" + bytes(8))
-    assert coder.encode(0, other, b"", None) == (other, RAW)
+    assert coder.encode(0, other, b"", None) == (other, None, False)
 
 
-def test_what_others_follow_from_is_asked_for_although_it_did_not_change(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
+def test_masters_have_to_come_although_they_did_not_change(tmp_path: Path) -> None:
     count = 3 * BLOCK_BYTES // 2
-    plans = (
-        begin("masters.safetensors", ("w", "float32", count)),
-        begin("model.safetensors", ("frozen", "bfloat16", 4 * count), ("w", "bfloat16", count),
-              derived=((1, 0, 0),)),
-    )  # fmt: skip
+    history = History(
+        tmp_path,
+        layout("masters.safetensors", ("w", "float32", count)),
+        layout("model.safetensors", ("frozen", "bfloat16", 4 * count), ("w", "bfloat16", count)),
+        derived=[MasterPair(1, 1, 0, 0)],
+    )
     master = np.random.default_rng(3).standard_normal(count).astype(np.float32).tobytes()
     weights = bytes(rounded(master, "bfloat16"))
     images = [master, bytes(8 * count) + weights]
-
-    def written(flush: SaveFlush, number: int) -> None:
-        slot = mmap.mmap(-1, align_up(len(images[number]), ALIGN_BYTES))
-        slot[: len(images[number])] = images[number]
-        flush.write(number, 0, memoryview(slot), len(images[number]))
-
-    def name_of(attempt: int) -> str:
-        store.make_folder(f"step-0000000{attempt}.1-{attempt}")
-        return f"step-0000000{attempt}.1-{attempt}"
-
-    first = SaveFlush(store, name_of(1), plans)
-    for number in range(2):
-        written(first, number)
-    first.finish(())
-    then = SaveFlush(store, name_of(2), plans, first.lenders())
-    assert then.borrow([(0, 0, len(images[0])), (1, 0, len(images[1]))]) == ()
-    assert then.borrow([(1, 0, 8 * count)]) == ((1, 0),)
-    written(then, 0)
-    tail = mmap.mmap(-1, align_up(len(weights), ALIGN_BYTES))
-    tail[: len(weights)] = weights
-    then.write(1, 8 * count, memoryview(tail), len(weights))
-    model, *lent = [record for record in then.finish(()) if "model" in record.name]
-    assert model.size_bytes < BLOCK_BYTES
-    assert len(lent) == 1
+    history.save(*images)
+    then = history.begin()
+    assert then.reuse([(0, 0, len(images[0])), (1, 0, len(images[1]))]) == ()
+    assert then.reuse([(1, 0, 8 * count)]) == ((1, 0),)
+    write(then, 0, images[0], 0, len(images[0]))
+    write(then, 1, images[1], 8 * count, len(weights))
+    index = history.commit(then)
+    assert history.read() == images
+    assert index.layouts[1].derived == {"w": Master("masters.safetensors", "w")}
+    assert index.size_bytes - index.shared_bytes < BLOCK_BYTES

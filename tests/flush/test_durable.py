@@ -26,7 +26,8 @@ from laststep.flush.protocol import (
     Orders,
     Seal,
 )
-from laststep.storage.disk import Disk
+from laststep.format.manifest import WrittenIndexes
+from laststep.storage.files import Disk
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def test_a_save_that_was_reported_as_failed_is_not_there_and_can_be_made_again(
 ) -> None:
     state = {"t": torch.zeros(5)}
     with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
-        with pytest.raises(laststep.StorageFailed, match="taken back"):
+        with pytest.raises(laststep.StorageError, match="taken back"):
             checkpointer.save(3).wait(PATIENCE_S)
         assert list(laststep.open(run_folder)) == []
         checkpointer.save(3).wait(PATIENCE_S)  # another folder, whose sync works
@@ -73,16 +74,19 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     ours, theirs = socket.socketpair()
     trainer = Connection(ours)
     flusher = serving.Flusher(
-        Connection(theirs), memoryview(b""), run=str(run_folder), trainer=new_start(),
+        Connection(theirs),
+        memoryview(b""),
+        run=str(run_folder),
+        trainer=new_start(),
         orders=Orders(writers=1),
-    )  # fmt: skip
+    )
     flusher.start()
     thread = threading.Thread(target=flusher.serve)
     thread.start()
     trainer.send(Continue(seen=Seen()))
     trainer.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
-    trainer.send(Seal(save=1, objects=(), items=(), metrics=b"{}", metadata=b"null"))
-    trainer.send(Decide(save=1, ranks=2))
+    trainer.send(Seal(save=1, values={}, items=(), metrics=b"{}", metadata=b"null"))
+    trainer.send(Decide(save=1, ranks=2, written=WrittenIndexes(indexes=bytes(32))))
     while not isinstance(said := trainer.receive_in_trainer(), Decided | Failed):
         assert said is not None
     assert isinstance(said, Failed)

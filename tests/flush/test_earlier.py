@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.codecs.digests import digest
-from laststep.flush import earlier
-from laststep.flush.earlier import Earlier
+from laststep.flush import encoder
+from laststep.flush.encoder import Earlier
 
 
 def keep(kept: Earlier, file: str, number: int, data: bytes) -> None:
@@ -63,7 +63,7 @@ def test_blocks_of_a_file_for_which_it_does_not_pay_are_let_go() -> None:
     kept = Earlier(1000)
     keep(kept, "a", 0, b"a")
     keep(kept, "b", 0, b"b")
-    for number in range(earlier._TRIED_BLOCKS - 1):
+    for number in range(encoder._TRIED_BLOCKS - 1):
         kept.tried("a", paid=number < 10)
         kept.tried("b", paid=number < 20)
     assert kept.has("a")
@@ -80,11 +80,16 @@ def test_blocks_of_a_file_for_which_it_does_not_pay_are_let_go() -> None:
 
 @given(
     most=st.integers(0, 40),
-    deeds=st.lists(st.tuples(
-        st.sampled_from(["keep", "keep", "keep", "tried", "forget"]),
-        st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 20),
-    ), max_size=200),
-)  # fmt: skip
+    deeds=st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "keep", "keep", "tried", "forget"]),
+            st.sampled_from("ab"),
+            st.integers(0, 5),
+            st.integers(0, 20),
+        ),
+        max_size=200,
+    ),
+)
 def test_what_is_kept_is_never_more_than_may_be(
     most: int, deeds: list[tuple[str, str, int, int]]
 ) -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import Aborted, StorageFailed, Usage
+from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.events import Captured, Committed
-from laststep.flush.handle import SaveHandle
+from laststep.flush.saves import SaveHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def test_a_failure_reaches_every_stage_that_was_not_reached() -> None:
     handle = SaveHandle(1)
     handle.captured.reach()
-    handle.fail(Aborted("gone"))
+    handle.fail(AbortedError("gone"))
     assert handle.captured.done()
     assert not handle.durable.done()
     assert handle.durable.over()
@@ -38,7 +38,7 @@ def test_a_failure_reaches_every_stage_that_was_not_reached() -> None:
     assert not handle.durable.done()
     assert not handle.committed.done()
     assert not handle.seen
-    with pytest.raises(Aborted, match="gone"):
+    with pytest.raises(AbortedError, match="gone"):
         handle.wait()
     assert handle.seen
     assert "failed" in repr(handle) or "captured" in repr(handle)
@@ -68,9 +68,12 @@ def test_stages_are_reached_in_their_order(flush: str, tmp_path: Path) -> None:
 
     handles: dict[int, SaveHandle] = {}
     with laststep.Checkpointer(
-        tmp_path / "run", s={"t": torch.zeros(100)}, flush=flush, subscribers=[see],
+        tmp_path / "run",
+        s={"t": torch.zeros(100)},
+        flush=flush,
+        subscribers=[see],
         host_memory_bytes=64 << 20,
-    ) as checkpointer:  # fmt: skip
+    ) as checkpointer:
         for step in range(8):
             handles[step] = checkpointer.save(step)
     assert wrong == []
@@ -85,7 +88,7 @@ def test_stages_are_reached_in_their_order(flush: str, tmp_path: Path) -> None:
 def test_neither_a_handle_nor_a_stage_of_it_can_be_copied(
     act: Callable[[object], object], part: Callable[[SaveHandle], object]
 ) -> None:
-    with pytest.raises(Usage, match="cannot be copied or pickled"):
+    with pytest.raises(UsageError, match="cannot be copied or pickled"):
         act(part(SaveHandle(1)))
 
 
@@ -113,11 +116,11 @@ def test_a_result_that_takes_too_long_is_a_timeout_that_names_the_step() -> None
 
 def test_a_failure_that_was_asked_for_counts_as_told() -> None:
     handle = SaveHandle(1)
-    handle.fail(Aborted("gone"))
+    handle.fail(AbortedError("gone"))
     error = handle.exception()
-    assert isinstance(error, Aborted)
+    assert isinstance(error, AbortedError)
     assert handle.seen
-    with pytest.raises(Aborted, match="gone"):
+    with pytest.raises(AbortedError, match="gone"):
         handle.result()
     assert handle.done()
 
@@ -204,7 +207,7 @@ def test_callbacks_of_a_failed_save_are_called(tmp_path: Path) -> None:
         checkpointer.continue_newest()
         handle = checkpointer.save(1)  # which the flusher finds
         handle.add_done_callback(lambda one: heard.append(one.exception()))
-        assert isinstance(handle.exception(), laststep.Exists)
+        assert isinstance(handle.exception(), laststep.AlreadyExistsError)
         concurrent.futures.wait([handle])
     assert heard == [handle.exception()]
 
@@ -222,7 +225,7 @@ def test_the_tools_of_futures_take_handles(tmp_path: Path) -> None:
 
 
 def test_each_of_several_saves_that_fail_of_one_error_names_its_own_step() -> None:
-    error = StorageFailed("the flusher ended", remedy="look at the disk")
+    error = StorageError("the flusher ended", remedy="look at the disk")
     error.transient = True
     error.__cause__ = cause = OSError("no room")
     first, second = SaveHandle(3), SaveHandle(4)
@@ -239,7 +242,7 @@ def test_each_of_several_saves_that_fail_of_one_error_names_its_own_step() -> No
 
 def test_an_error_that_names_the_step_already_does_so_once() -> None:
     handle = SaveHandle(3)
-    handle.fail(Aborted("step 3 is in the run already"))
+    handle.fail(AbortedError("step 3 is in the run already"))
     assert str(handle.error) == "step 3 is in the run already; the next save tries again"
 
 
@@ -252,11 +255,15 @@ def test_a_forked_process_can_ask_only_for_what_was_over_at_the_fork(tmp_path: P
 
     def ask_in_vain() -> None:
         asked: list[Callable[[], object]] = [
-            under_way.wait, under_way.result, under_way.exception, under_way.durable.wait,
-            checkpointer.wait, lambda: under_way.add_done_callback(print),
-        ]  # fmt: skip
+            under_way.wait,
+            under_way.result,
+            under_way.exception,
+            under_way.durable.wait,
+            checkpointer.wait,
+            lambda: under_way.add_done_callback(print),
+        ]
         for ask in asked:
-            with pytest.raises(Usage, match="in a forked process"):
+            with pytest.raises(UsageError, match="in a forked process"):
                 ask()
 
     with laststep.Checkpointer(

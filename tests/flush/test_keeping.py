@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import laststep
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.flush.keeping import Keeper
-from laststep.flush.protocol import Begin, FileBegin, Seal, Unchanged
-from laststep.flush.under_way import RunFacts, Save
+from laststep.flush.protocol import Begin, Seal, Unchanged
+from laststep.flush.server import RunFacts, Save
 from laststep.memory import segments
 from laststep.memory.filled import Filled
-from laststep.terms import CHUNK_BYTES
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 from laststep.tiers import sealed
+from saves_of import bytes_layout
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Writes:
     """In place of the files of a save: digests what comes."""
 
     def digests(self, _file: int, _start: int, data: memoryview) -> bytes:
-        return bytes(16) if len(data) else b""
+        return bytes(DIGEST_BYTES * -(-len(data) // BLOCK_BYTES))
 
     def rounded(self, _file: int) -> dict[str, str]:
         return {}
@@ -55,10 +57,7 @@ class Rank:
 
     def begin(self, number: int, chunks: int = 1) -> Save:
         """A save of so many chunks is announced."""
-        file = FileBegin(
-            name="a.safetensors", item=None, region_bytes=4096, entries=(), has_objects=False,
-            tensor_bytes=chunks * CHUNK_BYTES,
-        )  # fmt: skip
+        file = bytes_layout(chunks * CHUNK_BYTES, "a.safetensors")
         begin = Begin(save=number, step=number, overwrite=False, files=(file,), role="first")
         save = Save(begin=begin, began_s=0.0, at=AttemptName(step=number, epoch=1, attempt=number))
         save.flush = Writes()  # type: ignore[assignment]
@@ -72,7 +71,7 @@ class Rank:
         for chunk in range(chunks):
             self.keeper.take(save, Filled(0, chunk * CHUNK_BYTES, CHUNK_BYTES, self._next % SLOTS))
             self._next += 1
-        save.seal = Seal(save=number, objects=(), items=(), metrics=b"{}", metadata=b"null")
+        save.seal = Seal(save=number, values={}, items=(), metrics=b"{}", metadata=b"null")
         self.keeper.try_to_seal(save)
         wait_until(lambda: number in self.told)  # which comes last
 
@@ -130,9 +129,7 @@ def test_of_a_rank_by_itself_the_older_goes_with_the_newer(
         assert alone.steps() == [number]
 
 
-def test_the_older_stays_until_the_newer_is_on_all_ranks(
-    make: Callable[[int], list[Rank]],
-) -> None:
+def test_the_older_stays_until_the_newer_is_on_all_ranks(make: Callable[[int], list[Rank]]) -> None:
     first, other = make(2)
     first.seal(1)
     other.seal(1)
@@ -201,9 +198,7 @@ def test_a_commit_frees_older_segments_and_not_the_newer_save_of_a_rank_that_die
     assert [one.folder for one in segments.found(str(tmp_path))] == [ranks[0].segment.folder]
 
 
-def test_when_the_trainer_is_gone_nothing_goes_any_more(
-    make: Callable[[int], list[Rank]],
-) -> None:
+def test_when_the_trainer_is_gone_nothing_goes_any_more(make: Callable[[int], list[Rank]]) -> None:
     (alone,) = make(1)
     alone.seal(1, chunks=5)
     alone.begin(2, chunks=6)  # there is no room for both
@@ -232,8 +227,8 @@ def test_what_did_not_change_is_had_from_the_save_that_lends_it_and_from_no_othe
     save = first.begin(3)
     said = Unchanged(save=3, of=1, chunks=((0, 0, CHUNK_BYTES),))
     assert first.keeper.inheritable(save, said) == said.chunks
-    save.lender = 1
-    save.seal = Seal(save=3, objects=(), items=(), metrics=b"{}", metadata=b"null")
+    save.base = 1
+    save.seal = Seal(save=3, values={}, items=(), metrics=b"{}", metadata=b"null")
     first.keeper.inherit(save, [(0, 0)])
     slots = {kept.at.step: kept.slots for kept in sealed.saves_in(first.segment)}
     assert slots[3] == slots[1] != slots[2]
@@ -251,9 +246,12 @@ def test_a_save_is_in_memory_before_it_is_committed_however_late_those_come_who_
     monkeypatch.setattr(Keeper, "try_to_seal", late)
     tiers = [f"shm://{tmp_path}", str(run_folder)]
     with laststep.Checkpointer(
-        tiers=tiers, state={"w": torch.ones(1000)}, flush="thread", progress=False,
+        tiers=tiers,
+        state={"w": torch.ones(1000)},
+        flush="thread",
+        progress=False,
         host_memory_bytes=128 << 20,
-    ) as ckpt:  # fmt: skip
+    ) as ckpt:
         ckpt.restore()
         assert set(ckpt.save(1).result().tiers) == {"shm://", str(run_folder)}
 

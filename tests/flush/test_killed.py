@@ -14,9 +14,9 @@ import torch
 import laststep
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
-from laststep.memory.landing import Landing
 from laststep.memory.pool import Pool
-from laststep.storage.disk import Disk
+from laststep.memory.slots import Landing
+from laststep.storage.files import Disk
 from laststep.terms import CHUNK_BYTES
 from waiting import PATIENCE_S, wait_until
 
@@ -94,7 +94,7 @@ def test_a_save_whose_flusher_died_before_the_commit_has_failed_and_its_step_is_
     die_before("_commit_record", 2)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
-        with pytest.raises(laststep.StorageFailed, match=r"before its work was done.*signal 9"):
+        with pytest.raises(laststep.StorageError, match=r"before its work was done.*signal 9"):
             checkpointer.save(2).wait(PATIENCE_S)
         monkeypatch.setattr(starting, "_CODE", usual)
         checkpointer.save(2).wait(PATIENCE_S)
@@ -110,15 +110,17 @@ def test_a_commit_that_was_to_be_replaced_is_not_taken_for_the_one_that_failed(
     die_before("_commit_record", 1)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.restore()
-        with pytest.raises(laststep.StorageFailed, match="before its work was done"):
+        with pytest.raises(laststep.StorageError, match="before its work was done"):
             checkpointer.save(1, overwrite=True).wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
 def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
-    error: Exception, run_folder: Path, die_before: Callable[[str, int], None],
+    error: Exception,
+    run_folder: Path,
+    die_before: Callable[[str, int], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     def failing(_disk: Disk, _path: str) -> None:
         raise error
 
@@ -128,7 +130,7 @@ def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
         checkpointer.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as broken:
             broken.setattr(Disk, "sync_folder", failing)
-            with pytest.raises(laststep.StorageFailed, match="not known whether step 2 is"):
+            with pytest.raises(laststep.StorageError, match="not known whether step 2 is"):
                 checkpointer.save(2).wait(PATIENCE_S)
 
 
@@ -174,14 +176,14 @@ def test_a_pool_without_memory_stays_an_error_after_the_flusher_died_until_there
 
     monkeypatch.setattr(Pool, "_make_pages", full)
     with laststep.Checkpointer(run_folder, state={"t": torch.ones(5)}) as checkpointer:
-        with pytest.raises(laststep.StorageFailed, match="no memory"):
+        with pytest.raises(laststep.StorageError, match="no memory"):
             checkpointer.save(1).wait(PATIENCE_S)
         client = checkpointer._client
         assert client.helper_pid is not None
         os.kill(client.helper_pid, signal.SIGKILL)
         client._receiver.join(PATIENCE_S)
         lost = checkpointer.save(2)
-        with pytest.raises(laststep.StorageFailed, match="no memory"):
+        with pytest.raises(laststep.StorageError, match="no memory"):
             assert lost.wait(PATIENCE_S)
         monkeypatch.setattr(Pool, "_make_pages", make_pages)
         checkpointer.save(3).wait(PATIENCE_S)

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName, Seen
 from laststep.flush import protocol as wire
 from laststep.flush.protocol import (
     Begin,
@@ -29,69 +28,79 @@ from laststep.flush.protocol import (
     Decided,
     Drop,
     Failed,
-    FileBegin,
     Filled,
     Flushed,
     Freed,
-    Gathered,
-    Grouped,
+    Granted,
     Located,
     NoMetric,
     Ready,
     Removed,
     Seal,
+    Unchanged,
     Witness,
     WrittenBytes,
 )
-from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
-from laststep.format.safetensors import TensorEntry
+from laststep.format.layout import FileLayout, Part, TensorEntry
+from laststep.format.manifest import ClassRecord, ItemRecord, WrittenIndexes
 from laststep.format.spans import Span
+from laststep.plan.files import MasterPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ENTRY = TensorEntry(name="a/b", dtype="float32", shape=(2, 3), start=0, stop=24)
-FILE = FileRecord(
-    name="r00000/m-r00003.safetensors", size_bytes=9, header_bytes=1, header_digest="", rank=3
+LAYOUT = FileLayout(
+    name="r00000/m-r00003.safetensors",
+    item=None,
+    header_bytes=4096,
+    tensor_bytes=24,
+    tensors=(ENTRY,),
+    parts={"a/b": Part("b", (4, 3), (2, 0))},
 )
-GROUP = GroupRecord(name="groups/r00002.json", digest="", first=2, ranks=2, files=1, size_bytes=9)
+WRITTEN = WrittenIndexes(
+    indexes=bytes(range(32)), files=3, size_bytes=9, shared_bytes=4, lossy=("bf16", "int8")
+)
 AT = AttemptName(step=7, epoch=2, attempt=3)
 TO_FLUSHER = [
-    Begin(save=1, step=7, overwrite=True, files=(
-        FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24,
-                  has_objects=True, entries=(ENTRY,)),
-    )),
+    Begin(
+        save=1,
+        step=7,
+        overwrite=True,
+        files=(LAYOUT,),
+        derived=(MasterPair(0, 0, 0, 1),),
+        is_declared=True,
+    ),
     Chunks(save=1, filled=[Filled(file=0, start=0, size_bytes=24, slot=3)]),
-    Seal(save=1, objects=((0, "x/~6tree", b"\0\xff"),), metrics=b"{}", metadata=b"null", items=(
-        ItemRecord(name="x", kind="value", file="m.safetensors", tensors=1, size_bytes=24),
-    )),
-    Gathered(save=1, first=2, ranks=2, files=(FILE,)),
-    Decide(save=1, groups=(GROUP,), ranks=4, classes=(
-        ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
-    )),
+    Unchanged(save=1, of=0, chunks=((0, 0, 24),)),
+    Seal(
+        save=1,
+        values={"x": b"\0\xff"},
+        metrics=b"{}",
+        metadata=b"null",
+        items=(ItemRecord(name="x", kind="value", tensors=1, size_bytes=24),),
+    ),
+    Decide(
+        save=1,
+        written=WRITTEN,
+        ranks=4,
+        classes=(ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),),
+    ),
     Drop(save=1, reason="why"),
     Continue(seen=Seen(epoch=3, commit=(2, 2))),
     Continue(after=AT, seen=Seen(epoch=2, commit=(2, 3)), resumed_from=AT.folder),
     Located(save=1, at=AT),
     Witness(name="epochs/start.lock"),
     Bye(),
-]  # fmt: skip
+]
 TO_TRAINER = [
     Freed(slots=[1, 2]),
     WrittenBytes(save=1, done_bytes=5),
-    Flushed(
-        save=1,
-        size_bytes=5,
-        written_bytes=3,
-        shared_bytes=4,
-        opened_s=0.1,
-        written_s=0.2,
-        seconds=0.5,
-    ),
-    Grouped(save=1, group=GROUP),
+    Flushed(save=1, size_bytes=5, written=WRITTEN, opened_s=0.1, written_s=0.2, seconds=0.5),
+    Granted(save=1, chunks=((0, 8),)),
     Begun(save=1, at=AT),
     Decided(save=1, at=AT, seconds=1.5),
-    Failed(save=1, kind="Torn", fields={"what": "x", "where": None}),
+    Failed(save=1, kind="TornCaptureError", fields={"what": "x", "where": None}),
     Removed(step=3, folder="f"),
     NoMetric(reason="why"),
     Ready(pid=4),
@@ -125,9 +134,7 @@ def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
         TensorEntry(name=f"layers.{n}.weight", dtype="float32", shape=(1,), start=n, stop=n + 1)
         for n in range(100_000)
     )
-    file = FileBegin(
-        name="m", item="m", region_bytes=0, tensor_bytes=0, has_objects=False, entries=entries
-    )
+    file = FileLayout(name="m", item="m", header_bytes=0, tensor_bytes=0, tensors=entries)
     big = Begin(save=1, step=1, overwrite=False, files=(file,))
     small = [Drop(save=n, reason="x" * n) for n in range(50)]
 

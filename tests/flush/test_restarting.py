@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import AttemptName
-from laststep.errors import StorageFailed
+from laststep.catalog.lineage import AttemptName, Seen
+from laststep.errors import StorageError
 from laststep.events import Bus
 from laststep.flush.client import Client
-from laststep.flush.handle import Stage
 from laststep.flush.protocol import Connection, Continue, Decided
-from laststep.flush.saves import SaveUnderWay
+from laststep.flush.saves import SaveUnderWay, Stage
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
 from laststep.terms import CHUNK_BYTES
@@ -165,7 +163,7 @@ def test_a_commit_that_is_just_being_told_is_waited_for(
 def test_a_save_that_nobody_ends_is_waited_for_only_so_long(rank: FirstRank) -> None:
     rank.flushers[0].kill()
     rank.client._receiver.join(PATIENCE_S)
-    with pytest.raises(StorageFailed, match=r"found step 2 is under way.* the next save tries"):
+    with pytest.raises(StorageError, match=r"found step 2 is under way.* the next save tries"):
         rank.client.restart(0.01)
     assert rank.client.dead is not None
     rank.commit()
@@ -186,7 +184,7 @@ def test_a_death_that_is_looked_into_for_ever_is_waited_for_only_so_long(
     rank.client.decided(Decided(save=rank.save.number, at=COMMITTED, seconds=1.0))
     rank.flushers[0].kill()
     looking.wait(PATIENCE_S)
-    with pytest.raises(StorageFailed, match="its death is still being looked into"):
+    with pytest.raises(StorageError, match="its death is still being looked into"):
         rank.client.restart(0.01)
     known.set()
     rank.client.restart(PATIENCE_S)

@@ -10,24 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from laststep.flush.protocol import FileBegin
-from laststep.flush.rounding import Rounding, to_bf16, to_int8
-from laststep.format.header import PartEntry
-from laststep.format.safetensors import TensorEntry
+from laststep.flush.encoder import Rounding, to_bf16, to_int8
+from laststep.format.layout import FileLayout, Part, TensorEntry
 
 floats = arrays.arrays(np.float32, st.integers(0, 300), elements=st.floats(width=32))
 
 
-def plan(*tensors: tuple[str, str, int], item: str | None = "o", **more: object) -> FileBegin:
+def plan(*tensors: tuple[str, str, int], item: str | None = "o", **more: object) -> FileLayout:
     entries, at = [], 0
     for name, dtype, size in tensors:
         count = size // (4 if dtype in ("float32", "int32") else 1)
         entries.append(TensorEntry(name, dtype, (count,), at, at + size))
         at += size
-    return FileBegin(
-        name="f", item=item, region_bytes=4096, tensor_bytes=at, has_objects=False,
-        entries=tuple(entries), **more,
-    )  # fmt: skip
+    return FileLayout(
+        name="f", item=item, header_bytes=4096, tensor_bytes=at, tensors=tuple(entries), **more
+    )
 
 
 @given(floats)
@@ -86,7 +83,7 @@ def test_patterns_name_items_parts_and_what_lies_in_shared_files() -> None:
     assert not Rounding(plan(("w", "float32", 4)), {"p": "int8"})
     shared = plan(("p/w", "float32", 4), item=None)
     assert Rounding(shared, {"p/w": "int8"}).names == {"p/w": "int8"}
-    part = plan(("w~6at4", "float32", 4), parts={"w~6at4": PartEntry("w", (8,), (4,))})
+    part = plan(("w~6at4", "float32", 4), parts={"w~6at4": Part("w", (8,), (4,))})
     assert Rounding(part, {"o/w": "bf16"}).names == {"w~6at4": "bf16"}
     first = Rounding(plan(("w", "float32", 4)), {"o/w": "bf16", "o/*": "int8"})
     assert first.names == {"w": "bf16"}
@@ -105,7 +102,7 @@ def test_chunks_that_begin_anywhere_round_what_they_have(start: int) -> None:
 def test_scalars_are_left_alone() -> None:
     asked = plan(("w", "float32", 8))
     step = TensorEntry("step", "float32", (), 8, 12)
-    asked = msgspec.structs.replace(asked, entries=(*asked.entries, step), tensor_bytes=12)
+    asked = msgspec.structs.replace(asked, tensors=(*asked.tensors, step), tensor_bytes=12)
     assert Rounding(asked, {"o": "bf16"}).names == {"w": "bf16"}
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import laststep
 from laststep.flush import server as serving
-from laststep.flush.handle import Stage
 from laststep.flush.protocol import Begin, Drop
-from laststep.flush.saves import Saves, SaveUnderWay
+from laststep.flush.saves import Saves, SaveUnderWay, Stage
+from laststep.plan.files import plan_save
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ def test_a_save_that_fails_while_failures_are_looked_for_is_told_by_the_next_cal
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    is_over, finish = Stage.over, serving.SaveFlush.finish
+    is_over, finish = Stage.over, serving.SaveWriter.finish
 
-    def fail(flush: serving.SaveFlush, *arguments: object) -> object:
+    def fail(flush: serving.SaveWriter, *arguments: object) -> object:
         if not flush.folder.startswith("step-00000000"):
             return finish(flush, *arguments)
         go.wait(PATIENCE_S)
-        raise laststep.StorageFailed("the disk is full")
+        raise laststep.StorageError("the disk is full")
 
     def over_just_after(stage: Stage) -> bool:
         """What was asked for fails as soon as the answer is known."""
@@ -41,12 +41,12 @@ def test_a_save_that_fails_while_failures_are_looked_for_is_told_by_the_next_cal
 
     checkpointer = laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread")
     with monkeypatch.context() as patch:
-        patch.setattr(serving.SaveFlush, "finish", fail)
+        patch.setattr(serving.SaveWriter, "finish", fail)
         handle = checkpointer.save(0)
         handle.captured.wait(PATIENCE_S)
         patch.setattr(Stage, "over", over_just_after)
         checkpointer.save(1)
-    with pytest.raises(laststep.StorageFailed, match="step 0 failed: the disk is full"):
+    with pytest.raises(laststep.StorageError, match="step 0 failed: the disk is full"):
         checkpointer.wait()
     checkpointer.save(0).wait(PATIENCE_S)
     checkpointer.close()
@@ -61,7 +61,7 @@ def test_whoever_hears_first_how_a_save_ended_ends_it_and_nobody_else() -> None:
     assert saves.find(save.number) is None
     assert saves.all() == [save]  # its caller does not know yet
     assert saves.take_over() == []
-    save.handle.fail(laststep.Aborted("it was given up"))
+    save.handle.fail(laststep.AbortedError("it was given up"))
     assert saves.take_over() == [save]
     assert saves.all() == []
     assert saves.tell() == [save.handle.error]
@@ -69,13 +69,13 @@ def test_whoever_hears_first_how_a_save_ended_ends_it_and_nobody_else() -> None:
 
 
 def test_a_dead_flusher_gets_no_more_saves_until_there_is_another() -> None:
-    saves, error = Saves(), laststep.StorageFailed("the flusher is gone")
+    saves, error = Saves(), laststep.StorageError("the flusher is gone")
     ended, open_one, late = (SaveUnderWay(None, step) for step in range(3))  # type: ignore[arg-type]
     saves.enter(ended)
     saves.enter(open_one)
     saves.end(ended.number)
     assert saves.refuse(error) == [open_one]
-    with pytest.raises(laststep.StorageFailed, match="the flusher is gone"):
+    with pytest.raises(laststep.StorageError, match="the flusher is gone"):
         saves.enter(late)
     saves.refusal = None
     saves.enter(late)
@@ -88,6 +88,6 @@ def test_a_save_that_is_called_off_before_it_began_is_announced_first() -> None:
     sent: list[object] = []
     client = SimpleNamespace(send=sent.append, announce=lambda _: None)
     save = SaveUnderWay(client, 7)  # type: ignore[arg-type]
-    save.planned(SimpleNamespace(files=()), lambda: None)  # type: ignore[arg-type, return-value]
+    save.planned(plan_save(()), lambda: None)  # type: ignore[arg-type, return-value]
     save.call_off("the job ends")
     assert [type(message) for message in sent] == [Begin, Drop]

@@ -8,9 +8,17 @@ import sys
 from laststep.flush import launch as starting
 
 SLOW = frozenset(
-    {"dataclasses", "inspect", "numpy", "pathlib", "site", "subprocess", "torch",
-     "typing_extensions"}
-)  # fmt: skip
+    {
+        "dataclasses",
+        "inspect",
+        "numpy",
+        "pathlib",
+        "site",
+        "subprocess",
+        "torch",
+        "typing_extensions",
+    }
+)
 """What would take milliseconds, and what a dependency takes only where it finds it."""
 
 
@@ -20,8 +28,10 @@ def test_the_helper_starts_without_what_takes_long_to_import() -> None:
     assert show in imports
     done = subprocess.run(
         [sys.executable, *starting._BARE, imports, "", *starting._places(foreign=False)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     loaded = set(done.stdout.split())
     assert "laststep.flush.server" in loaded
     assert not loaded & SLOW

@@ -34,16 +34,19 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
     dead.send(Continue(seen=Seen()))
     dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     flusher = serving.Flusher(
-        Connection(theirs, peer=pidfd), memoryview(b""), run=str(run_folder),
-        trainer=new_start(), orders=Orders(writers=1),
-    )  # fmt: skip
+        Connection(theirs, peer=pidfd),
+        memoryview(b""),
+        run=str(run_folder),
+        trainer=new_start(),
+        orders=Orders(writers=1),
+    )
     flusher.start()
     flusher.serve()
     os.close(pidfd)
     assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == Seen()
     while not isinstance(said := dead.receive_in_trainer(), Failed):
         assert said is not None
-    assert said.kind == "Aborted"
+    assert said.kind == "AbortedError"
     dead.close()
 
 
@@ -73,9 +76,9 @@ def test_retention_of_a_writer_that_was_taken_over_deletes_nothing(
 def test_a_save_that_was_begun_before_the_run_was_taken_over_is_not_committed(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = serving.SaveFlush.finish
+    finish = serving.SaveWriter.finish
 
-    def overtaken(flush: serving.SaveFlush, *arguments: object) -> object:
+    def overtaken(flush: serving.SaveWriter, *arguments: object) -> object:
         records = finish(flush, *arguments)
         Run.open(DirectoryStore(run_folder)).claim_epoch((1, 1), writer=new_start())
         return records
@@ -83,8 +86,8 @@ def test_a_save_that_was_begun_before_the_run_was_taken_over_is_not_committed(
     state = {"t": torch.zeros(5)}
     checkpointer = laststep.Checkpointer(run_folder, state=state, flush="thread")
     checkpointer.save(1).wait(PATIENCE_S)
-    monkeypatch.setattr(serving.SaveFlush, "finish", overtaken)
-    with pytest.raises(laststep.Aborted, match="taken over"):
+    monkeypatch.setattr(serving.SaveWriter, "finish", overtaken)
+    with pytest.raises(laststep.AbortedError, match="taken over"):
         checkpointer.save(2).wait(PATIENCE_S)
     checkpointer.close()
     assert [one.step for one in laststep.open(run_folder)] == [1]
@@ -100,13 +103,13 @@ def test_a_job_that_missed_a_save_restores_again_before_it_takes_over(run_folder
     assert second.restore().step == 1
     first.save(2).wait(PATIENCE_S)
     with pytest.raises(
-        laststep.Aborted, match=r"another job was first .* found step-00000002\.1-2 of epoch 1"
+        laststep.AbortedError, match=r"another job was first .* found step-00000002\.1-2 of epoch 1"
     ):
         second.save(2).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps()[-1] == 2
     assert second.restore().step == 2
     second.save(3).wait(PATIENCE_S)
-    with pytest.raises(laststep.Aborted, match="taken over"):
+    with pytest.raises(laststep.AbortedError, match="taken over"):
         first.save(3).wait(PATIENCE_S)
     first.close()
     second.close()

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from laststep.flush import throughput
-from laststep.flush.throughput import IdleCores, Throughput, TimedWriting
+from laststep.flush import encoder
+from laststep.flush.encoder import IdleCores, Throughput, TimedWriting
 
 MIB = 1 << 20
 
@@ -52,7 +52,7 @@ def test_writes_at_the_same_time_count_the_time_once(clock: Clock) -> None:
 
 def test_what_fails_leaves_nothing_under_way(clock: Clock) -> None:
     found = Throughput(clock)
-    written = Written(clock)
+    written = WrittenIndexes(clock)
     written.fails = True
     with pytest.raises(OSError, match="full"):
         TimedWriting(written, found).write_at(0, memoryview(bytes(64 * MIB)))
@@ -94,7 +94,7 @@ def test_small_saves_are_told_by_many_of_them(clock: Clock) -> None:
     assert found.bytes_per_s == 4 * MIB
 
 
-class Written:
+class WrittenIndexes:
     """Keeps what is called."""
 
     alignment_bytes = 512
@@ -121,8 +121,8 @@ class Written:
 def test_a_file_is_written_as_before_and_timed(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput, "_LEAST_BYTES", 8)
-    found, written = Throughput(clock), Written(clock)
+    monkeypatch.setattr(encoder, "_LEAST_BYTES", 8)
+    found, written = Throughput(clock), WrittenIndexes(clock)
     paced = TimedWriting(written, found)
     assert paced.alignment_bytes == 512
     paced.write_at(4096, memoryview(b"12345678"))

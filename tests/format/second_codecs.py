@@ -10,11 +10,13 @@ What it needs to know:
 - `planes`: the planes of all elements, the tail.
 - A *folded* difference: 0, -1, 1, -2, … as 0, 1, 2, 3, …. Elements count as unsigned integers and
   differences wrap around; an element of 16 bytes is two of 8.
-- `subtract`: planes of the folded differences to the anchor, element by element, the tail.
+- `subtract`: planes of the folded differences to the base, element by element, the tail.
 - `patches`: three numbers of 32 bits (how many elements differ, the bytes of their gaps, how many
   of these are stored); the gaps, a frame if fewer are stored; planes of the folded differences of
   the elements that differ; the tail. A gap is how many elements in front of one that differs do
   not, in seven bits a byte, the lowest first, with the eighth bit set where more follow.
+
+- Rounding of fp32 to bf16 or fp16 (`rounded`) is to the nearest, ties to even.
 
 All numbers are little-endian.
 """
@@ -22,7 +24,9 @@ All numbers are little-endian.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
+import numpy as np
 import zstandard
 
 
@@ -92,4 +96,40 @@ def patches(data: bytes, size: int, width: int, before: bytes) -> bytes:
     return bytes(found) + tail
 
 
-DECODE = {"raw": raw, "planes": planes, "subtract": subtract, "patches": patches}
+def rounded(data: bytes, dtype: str) -> bytes:
+    """Elements of fp32 as bf16 or fp16. A NaN is FFFF in bf16; in fp16 it keeps its sign and the
+    upper bits of its fraction, and is quiet."""
+    bits = np.frombuffer(data, "<u4")
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if dtype == "bfloat16":
+        wide = bits.astype("u8")
+        found = np.where(nan, 0xFFFF, (wide + 0x7FFF + (wide >> 16 & 1)) >> 16)
+    else:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            cast = bits.view("<f4").astype("<f2").view("<u2")
+        found = np.where(nan, bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF, cast)
+    return found.astype("<u2").tobytes()
+
+
+def put_together(
+    stored: bytes, at: int, end: int, tensors: list[Any], derived: Any, master: Any
+) -> bytes:
+    """Bytes [at, end) of the tensors of a file, a block that lacks what is the rounding of masters.
+    It is stored as one bit for each tensor of `derived` that it has bytes of, and what is left."""
+    pieces = []
+    for name, dtype, _, start, stop in tensors:
+        low, high = max(start, at), min(stop, end)
+        if name in derived and low < high:
+            pieces.append((low, high, start, dtype, derived[name]))
+    size = -(-len(pieces) // 8)
+    bits, rest, block = int.from_bytes(stored[:size], "little"), stored[size:], b""
+    for number, (low, high, start, dtype, (file, tensor)) in enumerate(pieces):
+        if bits >> number & 1:
+            gap = low - at - len(block)
+            block, rest = block + rest[:gap], rest[gap:]
+            block += rounded(master(file, tensor)[2 * (low - start) : 2 * (high - start)], dtype)
+    assert bits >> len(pieces) == 0
+    return block + rest
+
+
+DECODE = {"raw": raw, "rounded": raw, "planes": planes, "subtract": subtract, "patches": patches}

@@ -1,83 +1,22 @@
-"""What `docs/format.md` says of derived blocks is enough to read them: this reads by it alone."""
+"""The second reader, written from docs/format.md, reads derived blocks."""
 
 from __future__ import annotations
 
-import base64
-import json
-import struct
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
+import pytest
 import torch
-import xxhash
 
 import laststep
 
-if TYPE_CHECKING:
-    from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parent))
 
-BLOCK = 1 << 20
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def parsed(path: Path) -> tuple[dict, dict, bytes]:
-    """The entries of a data file, its document, and its data."""
-    stored = path.read_bytes()
-    length = int.from_bytes(stored[:8], "little")
-    header = json.loads(stored[8 : 8 + length])
-    document = json.loads(header.pop("__metadata__")["laststep"])
-    return header, document, stored[8 + length :]
+import second_codecs
+import second_reader
 
 
-def image_of(path: Path) -> bytes:
-    """The tensor area of a file whose blocks are coded, `raw` or `rounded`, and not borrowed."""
-    _, document, data = parsed(path)
-    places, at = [], 0
-    for name, dtype, shape in document["tensors"]:
-        size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        if name in document["derived"] and size:
-            places.append((name, dtype, at, at + size))
-        at += size
-    coding, image = document["coding"], bytearray()
-    count = -(-document["tensor_bytes"] // BLOCK)
-    starts = struct.unpack(f"<{count}Q", base64.b64decode(coding["starts"]))
-    sizes = struct.unpack(f"<{count}I", base64.b64decode(coding["sizes"]))
-    digests = base64.b64decode(document["blocks"])
-    for number, way in enumerate(base64.b64decode(coding["way"])):
-        low, high = number * BLOCK, min((number + 1) * BLOCK, document["tensor_bytes"])
-        block = data[starts[number] : starts[number] + sizes[number]]
-        if coding["ways"][way] == ["rounded", 2, False]:
-            block = put_together(path, document["derived"], places, block, low, high)
-        assert xxhash.xxh3_128_digest(block) == digests[16 * number : 16 * number + 16]
-        image += block
-    return bytes(image)
-
-
-def put_together(
-    path: Path, derived: dict, places: list, stored: bytes, low: int, high: int
-) -> bytes:
-    runs = [
-        (name, dtype, max(start, low), min(stop, high), start)
-        for name, dtype, start, stop in places
-        if start < high and low < stop
-    ]
-    size = -(-len(runs) // 8)
-    bits, rest = stored[:size], stored[size:]
-    block, at = b"", low
-    for number, (name, dtype, first, last, start) in enumerate(runs):
-        if bits[number // 8] >> number % 8 & 1:
-            block, rest = block + rest[: first - at], rest[first - at :]
-            file, tensor = derived[name]
-            entries, _, data = parsed(path.parent / file)
-            begin = entries[tensor]["data_offsets"][0] + 2 * (first - start)
-            master = bytearray(data[begin : begin + 2 * (last - first)])
-            low_values = torch.frombuffer(master, dtype=torch.float32).to(DTYPES[dtype])
-            block += low_values.view(torch.uint8).numpy().tobytes()
-            at = last
-    assert len(rest) == high - at
-    return block + rest
-
-
-def test_a_reader_written_from_the_page_reads_derived_blocks(run_folder: Path) -> None:
+def test_the_second_reader_reads_derived_blocks(run_folder: Path) -> None:
     torch.manual_seed(0)
     sizes = (700_000, 3, 40, 300_000)
     masters = {f"w{n}": torch.randn(size) for n, size in enumerate(sizes)}
@@ -85,18 +24,27 @@ def test_a_reader_written_from_the_page_reads_derived_blocks(run_folder: Path) -
         name: master.to(torch.float16 if name == "w3" else torch.bfloat16)
         for name, master in masters.items()
     }
-    model["w2"] += 1  # follows from nothing
+    model["w2"] += 1  # is not the rounding of its master
     model["norm"] = torch.randn(9)
     with laststep.Checkpointer(
         run_folder, model=model, masters=masters, derived=True, flush="thread", progress=False
     ) as ckpt:
         ckpt.save(1)
-    [path] = run_folder.glob("step-*/model.safetensors")
-    assert path.stat().st_size < 10_000
-    image, at = image_of(path), 0
-    for name, dtype, shape in parsed(path)[1]["tensors"]:
-        size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        expected = model[name].view(torch.uint8).numpy().tobytes()
-        assert image[at : at + size] == expected, name
-        at += size
-    assert at == len(image)
+    [pack] = run_folder.glob("step-*/blocks-r00000.pack")
+    assert pack.stat().st_size < 10_000
+    found = second_reader.read(run_folder)
+    for item, tensors in (("model", model), ("masters", masters)):
+        assert found[item].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[item][name].data == tensor.view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_page_rounds_as_torch_does(dtype: str) -> None:
+    """Of every exponent some values, with ties, and what is not finite."""
+    high = torch.arange(1 << 16, dtype=torch.int64) << 16
+    low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] + low).flatten().to(torch.int32)
+    found = second_codecs.rounded(bits.numpy().tobytes(), dtype)
+    wanted = bits.view(torch.float32).to(getattr(torch, dtype))
+    assert found == wanted.view(torch.int16).numpy().tobytes()

@@ -1,18 +1,14 @@
-"""Runs of derived tensors, what is stored of their blocks, and headers that name masters."""
+"""Runs of derived tensors, and what is stored of their blocks. Indexes that name masters are in
+test_index.py."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.codecs.digests import digest
-from laststep.errors import Corrupt, Usage
-from laststep.format.coding import RAW, CodedBlock
-from laststep.format.deriving import ROUNDED, DerivedRun, DerivedRuns, Master, pack, unpack
-from laststep.format.header import Header, decode_header, encode_header, reserve_packed_bytes
-from laststep.format.safetensors import TensorEntry
+from laststep.format.deriving import DerivedRun, DerivedRuns, pack, problem, unpack
+from laststep.format.layout import TensorEntry
 from laststep.terms import BLOCK_BYTES
 
 ENTRIES = (
@@ -21,16 +17,6 @@ ENTRIES = (
     TensorEntry("none", "bfloat16", (0,), 8 + 2 * BLOCK_BYTES, 8 + 2 * BLOCK_BYTES),
     TensorEntry("b", "float16", (3,), 8 + 2 * BLOCK_BYTES, 14 + 2 * BLOCK_BYTES),
 )
-DERIVED = {"w": Master("m.safetensors", "w32"), "b": Master("m.safetensors", "b32")}
-
-
-def header(**changes: object) -> Header:
-    coded = tuple(CodedBlock(number, 1, ROUNDED) for number in range(3))
-    made = Header(
-        item="model", tensors=ENTRIES, objects=(), tensor_bytes=14 + 2 * BLOCK_BYTES,
-        blocks=digest(b"") * 3, coded=coded, derived=DERIVED,
-    )  # fmt: skip
-    return msgspec.structs.replace(made, **changes)
 
 
 def test_runs_are_cut_at_blocks_and_leave_out_what_is_empty() -> None:
@@ -80,46 +66,15 @@ def test_what_was_never_packed_is_refused(stored: bytes) -> None:
         unpack(memoryview(stored), memoryview(bytearray(10)), 0, runs)
 
 
-def test_a_header_says_what_follows_from_what() -> None:
-    made = header()
-    region = encode_header(made, region_bytes=reserve_packed_bytes(made, codecs=["rounded"]))
-    assert decode_header(region, data_bytes=3, where="here") == made
-
-
-PLAIN = tuple(CodedBlock(number, 1, RAW) for number in range(3))
-ODD = tuple(CodedBlock(number, 1, ROUNDED._replace(element_bytes=4)) for number in range(3))
-UNSOUND = {
-    "no masters": {"derived": {}},
-    "no block that is derived": {"coded": PLAIN},
-    "no blocks that are coded": {"coded": None},
-    "a tensor that is not there": {"derived": {**DERIVED, "x": Master("m.safetensors", "x")}},
-    "a tensor of fp32": {"derived": {**DERIVED, "norm": Master("m.safetensors", "x")}},
-    "elements of another size": {"coded": ODD},
-}
-
-
-@pytest.mark.parametrize("changes", UNSOUND.values(), ids=UNSOUND)
-def test_an_unsound_header_is_neither_written_nor_read(
-    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = header(**changes)
-    size = max(reserve_packed_bytes(made, codecs=["rounded"]), 8192)
-    with pytest.raises(Usage):
-        encode_header(made, region_bytes=size)
-    with monkeypatch.context() as patch:
-        patch.setattr("laststep.format.header.header_problem", lambda _: None)
-        region = encode_header(made, region_bytes=size)
-    with pytest.raises(Corrupt):
-        decode_header(region, data_bytes=made.held_bytes, where="here")
+@pytest.mark.parametrize(
+    ("derived", "is_sound"),
+    [(["w", "b", "none"], True), ([], True), (["w", "norm"], False), (["x"], False)],
+    ids=["low precision", "nothing", "a tensor of fp32", "a tensor that is not there"],
+)
+def test_only_tensors_of_low_precision_are_derived(derived: list[str], is_sound: bool) -> None:
+    assert (problem(ENTRIES, derived) is None) == is_sound
 
 
 def test_a_tensor_at_an_odd_byte_is_not_derived() -> None:
-    tensors = (
-        TensorEntry("flag", "uint8", (1,), 0, 1), TensorEntry("w", "bfloat16", (4,), 1, 9),
-    )  # fmt: skip
-    made = header(
-        tensors=tensors, tensor_bytes=9, blocks=digest(b""),
-        coded=(CodedBlock(0, 2, ROUNDED),), derived={"w": Master("m.safetensors", "w")},
-    )  # fmt: skip
-    with pytest.raises(Usage, match="derived tensor"):
-        encode_header(made, region_bytes=4096)
+    assert problem([TensorEntry("w", "bfloat16", (4,), 2, 10)], ["w"]) is None
+    assert problem([TensorEntry("w", "bfloat16", (4,), 1, 9)], ["w"]) is not None

@@ -11,23 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laststep.codecs.digests import digest_text
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.format.manifest import (
     Abort,
     ClassRecord,
     Commit,
-    FileRecord,
-    GroupRecord,
     ItemRecord,
+    WrittenIndexes,
     decode,
     encode,
 )
 from laststep.format.spans import Span
 
-FILE = FileRecord(
-    name="shared.safetensors", size_bytes=9000, header_bytes=4096, header_digest=digest_text(b"x")
-)
-ITEM = ItemRecord(name="model", kind="module", file=FILE.name, tensors=3, size_bytes=4000)
+ITEM = ItemRecord(name="model", kind="module", tensors=3, size_bytes=4000)
+WRITTEN = WrittenIndexes(indexes=bytes(range(16)), files=2, size_bytes=9000)
 COMMIT = Commit(
     run="8f14e45f",
     step=100,
@@ -36,7 +33,7 @@ COMMIT = Commit(
     created_s=1763172000.25,
     laststep="0.1.0",
     items=(ITEM,),
-    files=(FILE,),
+    written=WRITTEN,
 )
 ABORT = Abort(reason="no space left on device", by="rank 3")
 
@@ -62,28 +59,35 @@ commits = st.builds(
     created_s=st.floats(0, 1e18),
     laststep=texts,
     items=st.sampled_from([(), (ITEM,)]),
-    files=st.just((FILE,)),
+    written=st.builds(
+        WrittenIndexes,
+        indexes=st.binary(min_size=16, max_size=16),
+        files=counts,
+        size_bytes=counts,
+        lossy=st.sampled_from([(), ("bf16",), ("bf16", "int8")]),
+    ),
     metrics=metrics,
     metadata=metadata,
     continues=st.none() | st.just("step-00000100.3-17"),
-    references=st.sampled_from([(), ("step-00000090.3-16",)]),
+    left_out=st.just(()),
 )
-GROUPS = tuple(
-    GroupRecord(name=f"groups/r{first:05d}.json", digest=digest_text(b""), first=first, ranks=3,
-                files=7, size_bytes=10**15)
-    for first in (0, 3)
-)  # fmt: skip
 CLASSES = (
     ClassRecord(table="0" * 32, spans=(Span(0, 3, 2),)),
     ClassRecord(table="1" * 32, spans=(Span(1, 1), Span(3, 1), Span(5, 1))),
 )
-GROUPED = changed(COMMIT, files=(), groups=GROUPS, classes=CLASSES, ranks=6)
+OF_RANKS = changed(
+    COMMIT, ranks=6, classes=CLASSES, written=changed(WRITTEN, indexes=bytes(range(6 * 16)))
+)
 commits |= st.builds(
     lambda commit, classes: changed(
-        commit, files=(), groups=GROUPS, classes=CLASSES if classes else (), ranks=6
+        commit, ranks=6, classes=CLASSES if classes else (), written=OF_RANKS.written
     ),
     commits,
     st.booleans(),
+)
+commits |= st.builds(
+    lambda commit: changed(commit, items=(ITEM,), left_out=("z",)),
+    commits.filter(lambda commit: not commit.classes),
 )
 aborts = st.builds(Abort, reason=texts, by=texts)
 
@@ -94,30 +98,42 @@ def test_a_decision_survives(decision: Commit | Abort) -> None:
     assert decode(encode(decision), where="here") == decision
 
 
-LENT = changed(FILE, name="m~3-16.safetensors", origin="step-00000090.3-16", lent=True, sharers=2)
+def test_what_ranks_have_written_adds_up() -> None:
+    one = WrittenIndexes(indexes=b"a" * 16, files=2, size_bytes=10, shared_bytes=3, lossy=("int8",))
+    other = WrittenIndexes(indexes=b"b" * 16, files=1, size_bytes=5, lossy=("bf16", "int8"))
+    assert one.plus(other) == WrittenIndexes(
+        indexes=b"a" * 16 + b"b" * 16,
+        files=3,
+        size_bytes=15,
+        shared_bytes=3,
+        lossy=("bf16", "int8"),
+    )
+    assert WrittenIndexes().plus(one) == one
 
 
-def test_what_was_written_for_earlier_checkpoints_is_counted_and_needs_format_2() -> None:
-    assert (COMMIT.shared_bytes, COMMIT.new_bytes, COMMIT.format) == (0, 9000, 1)
-    borrowing = changed(COMMIT, files=(FILE, LENT))
-    assert (borrowing.shared_bytes, borrowing.new_bytes) == (9000, 9000)
-    groups = (changed(GROUPS[0], shared_bytes=10**14), GROUPS[1])
-    grouped = changed(GROUPED, groups=groups)
-    assert (grouped.shared_bytes, grouped.new_bytes) == (10**14, 2 * 10**15 - 10**14)
-    for commit in (borrowing, grouped):
-        assert commit.format == 2
-        assert decode(encode(commit), where="here") == commit
-    assert b"shared_bytes" not in encode(GROUPED)
-    with pytest.raises(Usage, match="shared bytes"):
-        encode(changed(grouped, groups=(changed(groups[0], shared_bytes=10**16), GROUPS[1])))
+def test_a_commit_knows_what_was_written() -> None:
+    commit = changed(OF_RANKS, written=changed(OF_RANKS.written, shared_bytes=4000))
+    assert (commit.file_count, commit.size_bytes, commit.shared_bytes, commit.new_bytes) == (
+        2,
+        9000,
+        4000,
+        5000,
+    )
+    assert commit.index_count == 6
+    assert commit.index_digest(2) == bytes(range(32, 48))
 
 
-@pytest.mark.parametrize("decision", [COMMIT, GROUPED, ABORT])
+def test_there_may_be_more_indexes_than_ranks() -> None:
+    commit = changed(COMMIT, written=changed(WRITTEN, indexes=bytes(48)))
+    assert decode(encode(commit), where="here").index_count == 3
+
+
+@pytest.mark.parametrize("decision", [COMMIT, OF_RANKS, ABORT])
 def test_every_flipped_bit_is_corrupt(decision: Commit | Abort) -> None:
     data = bytearray(encode(decision))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode(bytes(data), where="here")
         data[bit // 8] ^= 1 << bit % 8
 
@@ -126,21 +142,21 @@ def test_every_flipped_bit_is_corrupt(decision: Commit | Abort) -> None:
 def test_every_truncated_or_longer_manifest_is_corrupt(decision: Commit | Abort) -> None:
     data = encode(decision)
     for size in range(len(data)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode(data[:size], where="here")
     for more in (b" ", b"\n", b"}", b"\0"):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode(data + more, where="here")
 
 
-def test_a_commit_of_groups_knows_how_much_there_is_without_them() -> None:
-    assert (GROUPED.size_bytes, GROUPED.file_count) == (2 * 10**15, 14)
-    assert (COMMIT.size_bytes, COMMIT.file_count) == (9000, 1)
-    content = msgspec.json.decode(encode(GROUPED))["manifest"]
-    assert "files" not in content
+def test_defaults_are_left_out() -> None:
+    content = msgspec.json.decode(encode(OF_RANKS))["manifest"]
+    assert content["ranks"] == 6
     assert content["classes"][0]["spans"] == [[0, 3, 2]]
     assert content["classes"][1]["spans"] == [[1, 1], [3, 1], [5, 1]]
-    assert not {"groups", "classes", "ranks"} & set(msgspec.json.decode(encode(COMMIT))["manifest"])
+    plain = msgspec.json.decode(encode(COMMIT))["manifest"]
+    assert not {"classes", "ranks", "left_out"} & set(plain)
+    assert "per_rank" not in plain["items"][0]
 
 
 def test_the_envelope_is_as_the_format_says() -> None:
@@ -177,9 +193,7 @@ def test_metadata_keep_their_types() -> None:
 
 def test_two_commits_do_not_share_their_default_metrics() -> None:
     def commit() -> Commit:
-        return Commit(
-            run="", step=0, epoch=0, attempt=0, created_s=0.0, laststep="", items=(), files=()
-        )
+        return Commit(run="", step=0, epoch=0, attempt=0, created_s=0.0, laststep="", items=())
 
     assert commit().metrics is not commit().metrics
 
@@ -190,17 +204,20 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
         changed(COMMIT, step=-1),
         changed(COMMIT, epoch=1 << 63),
         changed(COMMIT, created_s=math.nan),
-        changed(COMMIT, files=(changed(FILE, name="a/b/c.safetensors"),), items=()),
-        changed(COMMIT, files=(changed(FILE, name="a/.b.safetensors"),), items=()),
-        changed(COMMIT, files=(changed(FILE, name="../b.safetensors"),), items=()),
-        changed(COMMIT, files=(changed(FILE, name="a/.safetensors"),), items=()),
-        changed(COMMIT, files=(changed(FILE, rank=1),)),
         changed(COMMIT, ranks=0),
         changed(COMMIT, ranks=(1 << 24) + 1),
-        changed(COMMIT, files=(FILE, FILE)),
-        changed(COMMIT, files=()),
-        changed(COMMIT, files=(changed(FILE, header_bytes=100),)),
-        changed(COMMIT, files=(changed(FILE, header_digest="xxh3-128:0"),)),
+        changed(COMMIT, ranks=2),
+        changed(COMMIT, written=WrittenIndexes()),
+        changed(COMMIT, written=changed(WRITTEN, indexes=bytes(17))),
+        changed(COMMIT, written=changed(WRITTEN, shared_bytes=9001)),
+        changed(COMMIT, written=changed(WRITTEN, files=-1)),
+        changed(COMMIT, items=(ITEM, ITEM)),
+        changed(COMMIT, items=(changed(ITEM, name=""),)),
+        changed(COMMIT, left_out=("model",)),
+        changed(COMMIT, left_out=("z", "y")),
+        changed(COMMIT, left_out=("z",), items=()),
+        changed(OF_RANKS, left_out=("z",)),
+        changed(OF_RANKS, classes=CLASSES[:1]),
         changed(COMMIT, metrics={"loss": [1]}),
         changed(COMMIT, metrics={1: 1}),
         changed(COMMIT, metadata=object()),
@@ -211,5 +228,5 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
     ids=lambda decision: None,
 )
 def test_an_unsound_decision_is_never_written(decision: Commit | Abort) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         encode(decision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -13,10 +14,12 @@ import torch
 
 import laststep
 from laststep.catalog import epochs
-from laststep.catalog.groups import files_of
 from laststep.catalog.run import Run
-from laststep.format import group, manifest
-from laststep.format.header import Header, decode_header
+from laststep.codecs.digests import block_digests
+from laststep.format import index, layout, manifest
+from laststep.format.layout import FileLayout, Part, TensorEntry
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
+from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -82,41 +85,74 @@ def test_the_record_of_an_epoch_is_what_the_code_writes(written: Path) -> None:
     assert epochs.encode(msgspec.structs.replace(stored, **told)) == compact("epoch")
 
 
-def test_the_manifest_of_a_group_is_that_of_a_golden_run() -> None:
-    store = DirectoryStore(GOLDEN / "groups")
-    [listed] = Run.open(store).checkpoints()
-    assert listed.commit is not None
-    data = (GOLDEN / "groups" / listed.folder / "groups" / "r00000.json").read_bytes()
-    assert data == sealed("group", "group")
-    found = group.decode(data, listed.commit.groups[0], where="docs/format.md")
-    assert found.files == files_of(store, listed.folder, listed.commit, [0, 1])
-
-
 def test_the_header_is_what_the_code_writes(written: Path) -> None:
     [folder] = written.glob("step-*")
     assert (folder / "model.safetensors").read_bytes()[8:4096].rstrip() == compact("header")
-    region = (4088).to_bytes(8, "little") + compact("header").ljust(4088)
-    assert isinstance(decode_header(region, data_bytes=36, where="docs/format.md"), Header)
+
+
+def test_the_index_is_what_the_code_writes(written: Path) -> None:
+    [folder] = written.glob("step-*")
+    data = bytes.fromhex(sample("index"))
+    assert (folder / "index-r00000").read_bytes() == data
+    listed = json.loads(sample("manifest"))["manifest"]["written"]["indexes"]
+    assert base64.b64decode(listed) == data[:16]
+
+
+def test_the_payload_is_that_of_the_index() -> None:
+    found = msgspec.msgpack.decode(bytes.fromhex(sample("index"))[16:])
+    told = json.loads(sample("payload"))
+    values = {name: text.removesuffix("…") for name, text in told.pop().items()}
+    for name, text in found.pop().items():
+        assert text.decode().startswith(values.pop(name))
+    assert not values
+    assert json.loads(msgspec.json.encode(found)) == told
+
+
+def cells(after: str, column: int) -> list[str]:
+    """A column of the first table behind some words of the page."""
+    rows = re.search(r"(?:^\|.*\n)+", PAGE[PAGE.index(after) :], re.MULTILINE)
+    assert rows is not None
+    return [row.split("|")[column] for row in rows[0].splitlines()[2:]]
 
 
 @pytest.mark.parametrize(
     ("block", "record"),
     [
-        ("A commit", manifest._CommitDocument),
-        ("An item", manifest.ItemRecord),
-        ("A file", manifest.FileRecord),
-        ("manifest of a group of consecutive ranks", manifest.GroupRecord),
-        ('"rank": 1}\n  ]\n}}\n```', group.GroupManifest),
-        ("(lines are broken here, not on the disk)", epochs.EpochRecord),
+        ("A commit has these fields", manifest._CommitDocument),
+        ("\n`written`:\n", manifest.WrittenIndexes),
+        ('"orphan":false}}', epochs.EpochRecord),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_every_field_has_a_row(block: str, record: type[msgspec.Struct]) -> None:
-    after = PAGE[PAGE.index(f"\n{block}" if block[0] == "A" else block) :]
-    rows = re.search(r"(?:^\|.*\n)+", after, re.MULTILINE)
-    assert rows is not None
-    firsts = [row.split("|")[1] for row in rows[0].splitlines()[2:]]
-    assert re.findall(r"`(\w+)`", " ".join(firsts)) == list(record.__struct_fields__)
+    names = re.findall(r"`(\w+)`", " ".join(cells(block, 1)))
+    assert names == list(record.__struct_fields__)
+
+
+def test_every_field_of_an_item_is_named() -> None:
+    [row] = [row for row in cells("A commit has these fields", 3) if "`per_rank`" in row]
+    for name in manifest.ItemRecord.__struct_fields__:
+        assert f"`{name}`" in row
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("index", index.Index),
+        ("file", index.StoredFile),
+        ("encoding", index.Encoding),
+        ("stored layout", index.StoredLayout),
+        ("layout", layout.FileLayout),
+        ("run", index.BlockRun),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_struct_of_an_index_has_its_members_in_order(name: str, record: type) -> None:
+    after = "A struct is an array"
+    members = dict(zip(map(str.strip, cells(after, 1)), cells(after, 2), strict=True))
+    fields = getattr(record, "__struct_fields__", None) or record._fields
+    named = [word for word in re.findall(r"`(\w+)`", members[name]) if word in fields]
+    assert list(dict.fromkeys(named)) == list(fields)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +166,16 @@ def test_every_field_has_a_row(block: str, record: type[msgspec.Struct]) -> None
         ("dcp", 0),
         ("borrowed", 0),
         ("coded", 0),
+        ("derived", 0),
         ("excerpt", 0),
     ],
 )
 def test_a_second_reader_reads_what_the_first_does(name: str, rank: int) -> None:
-    [run] = GOLDEN.parent.glob(f"version-*/{name}")
+    run = GOLDEN / name
+    assert_reads_alike(run, rank)
+
+
+def assert_reads_alike(run: Path, rank: int) -> None:
     found = second_reader.read(run, rank)
     first = laststep.open(run).latest()
     first = first.of_rank(rank) if rank else first
@@ -145,3 +186,56 @@ def test_a_second_reader_reads_what_the_first_does(name: str, rank: int) -> None
             wanted = first.tensor(f"{item}/{tensor}")[...].contiguous()
             assert (str(wanted.dtype), tuple(wanted.shape)) == (f"torch.{dtype}", shape)
             assert wanted.reshape(-1).view(torch.uint8).numpy().tobytes() == data
+
+
+def saved_by(ranks: int, path: Path) -> Path:
+    """A run of one checkpoint, of whose tensor each of many ranks wrote an element."""
+    run = Run.open_or_create(DirectoryStore(path))
+    epoch = run.claim_epoch(None)
+    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    tree = b'{"tree":{"$":"tensor","name":"w"},"ties":{},"views":{}}'
+    written = WrittenIndexes()
+    for rank in range(ranks):
+        entry = TensorEntry("w~6at", "uint8", (1,), 0, 1)
+        made = FileLayout(
+            name=f"{folder_of(rank, ranks)}m-r{rank:05d}.safetensors",
+            item="m",
+            header_bytes=4096,
+            tensor_bytes=1,
+            tensors=(entry,),
+            parts={entry.name: Part("w", (ranks,), (rank,))},
+        )
+        data = bytes([rank % 251])
+        values = {} if rank else {"m": tree}
+        found = index.whole_index(rank, [made], [block_digests(memoryview(data))], values, [{}])
+        (path / folder / made.name).parent.mkdir(exist_ok=True)
+        (path / folder / made.name).write_bytes(made.header() + data)
+        (path / folder / index_name(rank, ranks)).write_bytes(index.encode(found))
+        written = written.plus(index.written_of(found, index.encode(found)))
+    item = ItemRecord(name="m", kind="value", tensors=1, size_bytes=ranks)
+    run.commit(
+        folder,
+        Commit(
+            run=run.id,
+            step=1,
+            epoch=epoch,
+            attempt=1,
+            created_s=1.0,
+            laststep="0",
+            items=(item,),
+            written=written,
+            ranks=ranks,
+        ),
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "folders"), [(256, set()), (257, {"r00000", "r00128", "r00256"})]
+)
+def test_a_second_reader_finds_what_many_ranks_wrote(
+    ranks: int, folders: set[str], tmp_path: Path
+) -> None:
+    run = saved_by(ranks, tmp_path / "run")
+    assert {path.name for path in run.glob("step-*/*") if path.is_dir()} == folders
+    assert_reads_alike(run, 0)

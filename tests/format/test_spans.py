@@ -55,13 +55,16 @@ def test_spans_and_the_others_cover_all_ranks_once(given_ranks: list[int]) -> No
     assert not cover_once(both, count - 1)
 
 
-@pytest.mark.parametrize(("given_ranks", "most"), [
-    (range(131072), 1),
-    (range(3, 131072, 8), 1),
-    ([r for r in range(131072) if r // 8 % 16 == 3], 8),
-    ([r for r in range(131072) if r % 64 < 8 and r // 65536 == 0], 8),
-    ([r for r in range(131072) if r % 8 == 1 and r // 8 % 64 < 4], 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given_ranks", "most"),
+    [
+        (range(131072), 1),
+        (range(3, 131072, 8), 1),
+        ([r for r in range(131072) if r // 8 % 16 == 3], 8),
+        ([r for r in range(131072) if r % 64 < 8 and r // 65536 == 0], 8),
+        ([r for r in range(131072) if r % 8 == 1 and r // 8 % 64 < 4], 4),
+    ],
+)
 def test_what_repeats_takes_few_spans(given_ranks: list[int], most: int) -> None:
     spans = spans_of(given_ranks)
     assert len(spans) <= most

@@ -34,9 +34,12 @@ def start() -> tuple[int, int]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         os.environ |= {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(backend, verbose=False)
     return dist.get_rank(), dist.get_world_size()
@@ -74,9 +77,14 @@ class Net(nn.Module):
         if experts:
             expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
             self.experts = MoE(
-                WIDTH, expert, num_experts=experts, ep_size=min(dist.get_world_size(), 2),
-                drop_tokens=bool(dropped), use_rts=bool(dropped), min_capacity=0,
-            )  # fmt: skip
+                WIDTH,
+                expert,
+                num_experts=experts,
+                ep_size=min(dist.get_world_size(), 2),
+                drop_tokens=bool(dropped),
+                use_rts=bool(dropped),
+                min_capacity=0,
+            )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         inner = self.first(self.fixed(rows))
@@ -99,23 +107,34 @@ def engine_of(way: str) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": ROWS // ranks // micro,
         "gradient_accumulation_steps": micro,
-        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1000,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1000,
         "bf16": {"enabled": "bf16" in words},
         "fp16": {"enabled": "fp16" in words, "initial_scale_power": 21, "hysteresis": 1},
         "gradient_clipping": 0.0 if "fp16" in words else 1.0,
-        "scheduler": {"type": "WarmupLR", "params": {
-            "warmup_max_lr": 0.02, "warmup_num_steps": 20, "warmup_type": "linear"}},
-    }  # fmt: skip
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 20, "warmup_type": "linear"},
+        },
+    }
     if "pipe" in words:
         specs = [
-            TiedLayerSpec("both", Tied), LayerSpec(Block, dropped), LayerSpec(Block, dropped),
-            LayerSpec(nn.Linear, WIDTH, WIDTH), TiedLayerSpec("both", Tied),
-        ]  # fmt: skip
+            TiedLayerSpec("both", Tied),
+            LayerSpec(Block, dropped),
+            LayerSpec(Block, dropped),
+            LayerSpec(nn.Linear, WIDTH, WIDTH),
+            TiedLayerSpec("both", Tied),
+        ]
         net: Any = PipelineModule(
-            specs, num_stages=stages, loss_fn=nn.MSELoss(),
-            partition_method="uniform", base_seed=7, seed_layers=True,
-        )  # fmt: skip
+            specs,
+            num_stages=stages,
+            loss_fn=nn.MSELoss(),
+            partition_method="uniform",
+            base_seed=7,
+            seed_layers=True,
+        )
     else:
         net = Net(dropped, 4 if "moe" in words else 0)
     trained = [p for p in net.parameters() if p.requires_grad]

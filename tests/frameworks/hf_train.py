@@ -52,10 +52,19 @@ class Losses(TrainerCallback):
 def tiny(layers: int = 2, **more: object) -> LlamaForCausalLM:
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
-        attention_dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attention_dropout=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **more,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -79,10 +88,17 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
     kind = options.get("kind", "mixin")
     settings = {"progress": False, **options.get("settings", {})}
     common = {
-        "output_dir": str(out), "per_device_train_batch_size": 4, "max_steps": 12, "save_steps": 3,
-        "logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True,
-        "learning_rate": 0.01, **options.get("args", {}),
-    }  # fmt: skip
+        "output_dir": str(out),
+        "per_device_train_batch_size": 4,
+        "max_steps": 12,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "learning_rate": 0.01,
+        **options.get("args", {}),
+    }
     first = out / "checkpoint-3" if options.get("waits") else None
     more = {
         "callbacks": [Losses(losses, first, options.get("stop"))],
@@ -92,9 +108,12 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(
-            r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM",
+            r=2,
+            lora_dropout=0.1,
+            target_modules=["q_proj", "v_proj"],
+            task_type="CAUSAL_LM",
             modules_to_save=options.get("modules"),
-        )  # fmt: skip
+        )
         if kind == "sft":
             more["peft_config"] = lora
         else:
@@ -109,8 +128,13 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
             pass
 
         data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows()])
-        return Own(model=model, args=SFTConfig(**{"max_length": 16, **common}), train_dataset=data,
-                   **more, **settings)  # fmt: skip
+        return Own(
+            model=model,
+            args=SFTConfig(**{"max_length": 16, **common}),
+            train_dataset=data,
+            **more,
+            **settings,
+        )
     more["train_dataset"] = rows()
     if kind in ("attached", "stock"):
         plain = Trainer(model=model, args=TrainingArguments(**common), **more)
@@ -129,9 +153,11 @@ def shard(made: Trainer) -> None:
     state = made.accelerator.state
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )  # fmt: skip
+    )
     made.is_fsdp_enabled = True
 
 

@@ -218,28 +218,48 @@ def loader(way: str):
 
 
 WAYS = {
-    "loader": "plain", "every": 5, "epochs": 4, "steps": -1, "accumulate": 1, "validate": 1.0,
-    "strategy": "auto", "resume": True, "limit": 1.0, "step": "plain", "paced": 0, "on": "cpu",
-}  # fmt: skip
+    "loader": "plain",
+    "every": 5,
+    "epochs": 4,
+    "steps": -1,
+    "accumulate": 1,
+    "validate": 1.0,
+    "strategy": "auto",
+    "resume": True,
+    "limit": 1.0,
+    "step": "plain",
+    "paced": 0,
+    "on": "cpu",
+}
 
 
 def train(run: str | None, losses: str, callbacks=(), ckpt_path=None, **asked: object) -> Net:
     """Until it ends, or from where it was; returns the model."""
     ways = {**WAYS, **asked}
     pl.seed_everything(7, verbose=False)
-    ours = [] if run is None else [
-        laststep.lightning.Checkpoint(run, every=ways["every"], resume=ways["resume"])
-    ]  # fmt: skip
+    ours = (
+        []
+        if run is None
+        else [laststep.lightning.Checkpoint(run, every=ways["every"], resume=ways["resume"])]
+    )
     more = [pl.callbacks.EarlyStopping("val_loss", patience=50), pl.callbacks.Timer(), Tells()]
     if run is not None and ways["paced"]:
         more.append(Paces(run))
     trainer = pl.Trainer(
-        accelerator=ways["on"], deterministic=True, devices=int(os.environ.get("WORLD_SIZE", "1")),
-        strategy=strategy(ways["strategy"]), max_epochs=ways["epochs"], max_steps=ways["steps"],
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=ways["accumulate"], val_check_interval=ways["validate"],
-        limit_train_batches=ways["limit"], callbacks=[*ours, *more, *callbacks],
-    )  # fmt: skip
+        accelerator=ways["on"],
+        deterministic=True,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy=strategy(ways["strategy"]),
+        max_epochs=ways["epochs"],
+        max_steps=ways["steps"],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=ways["accumulate"],
+        val_check_interval=ways["validate"],
+        limit_train_batches=ways["limit"],
+        callbacks=[*ours, *more, *callbacks],
+    )
     kinds = {"fetching": Fetching, "fsdp2": Sharded, "fsdp": Flat}
     kinds |= dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_3"), Partitioned)
     net = kinds.get(ways["strategy"], kinds.get(ways["step"], Net))(losses)

@@ -38,12 +38,21 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             torch.optim._functional.adamw(
-                owned, [p.grad for p in owned], [self.state[p]["exp_avg"] for p in owned],
-                [self.state[p]["exp_avg_sq"] for p in owned], [],
-                [torch.tensor(group["step"] - 1.0) for _ in owned], foreach=False, amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-            )  # fmt: skip
+                owned,
+                [p.grad for p in owned],
+                [self.state[p]["exp_avg"] for p in owned],
+                [self.state[p]["exp_avg_sq"] for p in owned],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in owned],
+                foreach=False,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
@@ -101,28 +110,47 @@ if "fused" in way:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 half = "bf16" in way
 config = TransformerConfig(
-    num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True,
-    attention_dropout=0.0, hidden_dropout=0.0, bf16=half, pipeline_dtype=torch.float32,
-    params_dtype=torch.bfloat16 if half else torch.float32, gradient_accumulation_fusion=False,
-    num_moe_experts=4 if "moe" in way else None, add_bias_linear="moe" not in way,
-    moe_router_load_balancing_type="none", moe_router_topk=2,
-    finalize_model_grads_func=finalize_model_grads, **size,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    use_cpu_initialization=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    bf16=half,
+    pipeline_dtype=torch.float32,
+    params_dtype=torch.bfloat16 if half else torch.float32,
+    gradient_accumulation_fusion=False,
+    num_moe_experts=4 if "moe" in way else None,
+    add_bias_linear="moe" not in way,
+    moe_router_load_balancing_type="none",
+    moe_router_topk=2,
+    finalize_model_grads_func=finalize_model_grads,
+    **size,
+)
 torch.manual_seed(SEED)
 net = GPTModel(
-    config, get_gpt_layer_local_spec(num_experts=config.num_moe_experts), VOCABULARY, LENGTH,
+    config,
+    get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
+    VOCABULARY,
+    LENGTH,
     share_embeddings_and_output_weights=True,
-)  # fmt: skip
+)
 if half:
     net.bfloat16()
 options = DistributedDataParallelConfig(use_distributed_optimizer=True)
 model = DistributedDataParallel(config, options, net)
 optimizer = optimizers.get_megatron_optimizer(
     optimizers.OptimizerConfig(
-        optimizer="adam", lr=0.01, weight_decay=0.1, use_distributed_optimizer=True, bf16=half,
-        params_dtype=config.params_dtype, clip_grad=1.0,
-    ), [model],
-)  # fmt: skip
+        optimizer="adam",
+        lr=0.01,
+        weight_decay=0.1,
+        use_distributed_optimizer=True,
+        bf16=half,
+        params_dtype=config.params_dtype,
+        clip_grad=1.0,
+    ),
+    [model],
+)
 
 
 def sharded(*, loads: bool) -> dict[str, object]:

@@ -190,7 +190,7 @@ def test_where_the_newest_is_damaged_hooks_get_the_folder_of_the_one_before(
             assert again.acc.load_state().step == 1
             assert "step 2 is damaged, step 1 is tried" in caplog.text
         else:
-            with pytest.raises(laststep.Corrupt):
+            with pytest.raises(laststep.CorruptError):
                 again.acc.load_state(name)
         assert folders == expected
         folders.clear()
@@ -199,7 +199,7 @@ def test_where_the_newest_is_damaged_hooks_get_the_folder_of_the_one_before(
 def test_hooks_without_a_folder_are_told(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.acc.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(laststep.Usage, match="write into a folder"):
+    with pytest.raises(laststep.UsageError, match="write into a folder"):
         loop.acc.save_state()
 
 
@@ -351,9 +351,7 @@ def test_the_scaler_and_objects_that_were_registered_are_items(tmp_path: Path) -
         torch.optim.lr_scheduler.StepLR(loop.optimizer.optimizer, 2)
     )
     items = laststep.accelerate.items(loop.acc)
-    assert list(items) == [
-        "model", "optimizer", "loader", "custom", "scaler", "accelerator", "rng"
-    ]  # fmt: skip
+    assert list(items) == ["model", "optimizer", "loader", "custom", "scaler", "accelerator", "rng"]
 
 
 class Counting(IterableDataset):
@@ -414,14 +412,14 @@ def test_other_ranks_go_on_as_far_as_all_had_come_rounded_down(
 
 
 def test_an_accelerator_is_attached_once(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="attached to a run already"):
+    with pytest.raises(laststep.UsageError, match="attached to a run already"):
         laststep.accelerate.attach(Loop(tmp_path).acc, tmp_path / "other")
 
 
 def test_nothing_prepared_is_told(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.acc.free_memory()
-    with pytest.raises(laststep.Usage, match="prepared nothing"):
+    with pytest.raises(laststep.UsageError, match="prepared nothing"):
         loop.acc.save_state()
 
 
@@ -431,12 +429,12 @@ def test_what_is_registered_too_late_is_told_of_and_not_left_out(tmp_path: Path)
     loop.acc.register_for_checkpointing(
         torch.optim.lr_scheduler.StepLR(loop.optimizer.optimizer, 2)
     )
-    with pytest.raises(laststep.Usage, match=r"after the first save_state.*StepLR"):
+    with pytest.raises(laststep.UsageError, match=r"after the first save_state.*StepLR"):
         loop.acc.save_state()
 
 
 def test_a_name_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(laststep.NotFound, match="no checkpoint 'out/never'"):
+    with pytest.raises(laststep.NotFoundError, match="no checkpoint 'out/never'"):
         Loop(tmp_path).acc.load_state("out/never")
 
 
@@ -447,7 +445,7 @@ def test_a_run_of_others_is_left_alone(tmp_path: Path) -> None:
     before = Loop(tmp_path)
     before.train(1)
     weight = before.weight()
-    with pytest.raises(laststep.Mismatch, match="one of lightning"):
+    with pytest.raises(laststep.MismatchError, match="one of lightning"):
         before.acc.load_state()
     assert torch.equal(before.weight(), weight)
 
@@ -458,9 +456,9 @@ def test_another_model_is_a_mismatch_and_the_run_is_not_left_behind(tmp_path: Pa
     loop.acc.save_state()
     loop.acc.end_training()
     other = Loop(tmp_path, width=5)
-    with pytest.raises(laststep.Mismatch, match="model"):
+    with pytest.raises(laststep.MismatchError, match="model"):
         other.acc.load_state()
-    with pytest.raises(laststep.Usage, match="restore"):
+    with pytest.raises(laststep.UsageError, match="restore"):
         Loop(tmp_path).acc.save_state()
     assert laststep.open(loop.run).steps() == [1]
 
@@ -482,7 +480,7 @@ def test_a_method_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     from laststep.adapters.accelerate import attached
 
     monkeypatch.setattr(Accelerator, "load_state", lambda self, path: None)
-    with pytest.raises(laststep.Usage, match=r"Accelerator\.load_state of accelerate"):
+    with pytest.raises(laststep.UsageError, match=r"Accelerator\.load_state of accelerate"):
         importlib.reload(attached)
 
 

@@ -25,14 +25,27 @@ sys.path.append(str(SCRIPTS))
 pytestmark = pytest.mark.filterwarnings("ignore")  # DeepSpeed's own
 
 STEADY = (
-    "zero0+bf16+steady", "zero1+steady", "zero2+bf16+steady", "zero2+fp16+offload+steady",
-    "zero3+steady", "zero3+bf16+twice+steady", "moe+steady", "moe+zero2+bf16+steady", "pipe+steady",
+    "zero0+bf16+steady",
+    "zero1+steady",
+    "zero2+bf16+steady",
+    "zero2+fp16+offload+steady",
+    "zero3+steady",
+    "zero3+bf16+twice+steady",
+    "moe+steady",
+    "moe+zero2+bf16+steady",
+    "pipe+steady",
     "pipe+zero1+steady",
-)  # fmt: skip
+)
 WAYS = (
-    "zero0", "zero0+fp16", "zero1+bf16", "zero2+twice", "zero3+fp16+offload", "moe+zero1",
-    "pipe+zero1+bf16", "pipe+fp16",
-)  # fmt: skip
+    "zero0",
+    "zero0+fp16",
+    "zero1+bf16",
+    "zero2+twice",
+    "zero3+fp16+offload",
+    "moe+zero1",
+    "pipe+zero1+bf16",
+    "pipe+fp16",
+)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def test_a_checkpoint_goes_by_all_tags_that_it_was_saved_with(make: Make) -> Non
         folder, client = other.load_checkpoint("elsewhere", tag)
         assert (other.global_steps, Path(folder).parent.name) == (step, "run")
         assert client == ({"score": 1.5} if step == 2 else {})
-    with pytest.raises(laststep.NotFound, match="tag 'worst'"):
+    with pytest.raises(laststep.NotFoundError, match="tag 'worst'"):
         other.load_checkpoint("elsewhere", "worst")
 
 
@@ -217,7 +230,7 @@ def test_the_client_state_has_tensors_and_needs_no_pickle(make: Make) -> None:
     _, found = make().load_checkpoint()
     assert torch.equal(found.pop("mean"), state.pop("mean"))
     assert found == state
-    with pytest.raises(laststep.Usage, match="client"):
+    with pytest.raises(laststep.UsageError, match="client"):
         engine.save_checkpoint(client_state={"odd": object})
 
 
@@ -239,7 +252,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_by_its_tag_an_error(
     assert other.global_steps == 1
     assert "step-00000001" in folder
     assert "step 2" in caplog.text
-    with pytest.raises(laststep.Corrupt):
+    with pytest.raises(laststep.CorruptError):
         make().load_checkpoint(tag="global_step2")
 
 
@@ -342,21 +355,21 @@ def test_a_run_of_another_framework_or_a_changed_model_is_refused(make: Make) ->
         Path(make().checkpointer.path), model=torch.nn.Linear(2, 2), flush="thread", progress=False
     ) as ckpt:
         ckpt.save(0, metadata={"framework": "lightning"})
-    with pytest.raises(laststep.Mismatch, match="not saved by deepspeed"):
+    with pytest.raises(laststep.MismatchError, match="not saved by deepspeed"):
         make().load_checkpoint()
     engine = steps(make(run="other"), 1)
     engine.load_checkpoint()
     engine.save_checkpoint()
     engine.checkpointer.wait()
-    with pytest.raises(laststep.Mismatch, match="experts"):
+    with pytest.raises(laststep.MismatchError, match="experts"):
         make("moe+zero1", run="other").load_checkpoint()
 
 
 def test_bad_use_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     engine = make("zero1+twice")
-    with pytest.raises(laststep.Usage, match="has a checkpointer already"):
+    with pytest.raises(laststep.UsageError, match="has a checkpointer already"):
         laststep.deepspeed.attach(engine, "other")
-    with pytest.raises(laststep.Usage, match="custom_load_fn"):
+    with pytest.raises(laststep.UsageError, match="custom_load_fn"):
         engine.load_checkpoint(custom_load_fn=print)
     rows = torch.randn(4, 12)
     engine.backward(engine(rows).square().mean())
@@ -377,10 +390,10 @@ def test_a_version_in_which_a_method_has_changed_is_refused_by_name(
         pass
 
     monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
-    with pytest.raises(laststep.Usage, match=r"DeepSpeedEngine\.save_checkpoint of deepspeed"):
+    with pytest.raises(laststep.UsageError, match=r"DeepSpeedEngine\.save_checkpoint of deepspeed"):
         laststep.deepspeed.attach(engine_of("zero1"), "run")
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.9.1")
-    with pytest.raises(laststep.Usage, match="too old"):
+    with pytest.raises(laststep.UsageError, match="too old"):
         laststep.deepspeed.attach(engine_of("zero1"), "run")
 
 
@@ -389,8 +402,13 @@ def test_the_example_runs_and_goes_on(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for first in (0, 20):
         done = subprocess.run(
-            [*launch, example], cwd=tmp_path, env=environment(), text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [*launch, example],
+            cwd=tmp_path,
+            env=environment(),
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert done.returncode == 0, done.stdout[-4000:]
         assert f"steps {first} to {first + 20}" in done.stdout

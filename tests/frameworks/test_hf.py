@@ -128,7 +128,7 @@ def masked(rows: list) -> dict[str, torch.Tensor]:
         ({"save_steps": 5}, {"train_dataset": Stream()}),
     ],
     ids=["by-length", "unseeded", "workers", "random", "random-accumulation", "stream", "pass"],
-)  # fmt: skip
+)
 def test_the_data_goes_on_where_it_was_whatever_its_order_is_drawn_from(
     tmp_path: Path, args: dict[str, object], given: dict[str, object]
 ) -> None:
@@ -153,23 +153,37 @@ def test_a_reference_that_follows_the_model_is_saved(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    data = Dataset.from_list([
-        {"prompt": f"w{i} w4", "chosen": f" w{i} w9", "rejected": f" w{30 - i} w7"}
-        for i in range(4, 20)
-    ])  # fmt: skip
+    data = Dataset.from_list(
+        [
+            {"prompt": f"w{i} w4", "chosen": f" w{i} w9", "rejected": f" w{30 - i} w7"}
+            for i in range(4, 20)
+        ]
+    )
 
     def start(name: str, stop: int | None) -> dict[int, str]:
         losses = tmp_path / f"{name}-losses"
         losses.unlink(missing_ok=True)
         args = DPOConfig(
-            output_dir=str(tmp_path / name), max_steps=8, save_steps=2, logging_steps=1,
-            per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True,
-            learning_rate=0.01, sync_ref_model=True, ref_model_sync_steps=3,
-        )  # fmt: skip
+            output_dir=str(tmp_path / name),
+            max_steps=8,
+            save_steps=2,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            learning_rate=0.01,
+            sync_ref_model=True,
+            ref_model_sync_steps=3,
+        )
         trainer = DPOTrainer(
-            model=hf_train.tiny(), ref_model=hf_train.tiny(), args=args, train_dataset=data,
-            processing_class=hf_train.tokenizer(), callbacks=[hf_train.Losses(losses, None, stop)],
-        )  # fmt: skip
+            model=hf_train.tiny(),
+            ref_model=hf_train.tiny(),
+            args=args,
+            train_dataset=data,
+            processing_class=hf_train.tokenizer(),
+            callbacks=[hf_train.Losses(losses, None, stop)],
+        )
         with contextlib.nullcontext() if stop is None else pytest.raises(RuntimeError):
             laststep.hf.attach(trainer, progress=False).train(resume_from_checkpoint=True)
         return read(losses)
@@ -194,8 +208,14 @@ def test_a_checkpoint_has_a_folder_with_links_that_from_pretrained_loads(tmp_pat
     assert AutoTokenizer.from_pretrained(last)("w5 w6")["input_ids"] == [5, 6]
 
 
-LIMITED = {"save_total_limit": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-           "load_best_model_at_end": True, "learning_rate": 0.3}  # fmt: skip
+LIMITED = {
+    "save_total_limit": 2,
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "learning_rate": 0.3,
+}
 
 
 @pytest.mark.parametrize(
@@ -204,14 +224,18 @@ LIMITED = {"save_total_limit": 2, "save_steps": 2, "eval_strategy": "steps", "ev
         LIMITED,
         {**LIMITED, "save_total_limit": 1, "learning_rate": 0.03},
         {"save_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1, "save_total_limit": 2},
-        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2,
-         "metric_for_best_model": "loss"},
+        {
+            "save_strategy": "best",
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "metric_for_best_model": "loss",
+        },
         {"save_strategy": "no"},
         {"save_only_model": True},
         {"gradient_accumulation_steps": 3, "logging_steps": 2},
     ],
     ids=["limit", "only-the-best", "epoch", "best", "no", "only-model", "accumulation"],
-)  # fmt: skip
+)
 def test_folders_state_and_weights_are_those_of_the_trainer_s_own_saving(
     tmp_path: Path, args: dict[str, object]
 ) -> None:
@@ -267,19 +291,32 @@ def test_peft_gets_its_adapter_and_nothing_else_is_stored(tmp_path: Path) -> Non
 def mixtral() -> MixtralForCausalLM:
     """Its files have other names than its tensors."""
     config = MixtralConfig(
-        vocab_size=hf_train.VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=hf_train.VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        pad_token_id=0,
+    )
     return MixtralForCausalLM(config)
 
 
 def marian() -> MarianMTModel:
     """Some of its tensors are not in its files."""
     config = MarianConfig(
-        vocab_size=hf_train.VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, pad_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=hf_train.VOCABULARY,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
     return MarianMTModel(config)
 
 
@@ -418,7 +455,7 @@ def test_damage_makes_the_one_before_count_and_a_warning_says_so(
     assert all(torch.equal(loaded[name], live[name]) for name in live)
     for newest in (out / "_laststep").glob("step-00000012.*/model.safetensors"):
         flip_last_byte(newest)
-    with pytest.raises(laststep.Corrupt):
+    with pytest.raises(laststep.CorruptError):
         here(out).train(resume_from_checkpoint=str(out / "checkpoint-12"))
 
 
@@ -445,7 +482,7 @@ def test_what_the_trainer_itself_has_saved_since_is_not_passed_over(tmp_path: Pa
     here(out, args={"max_steps": 3}).train()
     own = here(out, kind="stock", args={"max_steps": 6})
     own.train(resume_from_checkpoint=str(out / "checkpoint-3"))
-    with pytest.raises(laststep.Usage, match="has saved a later step"):
+    with pytest.raises(laststep.UsageError, match="has saved a later step"):
         here(out).train(resume_from_checkpoint=True)
     assert (out / "checkpoint-6" / "optimizer.pt").exists()
 
@@ -453,21 +490,21 @@ def test_what_the_trainer_itself_has_saved_since_is_not_passed_over(tmp_path: Pa
 def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     here(out, args={"max_steps": 3}).train()
-    with pytest.raises(laststep.Usage, match="would not go on from any of them"):
+    with pytest.raises(laststep.UsageError, match="would not go on from any of them"):
         here(out).train()
-    with pytest.raises(laststep.Mismatch, match=r"layers\.1"):
+    with pytest.raises(laststep.MismatchError, match=r"layers\.1"):
         here(out, layers=1).train(resume_from_checkpoint=True)
-    with pytest.raises(laststep.Usage, match="no checkpoint of the run"):
+    with pytest.raises(laststep.UsageError, match="no checkpoint of the run"):
         here(tmp_path / "other").train(resume_from_checkpoint=str(out / "checkpoint-3"))
-    with pytest.raises(laststep.NotFound, match="step 4"):
+    with pytest.raises(laststep.NotFoundError, match="step 4"):
         here(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
-    with pytest.raises(laststep.NotFound, match="one that was here before has made folders"):
+    with pytest.raises(laststep.NotFoundError, match="one that was here before has made folders"):
         here(out, settings={"run": tmp_path / "new"}).train(resume_from_checkpoint=True)
     with laststep.Checkpointer(tmp_path / "loop", model=hf_train.tiny()) as ckpt:
         ckpt.save(1)
-    with pytest.raises(laststep.Mismatch, match="was not saved by transformers"):
+    with pytest.raises(laststep.MismatchError, match="was not saved by transformers"):
         here(out, settings={"run": tmp_path / "loop"}).train(resume_from_checkpoint=True)
-    with pytest.raises(laststep.Usage, match="takes a trainer"):
+    with pytest.raises(laststep.UsageError, match="takes a trainer"):
         laststep.hf.attach(hf_train.tiny())
     assert laststep.open(out / "_laststep").steps() == [3]
     here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
@@ -477,7 +514,7 @@ def test_a_method_of_the_trainer_that_has_changed_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self, model, metrics: None)
-    with pytest.raises(laststep.Usage, match=r"Trainer\._save_checkpoint of transformers"):
+    with pytest.raises(laststep.UsageError, match=r"Trainer\._save_checkpoint of transformers"):
         importlib.reload(laststep.hf.trainer)
 
 
@@ -543,9 +580,13 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
             return SimpleNamespace(repo_id=name)
 
         def upload_folder(
-            self, *, folder_path: str, commit_message: str, ignore_patterns: object = None,
+            self,
+            *,
+            folder_path: str,
+            commit_message: str,
+            ignore_patterns: object = None,
             **_: object,
-        ) -> Future:  # fmt: skip
+        ) -> Future:
             weights = load_file(Path(folder_path) / "model.safetensors")
             files = [str(file.relative_to(folder_path)) for file in Path(folder_path).rglob("*")]
             pushed.update(filter_repo_objects(files, ignore_patterns=ignore_patterns))
@@ -555,21 +596,31 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
             return done
 
     monkeypatch.setattr("transformers.trainer.hf_api", Hub)
-    args = {"push_to_hub": True, "hub_model_id": "me/tiny", "hub_strategy": "all_checkpoints",
-            "save_steps": 6, "hub_always_push": True}  # fmt: skip
+    args = {
+        "push_to_hub": True,
+        "hub_model_id": "me/tiny",
+        "hub_strategy": "all_checkpoints",
+        "save_steps": 6,
+        "hub_always_push": True,
+    }
     here(tmp_path / "out", args=args).train()
     said = "Training in progress, step"
     assert {(message, name) for message, name, _ in sent} >= {
-        (f"{said} 6", "out"), (f"{said} 6, checkpoint", "checkpoint-6"),
-        (f"{said} 12", "out"), (f"{said} 12, checkpoint", "checkpoint-12"),
-    }  # fmt: skip
+        (f"{said} 6", "out"),
+        (f"{said} 6, checkpoint", "checkpoint-6"),
+        (f"{said} 12", "out"),
+        (f"{said} 12, checkpoint", "checkpoint-12"),
+    }
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert "model.safetensors" in pushed
     assert not [name for name in pushed if "step-" in name], "the run is not pushed"
 
 
-ZERO = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+ZERO = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -614,7 +665,10 @@ def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", EXAMPLE, tmp_path / "out"],
-            check=True, capture_output=True, text=True, env=environment(),
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
         assert "40 steps" in done.stdout
     assert folders(tmp_path / "out") == ["checkpoint-30", "checkpoint-40"]

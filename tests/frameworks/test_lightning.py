@@ -136,9 +136,14 @@ def fit(run: Path | None, *more: object, epochs: int = 2, **settings: object) ->
 
 def trainer_with(*callbacks: object, epochs: int = 2, **more: object) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), **more,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **more,
+    )
 
 
 def test_without_every_each_epoch_is_saved(tmp_path: Path) -> None:
@@ -212,10 +217,18 @@ def test_averaged_weights_of_a_callback_come_back(tmp_path: Path) -> None:
 def test_sigterm_saves_the_last_step(tmp_path: Path) -> None:
     losses = tmp_path / "losses"
     process = subprocess.Popen(
-        [sys.executable, SCRIPTS / "lightning_training.py", tmp_path / "run", losses,
-         "epochs=100000", "every=1000000"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
-    )  # fmt: skip
+        [
+            sys.executable,
+            SCRIPTS / "lightning_training.py",
+            tmp_path / "run",
+            losses,
+            "epochs=100000",
+            "every=1000000",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
     try:
         while not losses.exists() or len(read(losses)) < 3:
             assert process.poll() is None
@@ -241,19 +254,19 @@ def test_lightning_adds_no_second_saver(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(laststep.Usage, match="'min' or 'max'"):
+    with pytest.raises(laststep.UsageError, match="'min' or 'max'"):
         laststep.lightning.Checkpoint("runs/a", monitor="val_loss", mode="minimum")
 
 
 def test_two_callbacks_of_ours_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="two callbacks"):
+    with pytest.raises(laststep.UsageError, match="two callbacks"):
         fit(tmp_path / "run", laststep.lightning.Checkpoint(tmp_path / "other"))
 
 
 def test_a_run_of_another_is_refused_and_stays(tmp_path: Path) -> None:
     with laststep.Checkpointer(tmp_path / "run", model=torch.nn.Linear(2, 2)) as ckpt:
         ckpt.save(3)
-    with pytest.raises(laststep.Mismatch, match="not saved by lightning"):
+    with pytest.raises(laststep.MismatchError, match="not saved by lightning"):
         fit(tmp_path / "run")
     assert laststep.open(tmp_path / "run").steps() == [3]
 
@@ -262,7 +275,7 @@ def test_a_changed_model_is_refused_and_the_run_stays(tmp_path: Path) -> None:
     fit(tmp_path / "run")
     wider = training.Net(os.devnull)
     wider.net[3] = torch.nn.Linear(32, training.WIDTH + 1)
-    with pytest.raises(laststep.Mismatch, match=r"net\.3"):
+    with pytest.raises(laststep.MismatchError, match=r"net\.3"):
         trainer_with(laststep.lightning.Checkpoint(tmp_path / "run")).fit(
             wider, training.loader("plain")
         )
@@ -290,7 +303,7 @@ def test_a_checkpoint_of_lightning_does_not_go_with_a_run_that_has_some(tmp_path
     fit(tmp_path / "run")
     loaders = (training.loader("plain"), DataLoader(training.Samples(), batch_size=24))
     path = tmp_path / "own.ckpt"
-    with pytest.raises(laststep.Usage, match="another checkpoint"):
+    with pytest.raises(laststep.UsageError, match="another checkpoint"):
         trainer_with(laststep.lightning.Checkpoint(tmp_path / "run"), epochs=3).fit(
             training.Net(os.devnull), *loaders, ckpt_path=path
         )
@@ -332,9 +345,11 @@ def test_the_plugin_reads_files_of_lightning(tmp_path: Path) -> None:
     fit(None, pl.callbacks.ModelCheckpoint(tmp_path, filename="own"))
     trainer = trainer_with(plugins=[laststep.lightning.IO()])
     trainer.test(
-        training.Net(os.devnull), DataLoader(training.Samples(), batch_size=24),
-        ckpt_path=tmp_path / "own.ckpt", verbose=False,
-    )  # fmt: skip
+        training.Net(os.devnull),
+        DataLoader(training.Samples(), batch_size=24),
+        ckpt_path=tmp_path / "own.ckpt",
+        verbose=False,
+    )
 
 
 # -- the rest -------------------------------------------------------------------------------------
@@ -375,5 +390,5 @@ def test_a_lightning_whose_loops_have_changed_is_refused_by_name() -> None:
     class Loop:
         def on_run_start(self) -> None: ...
 
-    with pytest.raises(laststep.Usage, match="on_run_start of lightning"):
+    with pytest.raises(laststep.UsageError, match="on_run_start of lightning"):
         package.FRAMEWORK.seam(Loop, "on_run_start", "data_fetcher")

@@ -142,21 +142,29 @@ def averaging() -> list[object]:
 WAYS: dict[str, dict[str, Any]] = {
     "samples are drawn": {"net": Cut, "loader": None, "steps": (4, 22, 30)},
     "samples are drawn for each epoch": {
-        "net": Cut, "loader": None, "trainer": {"reload_dataloaders_every_n_epochs": 1},
+        "net": Cut,
+        "loader": None,
+        "trainer": {"reload_dataloaders_every_n_epochs": 1},
         "steps": (4, 22, 30),
     },
     "samples are drawn for every second epoch": {
-        "net": Cut, "loader": None, "trainer": {"reload_dataloaders_every_n_epochs": 2},
+        "net": Cut,
+        "loader": None,
+        "trainer": {"reload_dataloaders_every_n_epochs": 2},
         "steps": (11, 15, 22),
     },
     "a short loader begins anew": {"net": Both, "loader": two_loaders, "steps": (7, 12, 20)},
     "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34)},
     "validation at other times": {
-        "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8}, "steps": (10, 12),
+        "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8},
+        "steps": (10, 12),
     },
     "steps by hand": {"net": ByHand, "steps": (1, 4, 7)},
     "gradients beyond an epoch": {  # before a validation Lightning clears them
-        "net": ByHand, "every": None, "steps": (2, 4, 7), "trainer": {"limit_val_batches": 0},
+        "net": ByHand,
+        "every": None,
+        "steps": (2, 4, 7),
+        "trainer": {"limit_val_batches": 0},
     },
     "gradients accumulated by epoch": {
         "callbacks": lambda: [callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 3: 2})],
@@ -164,13 +172,12 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "averaged in the end": {"net": NoScheduler, "callbacks": averaging, "steps": (20, 24, 30)},
     "unfrozen on the way": {
-        "net": Backbone, "steps": (5, 12, 15, 30),
-        "callbacks": lambda: [
-            callbacks.BackboneFinetuning(1, lambda _: 1.5, train_bn=False)
-        ],
+        "net": Backbone,
+        "steps": (5, 12, 15, 30),
+        "callbacks": lambda: [callbacks.BackboneFinetuning(1, lambda _: 1.5, train_bn=False)],
     },
     "epochs left early": {"net": Skips, "steps": (7, 9, 28)},
-}  # fmt: skip
+}
 
 
 def fit(run: Path, losses: Path, way: dict[str, Any], **settings: object) -> pl.Trainer:
@@ -178,9 +185,13 @@ def fit(run: Path, losses: Path, way: dict[str, Any], **settings: object) -> pl.
     ours = laststep.lightning.Checkpoint(run, **settings)
     more = way["callbacks"]() if "callbacks" in way else []
     trainer = pl.Trainer(
-        **{"max_epochs": 4, **way.get("trainer", {})}, accelerator="cpu", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[ours, *more],
-    )  # fmt: skip
+        **{"max_epochs": 4, **way.get("trainer", {})},
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ours, *more],
+    )
     net = way.get("net", training.Net)(str(losses))
     make = way.get("loader", lambda: training.loader("plain"))
     validation = DataLoader(training.Samples(), batch_size=24)

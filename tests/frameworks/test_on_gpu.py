@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
-    pytest.mark.gpu, pytest.mark.timeout(500),
+    pytest.mark.gpu,
+    pytest.mark.timeout(500),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA"),
-]  # fmt: skip
+]
 
 
 def assert_goes_on(name: str, folder: Path, *arguments: str, step: int) -> None:

@@ -69,12 +69,12 @@ def test_another_number_of_workers_goes_on_and_of_a_run_elsewhere_a_pointer_is_h
 def test_a_checkpoint_of_others_is_told(tmp_path: Path) -> None:
     import ray.train
 
-    with pytest.raises(laststep.NotFound, match=r"no checkpoint of laststep's"):
+    with pytest.raises(laststep.NotFoundError, match=r"no checkpoint of laststep's"):
         laststep.ray.folder_of(ray.train.Checkpoint.from_directory(tmp_path))
 
 
 def test_outside_of_a_worker_it_says_what_to_use(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=r"use laststep\.Checkpointer elsewhere"):
+    with pytest.raises(laststep.UsageError, match=r"use laststep\.Checkpointer elsewhere"):
         laststep.ray.Checkpointer(tmp_path / "run", state={"a": 1})
 
 

@@ -56,9 +56,12 @@ def facts(tmp_path_factory):
     """Of one process, that tries one setting after the other."""
     folder = tmp_path_factory.mktemp("uses")
     subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPTS / "torchtitan_uses.py", folder], check=True,
-        env=environment(), timeout=PATIENCE_S, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", SCRIPTS / "torchtitan_uses.py", folder],
+        check=True,
+        env=environment(),
+        timeout=PATIENCE_S,
+        capture_output=True,
+    )
     return json.loads((folder / "facts.json").read_text())
 
 
@@ -77,7 +80,7 @@ def test_the_last_save_can_be_in_the_format_of_hugging_face(facts):
 
 def test_an_older_step_is_loaded_where_it_is_named(facts):
     assert facts["older_step"] == 2
-    assert facts["missing_step"].startswith("NotFound: there is no checkpoint of step 3")
+    assert facts["missing_step"].startswith("NotFoundError: there is no checkpoint of step 3")
 
 
 def test_a_damaged_checkpoint_is_passed_over(facts):
@@ -86,7 +89,9 @@ def test_a_damaged_checkpoint_is_passed_over(facts):
 
 def test_what_is_excluded_from_loading_stays_as_it_is(facts):
     assert facts["left_out"] == [0, {"last_epoch": 0}, 8]
-    assert facts["left_out_by_a_wrong_name"].startswith("Usage: exclude_from_loading names no part")
+    assert facts["left_out_by_a_wrong_name"].startswith(
+        "UsageError: exclude_from_loading names no part"
+    )
 
 
 def test_a_run_begins_with_the_state_of_another(facts):
@@ -101,7 +106,7 @@ def test_a_run_of_torchtitans_own_is_taken_up(facts):
 
 def test_what_torchtitan_has_saved_since_is_not_passed_over(facts):
     told = facts["moved_back_to_dcp"]
-    assert told.startswith("Usage: torchtitan itself has saved a later step"), told
+    assert told.startswith("UsageError: torchtitan itself has saved a later step"), told
     assert "step-8" in told
 
 
@@ -118,8 +123,10 @@ def test_of_a_seed_the_model_is_loaded_and_nothing_else(facts):
 
 
 def test_a_changed_model_and_the_run_of_others_are_refused(facts):
-    assert facts["another_model"].startswith("Mismatch: the checkpoint does not fit")
-    assert facts["another_framework"].startswith("Mismatch: this checkpoint was not saved by torch")
+    assert facts["another_model"].startswith("MismatchError: the checkpoint does not fit")
+    assert facts["another_framework"].startswith(
+        "MismatchError: this checkpoint was not saved by torch"
+    )
 
 
 def test_the_example_goes_on_where_it_ended(tmp_path):
@@ -132,8 +139,13 @@ def test_the_example_goes_on_where_it_ended(tmp_path):
     known["PYTHONPATH"] += f":{SCRIPTS}"
     for steps, first in (("4", 1), ("6", 5)):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", on_a_cpu, example, steps], check=True,
-            cwd=tmp_path, timeout=PATIENCE_S, env=known, capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-W", "ignore", "-c", on_a_cpu, example, steps],
+            check=True,
+            cwd=tmp_path,
+            timeout=PATIENCE_S,
+            env=known,
+            capture_output=True,
+            text=True,
+        )
         assert f"trained up to step {steps}" in done.stdout
         assert f"Training starts at step {first}" in done.stdout + done.stderr

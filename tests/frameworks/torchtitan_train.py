@@ -96,18 +96,23 @@ def configured(folder, checkpoint, *, steps=12, tp=1, pp=1, layers=4):
         optimizer=default_adamw(lr=8e-4, fused=False),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=100),
         training=TrainingConfig(
-            local_batch_size=2, seq_len=32, steps=steps, mixed_precision_param="float32",
+            local_batch_size=2,
+            seq_len=32,
+            steps=steps,
+            mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            tensor_parallel_degree=tp, pipeline_parallel_degree=pp,
-            pipeline_parallel_schedule="Interleaved1F1B", spmd_backend="partial_dtensor",
+            tensor_parallel_degree=tp,
+            pipeline_parallel_degree=pp,
+            pipeline_parallel_schedule="Interleaved1F1B",
+            spmd_backend="partial_dtensor",
         ),
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=checkpoint,
         debug=DebugConfig(seed=1, enable_structured_logging=False),
         dump_folder=str(folder),
-    )  # fmt: skip
+    )
 
 
 def note_losses(trainer, losses):

@@ -188,8 +188,11 @@ def moved_back_to_dcp():
 def modes():
     modes = ("disabled", "async", "async_with_pinned_mem")
     for mode in modes:
-        train(configured(FOLDER, Manager.Config(folder=mode, interval=1, async_mode=mode),
-                         steps=2, layers=1))  # fmt: skip
+        train(
+            configured(
+                FOLDER, Manager.Config(folder=mode, interval=1, async_mode=mode), steps=2, layers=1
+            )
+        )
     return [steps_in(FOLDER / mode) for mode in modes]
 
 
@@ -202,8 +205,9 @@ def first_step():
 @fact
 def only_loads():
     before = steps_in(RUN)
-    trainer = train(configured(FOLDER, Manager.Config(folder="a", load_only=True), steps=6,
-                               layers=2))  # fmt: skip
+    trainer = train(
+        configured(FOLDER, Manager.Config(folder="a", load_only=True), steps=6, layers=2)
+    )
     return [trainer.step, before == steps_in(RUN)]
 
 

@@ -72,9 +72,13 @@ class Script:
         command = [*launch, self.script, self.run, losses, *self._arguments, *more]
         with self._log.open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=environment(gpu=self._gpu),
-            )  # fmt: skip
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment(gpu=self._gpu),
+            )
         return process, losses
 
 
@@ -83,10 +87,15 @@ def environment(*, gpu: bool = False) -> dict[str, str]:
     known = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return {
-        **known, **device, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "0", "WANDB_MODE": "disabled", "RAY_DEDUP_LOGS": "0",
+        **known,
+        **device,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "0",
+        "WANDB_MODE": "disabled",
+        "RAY_DEDUP_LOGS": "0",
         "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
+    }
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -14,10 +14,24 @@ import torch
 from torch import nn
 
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 def pattern(shape: tuple[int, ...], salt: int) -> torch.Tensor:
@@ -82,18 +96,38 @@ def values() -> dict[str, object]:
     """A value of every plain kind, and a tensor of every dtype."""
     odd = torch.arange(24, dtype=torch.float32).view(4, 6)
     return {
-        "none": None, "yes": True, "int": -(2**63), "wide": 2**100, "float": 0.1, "zero": -0.0,
-        "infinite": -math.inf, "complex": complex(1.5, -0.0), "text": "größer\n", "lone": "\ud800",
-        "bytes": b"\x00\xff", "long": bytes(range(256)) * 20, "array": bytearray(b"ab"),
-        "list": [1, [2.5, []]], "tuple": (1, (True, ())), "set": {1, "a"}, "frozen": frozenset({2}),
+        "none": None,
+        "yes": True,
+        "int": -(2**63),
+        "wide": 2**100,
+        "float": 0.1,
+        "zero": -0.0,
+        "infinite": -math.inf,
+        "complex": complex(1.5, -0.0),
+        "text": "größer\n",
+        "lone": "\ud800",
+        "bytes": b"\x00\xff",
+        "long": bytes(range(256)) * 20,
+        "array": bytearray(b"ab"),
+        "list": [1, [2.5, []]],
+        "tuple": (1, (True, ())),
+        "set": {1, "a"},
+        "frozen": frozenset({2}),
         "keys": {1: "int", "1": "str", (1, "a"): "tuple", None: "none"},
-        "ordered": collections.OrderedDict(b=1, a=2), "deque": collections.deque([1, 2], maxlen=3),
-        "counter": collections.Counter(x=2), "range": range(1, 9, 2), "slice": slice(1, None, 2),
-        "dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2, 3]),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "deque": collections.deque([1, 2], maxlen=3),
+        "counter": collections.Counter(x=2),
+        "range": range(1, 9, 2),
+        "slice": slice(1, None, 2),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
         "tensors": {str(dtype): pattern((3, 2), n).to(dtype) for n, dtype in enumerate(DTYPES)},
-        "empty": torch.empty(0, 3), "scalar": torch.tensor(7), "strided": odd.t()[1:, ::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "strided": odd.t()[1:, ::2],
         "sparse": torch.eye(3).to_sparse(),
-    }  # fmt: skip
+    }
 
 
 def of_rank(rank: int) -> dict[str, object]:
@@ -103,12 +137,25 @@ def of_rank(rank: int) -> dict[str, object]:
 
 def borrowed(step: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """A model that changes with step 2 only, and a small item whose tensor stays while a value
-    changes: files that are linked whole, and one that borrows its block and not its tree."""
-    weight = torch.arange(5_000, dtype=torch.int32) // 100
+    changes."""
+    weight = torch.arange(501, dtype=torch.int32) // 10
     if step == 2:
         weight[:10] = 7
-    kept = torch.arange(15_000, dtype=torch.int32) // 1000
+    kept = torch.arange(1_500, dtype=torch.int32) // 100
     return {"w": weight}, {"seen": 4096 * step, "kept": kept}
+
+
+def derived() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights in bf16 and fp16, and their masters; one is no rounding, and one has no master."""
+    masters = {f"w{n}": pattern((size,), n) / 3 for n, size in enumerate((3_000, 7, 40, 500))}
+    masters["w0"][:3] = torch.tensor([math.nan, math.inf, 1e-40])
+    model = {
+        name: master.to(torch.float16 if name == "w3" else torch.bfloat16)
+        for name, master in masters.items()
+    }
+    model["w2"] += 1
+    model["norm"] = pattern((9,), 5)
+    return model, masters
 
 
 class Kept(nn.Module):

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import laststep
+from laststep.catalog.indexes import read_indexes
+from laststep.catalog.run import Run
+from laststep.storage.directory import DirectoryStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -40,8 +43,10 @@ def assert_same(found: object, wanted: object, where: str = "state") -> None:
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert (found.dtype, found.shape, found.layout) == (
-            wanted.dtype, wanted.shape, wanted.layout
-        ), where  # fmt: skip
+            wanted.dtype,
+            wanted.shape,
+            wanted.layout,
+        ), where
         found, wanted = found.to_dense().contiguous(), wanted.to_dense().contiguous()
         one, other = (t.reshape(-1).view(torch.uint8) for t in (found, wanted))
         assert torch.equal(one, other), where
@@ -79,7 +84,17 @@ def test_every_checkpoint_of_a_golden_run_verifies(name: str) -> None:
 
 
 def test_every_golden_run_is_looked_at() -> None:
-    assert NAMES == ["dcp", "fsdp2", "groups", "one-rank", "per-rank"]
+    assert NAMES == [
+        "borrowed",
+        "coded",
+        "dcp",
+        "derived",
+        "excerpt",
+        "fsdp2",
+        "groups",
+        "one-rank",
+        "per-rank",
+    ]
 
 
 def test_one_rank_restores_the_newest_of_its_lineage(golden: Callable[[str], Path]) -> None:
@@ -137,8 +152,8 @@ def test_what_dcp_wrote_through_us_loads() -> None:
     assert_same(state["tensor"], contents.pattern((6,), 9))
 
 
-def test_checkpoints_that_are_encoded_restore_and_each_stands_alone(tmp_path: Path) -> None:
-    run = RUNS.parent / "version-3" / "coded"
+def test_encoded_checkpoints_restore_and_each_stands_alone(tmp_path: Path) -> None:
+    run = RUNS / "coded"
     for step in range(4):
         [folder] = run.glob(f"step-{step:08d}.*")
         wanted = {
@@ -148,27 +163,47 @@ def test_checkpoints_that_are_encoded_restore_and_each_stands_alone(tmp_path: Pa
         alone = Path(shutil.copytree(folder, tmp_path / str(step)))
         loaded = laststep.load(alone)
         assert_same({name: dict(loaded[name]) for name in wanted}, wanted)
-        assert not laststep.open(run)[step].verify().damage
     assert laststep.open(run).steps() == [0, 1, 2, 3]
 
 
-def test_checkpoints_that_borrow_restore_and_each_stands_alone(tmp_path: Path) -> None:
-    run = RUNS.parent / "version-2" / "borrowed"
+def test_the_encoded_run_has_every_encoding() -> None:
+    store, codecs, bases = DirectoryStore(RUNS / "coded"), set(), 0
+    for listed in Run.open(store).checkpoints():
+        assert listed.commit is not None
+        [index] = read_indexes(store, listed.folder, listed.commit)
+        for stored in index.layouts:
+            for ref in stored.refs():
+                encoding = index.encoding(ref.encoding)
+                codecs.add(None if encoding is None else encoding.codec)
+                bases += ref.base is not None
+    assert codecs == {None, "planes", "patches", "subtract"}
+    assert bases
+
+
+def test_checkpoints_that_share_files_restore_and_each_stands_alone(tmp_path: Path) -> None:
+    run = RUNS / "borrowed"
     for step in range(3):
         [folder] = run.glob(f"step-{step:08d}.*")
         model, position = contents.borrowed(step)
         alone = Path(shutil.copytree(folder, tmp_path / str(step)))
         assert_same(laststep.load(alone), {"model": model, "position": position})
-        checkpoint = laststep.open(run)[step]
-        assert not checkpoint.verify().damage
-    assert [len(list(run.glob(f"step-{step:08d}.*/*~*"))) for step in range(3)] == [0, 1, 1]
+    shared = [listed.commit.shared_bytes for listed in Run.open(DirectoryStore(run)).checkpoints()]
+    assert [size > 0 for size in shared] == [False, True, False]
 
 
-def test_an_excerpt_restores_the_item_that_it_has(tmp_path: Path) -> None:
-    run = shutil.copytree(RUNS.parent / "version-4" / "excerpt", tmp_path / "excerpt")
+def test_derived_tensors_restore() -> None:
+    model, masters = contents.derived()
+    loaded = laststep.load(RUNS / "derived")
+    assert_same(dict(loaded["model"]), model)
+    assert_same(loaded["masters"], masters)
+    [pack] = (RUNS / "derived").glob("step-*/blocks-r00000.pack")
+    assert pack.stat().st_size < 200
+
+
+def test_an_excerpt_restores_the_item_that_it_has(golden: Callable[[str], Path]) -> None:
+    run = golden("excerpt")
     checkpoint = laststep.open(run).latest()
     assert (checkpoint.items(), checkpoint.left_out) == (["model"], ("optimizer",))
-    assert not checkpoint.verify().damage
     items = contents.training(None)
     with laststep.Checkpointer(run, **items) as ckpt:
         assert ckpt.restore(only=["model"]).step == 5

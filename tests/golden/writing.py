@@ -13,14 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import laststep
-from laststep.adapters import dcp as adapter
 from laststep.adapters.dcp import Writer
+from laststep.adapters.dcp import writer as adapter
 from laststep.catalog import epochs
-from laststep.commit import meeting as teaming
+from laststep.commit import thread as teaming
+from laststep.flush import base as reusing
 from laststep.flush import launch as starting
-from laststep.flush import lending
-from laststep.plan import files as planning
-from laststep.plan.groups import Groups
+from laststep.plan.receipts import Groups
 
 
 def namelessly() -> None:
@@ -60,20 +59,19 @@ def fsdp2(run: str) -> None:
     for number, parameter in enumerate(model.parameters()):
         state = contents.state_of(tuple(parameter.shape), 105 + number)
         optimizer.state[parameter] = {
-            key: tensor if key == "step"
+            key: tensor
+            if key == "step"
             else distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
             for key, tensor in state.items()
-        }  # fmt: skip
+        }
     with laststep.Checkpointer(run, model=model, optimizer=optimizer) as ckpt:
         ckpt.restore()
         ckpt.save(5, metrics={"loss": 0.5}).wait()
 
 
 def groups(run: str) -> None:
-    """The same as only jobs of more than 256 ranks write it: a manifest for each two ranks, and a
-    folder for the files of two."""
+    """The same by four ranks that report in groups of two, as those of large jobs do."""
     teaming.cut = lambda ranks, per_node: Groups(ranks, 2)
-    planning.FLAT_RANKS, planning._RANKS_PER_FOLDER = 2, 2
     fsdp2(run)
 
 
@@ -98,13 +96,27 @@ def through_dcp(run: str) -> None:
 
 
 def borrowed(run: str) -> None:
+    """A data file, the same one as a hard link, and one that is written again."""
+    namelessly()
+    reusing.LEAST_BYTES = 0
     model, position = contents.borrowed(0)
-    with laststep.Checkpointer(run, model=model, position=position) as ckpt:
+    with laststep.Checkpointer(run, model=model, position=position, flush="thread") as ckpt:
         ckpt.restore()
         for step in range(3):
             position["seen"] = contents.borrowed(step)[1]["seen"]
             model["w"].copy_(contents.borrowed(step)[0]["w"])
             ckpt.save(step).wait()
+
+
+def derived(run: str) -> None:
+    """Weights that are stored as the rounding of their masters."""
+    namelessly()
+    model, masters = contents.derived()
+    with laststep.Checkpointer(
+        run, model=contents.Kept(**model), masters=masters, derived=True, flush="thread"
+    ) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).wait()
 
 
 def excerpt(run: str) -> None:
@@ -115,7 +127,7 @@ def excerpt(run: str) -> None:
 def coded(run: str) -> None:
     """Three saves by the first start, one more that encodes nothing by the second."""
     namelessly()
-    lending.LEAST_BYTES = 0
+    reusing.LEAST_BYTES = 0
     for compression, steps in (("max", range(3)), ("none", range(3, 4))):
         items = contents.coded(max(steps[0] - 1, 0))
         with laststep.Checkpointer(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import laststep
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.ranks import carriers, group
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def load_and_lose_a_rank(run: str) -> dict[str, object]:
     with opened(run, state(1, filled=False)) as checkpointer:
         try:
             checkpointer.restore()
-        except StorageFailed as error:
+        except StorageError as error:
             return {
                 "error": str(error),
                 "seconds": time.monotonic() - began,
@@ -155,9 +155,12 @@ def main() -> None:
     task, rank, port, run = sys.argv[1:]
     torch.cuda.set_device(CUDA)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank),
-        world_size=RANKS, timeout=timedelta(seconds=60),
-    )  # fmt: skip
+        "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(rank),
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
     print(json.dumps(TASKS[task](run)), flush=True)
     if task == "load_and_lose_a_rank":
         return  # there is nobody left to take leave of

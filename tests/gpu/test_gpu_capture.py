@@ -121,7 +121,7 @@ def test_a_lazy_save_whose_state_changes_is_torn_and_the_next_one_blocks(tmp_pat
     step(net, optimizer)
     handle = ckpt.save(1)
     net.big.data.neg_()
-    with pytest.raises(laststep.Torn, match="at model/big"):
+    with pytest.raises(laststep.TornCaptureError, match="at model/big"):
         handle.wait()
     step(net, optimizer)
     with torch.no_grad():

@@ -67,9 +67,12 @@ class Training:
 
 def opened(run: Path, training: Training, mode: str) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, model=training.model, optimizer=training.optimizer, capture=mode,
+        run,
+        model=training.model,
+        optimizer=training.optimizer,
+        capture=mode,
         host_memory_bytes=128 << 20,
-    )  # fmt: skip
+    )
 
 
 def is_stored(run: Path, step: int, wanted: dict[str, torch.Tensor]) -> bool:
@@ -96,7 +99,7 @@ def test_weights_swapped_for_their_average_and_back_are_never_stored(
     training.step()
     try:
         handle.wait(PATIENCE_S)
-    except laststep.Torn:
+    except laststep.TornCaptureError:
         assert not handle.committed.done()
     else:
         assert is_stored(tmp_path, 0, wanted)
@@ -158,7 +161,7 @@ def test_what_becomes_of_a_parameter_after_save_spoils_nothing(
     torch.empty(ELEMENTS // 2, device="cuda").fill_(7)  # whoever gets the memory next
     try:
         handle.wait(PATIENCE_S)
-    except laststep.Torn:
+    except laststep.TornCaptureError:
         assert mode == "lazy"
         assert change in (freed, shrunk)
     else:
@@ -183,7 +186,7 @@ def test_a_parameter_without_its_memory_is_named_and_the_next_save_works(
             checkpointer.save(number).wait(PATIENCE_S)
         kept = training.model.large1.detach().clone()
         loss(training.model.large1)
-        with pytest.raises(laststep.Usage, match="large1"):
+        with pytest.raises(laststep.UsageError, match="large1"):
             checkpointer.save(2)
         training.model.large1.data = kept
         wanted = training.copied()

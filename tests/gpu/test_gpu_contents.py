@@ -19,9 +19,13 @@ def kernels() -> None:
 def made() -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(3000, 1000).cuda(), torch.randn(4, 6).cuda().t(), torch.zeros(0, 3).cuda(),
-        torch.tensor(2.0).cuda(), torch.randn(7).bfloat16().cuda(), torch.randn(5),
-    ]  # fmt: skip
+        torch.randn(3000, 1000).cuda(),
+        torch.randn(4, 6).cuda().t(),
+        torch.zeros(0, 3).cuda(),
+        torch.tensor(2.0).cuda(),
+        torch.randn(7).bfloat16().cuda(),
+        torch.randn(5),
+    ]
 
 
 def test_equal_tensors_have_equal_digests_and_one_bit_makes_another() -> None:

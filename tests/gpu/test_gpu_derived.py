@@ -43,9 +43,13 @@ def test_weights_of_a_device_follow_from_their_masters(run_folder: Path, capture
     state = Mixed()
     kept = {}
     with laststep.Checkpointer(
-        run_folder, model=state.model, optimizer=state.optimizer, derived=True, progress=False,
+        run_folder,
+        model=state.model,
+        optimizer=state.optimizer,
+        derived=True,
+        progress=False,
         capture=capture,
-    ) as ckpt:  # fmt: skip
+    ) as ckpt:
         for step, by in enumerate([0.1, 0.0, 1e-9, 0.1]):
             state.train(by)
             report = ckpt.save(step).result()

@@ -26,17 +26,22 @@ def both(task: str, run: Path) -> list[tuple[Any, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), *filter(None, sys.path))),
-        "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "VERSION",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(SOURCE), *filter(None, sys.path))),
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_DEBUG": "VERSION",
+    }
     with contextlib.ExitStack() as started:
         ranks = []
         for rank in range(2):
             process = subprocess.Popen(
                 [sys.executable, str(RANK), task, str(rank), str(port), str(run)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
                 env={**environment, "NCCL_HOSTID": f"host{rank}"},
-            )  # fmt: skip
+            )
             ranks.append(started.enter_context(process))
             started.callback(process.kill)
         said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]

@@ -47,17 +47,32 @@ def object_cases() -> Iterator[Case]:
         ("range-text", "a range of text", b'{"$":"range","items":["a","b","c"]}'),
         ("slice-short", "a slice of two parts", b'{"$":"slice","items":[1,2]}'),
         ("deque-short", "more items than maxlen", b'{"$":"deque","maxlen":1,"items":[1,2]}'),
-        ("deque-huge", "a maxlen of 64 bits",
-         b'{"$":"deque","maxlen":18446744073709551615,"items":[]}'),
+        (
+            "deque-huge",
+            "a maxlen of 64 bits",
+            b'{"$":"deque","maxlen":18446744073709551615,"items":[]}',
+        ),
         ("deque-bool", "a maxlen that is true", b'{"$":"deque","maxlen":true,"items":[]}'),
-        ("named-fields", "fewer fields than items",
-         b'{"$":"namedtuple","type":"P","fields":["x"],"items":[1,2]}'),
-        ("named-code", "code for a field name",
-         b'{"$":"namedtuple","type":"P","fields":["x=exit()"],"items":[1]}'),
-        ("named-type", "code for a class name",
-         b'{"$":"namedtuple","type":"P(exit())","fields":[],"items":[]}'),
-        ("named-twice", "a field twice",
-         b'{"$":"namedtuple","type":"P","fields":["x","x"],"items":[1,2]}'),
+        (
+            "named-fields",
+            "fewer fields than items",
+            b'{"$":"namedtuple","type":"P","fields":["x"],"items":[1,2]}',
+        ),
+        (
+            "named-code",
+            "code for a field name",
+            b'{"$":"namedtuple","type":"P","fields":["x=exit()"],"items":[1]}',
+        ),
+        (
+            "named-type",
+            "code for a class name",
+            b'{"$":"namedtuple","type":"P(exit())","fields":[],"items":[]}',
+        ),
+        (
+            "named-twice",
+            "a field twice",
+            b'{"$":"namedtuple","type":"P","fields":["x","x"],"items":[1,2]}',
+        ),
         ("tensor-name", "a tensor whose name is a number", b'{"$":"tensor","name":1}'),
         ("ext-tag", "an extension whose tag is a list", b'{"$":"ext","tag":[],"value":1}'),
         ("trailing", "text behind the document", b"1 2"),
@@ -65,6 +80,6 @@ def object_cases() -> Iterator[Case]:
         ("utf8", "text that is no UTF-8", b'"\xff"'),
         ("surrogate", "a lone surrogate", b'"\\ud800"'),
         ("bom", "a byte order mark", b"\xef\xbb\xbf1"),
-    ]  # fmt: skip
+    ]
     for name, why, data in texts:
-        yield Case(name=f"object-{name}.json", raises="Corrupt", why=why, data=data)
+        yield Case(name=f"object-{name}.json", raises="CorruptError", why=why, data=data)

@@ -1,8 +1,8 @@
 """Regenerates the hostile files of this folder: `PYTHONPATH=src python tests/hostile/make.py`.
 
-One file per kind of malformation, each derived from a sound one by one change. The beginning of a
-file's name says who must refuse it: `header-` decode_header, `plain-` decode_plain, `manifest-` the
-manifest's decode, `group-` that of a group of ranks, `object-` the typed JSON's decode.
+One file per lie, each derived from a sound one by one change. The beginning of a file's name says
+who must refuse it: `manifest-` the manifest's decode, `index-` the index's, `object-` the typed
+JSON's, `plain-` decode_plain, which reads safetensors files of others.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hostile_headers import header_cases, plain_cases
-from hostile_manifests import group_cases, manifest_cases
+from hostile_indexes import index_cases
+from hostile_manifests import manifest_cases
 from hostile_objects import object_cases
+from hostile_plain import plain_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 
 def cases() -> list[Case]:
     makers: tuple[Callable[[], Iterator[Case]], ...] = (
-        header_cases, plain_cases, manifest_cases, group_cases, object_cases,
-    )  # fmt: skip
+        manifest_cases,
+        index_cases,
+        object_cases,
+        plain_cases,
+    )
     return [case for make in makers for case in make()]
 
 

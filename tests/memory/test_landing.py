@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laststep.memory.landing import SLOT_BYTES, Landing
-from laststep.memory.shared import Mapping
+from laststep.memory.segments import Mapping
+from laststep.memory.slots import SLOT_BYTES, Landing
 from smaps import flags_at
 
 HUGE_PAGE_BYTES = 2 << 20

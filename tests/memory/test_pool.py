@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.memory import pool
-from laststep.memory import shared as memory
-from laststep.memory.landing import Landing
+from laststep.memory import segments as memory
 from laststep.memory.pool import Pool
-from laststep.memory.shared import Mapping
-from laststep.process import kernel
+from laststep.memory.segments import Mapping
+from laststep.memory.slots import Landing
+from laststep.process import system
 from laststep.terms import CHUNK_BYTES
 from waiting import PATIENCE_S
 
@@ -160,7 +160,7 @@ def test_a_pool_without_any_memory_is_an_error_for_who_asks(
     made = make(2)
     try:
         made.want(CHUNK_BYTES)
-        with pytest.raises(StorageFailed, match=r"no pages at all.* free memory .* tries again"):
+        with pytest.raises(StorageError, match=r"no pages at all.* free memory .* tries again"):
             made.lease(PATIENCE_S)
     finally:
         made.close()
@@ -191,7 +191,7 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
         made.slots.reset()
         if not had:
             for _ in range(2):
-                with pytest.raises(StorageFailed, match="no more pages"):
+                with pytest.raises(StorageError, match="no more pages"):
                     made.lease(PATIENCE_S)
         monkeypatch.setattr(Mapping, "allocate", allocate)
         with made.reading(1):
@@ -208,7 +208,7 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
 def test_pages_are_touched_where_the_kernel_cannot_populate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernel, "advise", lambda *_: errno.EINVAL)
+    monkeypatch.setattr(system, "advise", lambda *_: errno.EINVAL)
     fd = memory.create(CHUNK_BYTES)
     mapping = Mapping(fd, CHUNK_BYTES)
     try:
@@ -224,7 +224,7 @@ def test_pages_for_which_there_is_no_room_are_an_error_and_not_the_end_of_the_pr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What the kernel says where whoever touches such a page gets SIGBUS: a filesystem is full.
-    monkeypatch.setattr(kernel, "advise", lambda *_: errno.EFAULT)
+    monkeypatch.setattr(system, "advise", lambda *_: errno.EFAULT)
     fd = memory.create(CHUNK_BYTES)
     mapping = Mapping(fd, CHUNK_BYTES)
     try:
@@ -365,7 +365,7 @@ def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
         ranges = [(ctypes.addressof(source), 4)]
         assert made.land(slot, 0, ranges)
         made.seal([slot])
-        with pytest.raises(Usage, match="handed over"):
+        with pytest.raises(UsageError, match="handed over"):
             made.land(slot, 8, ranges)
         made.release(slot)
         assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.memory import segments
-from laststep.process import kernel
+from laststep.process import system
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ def test_where_there_is_nothing_nothing_is_made(base: str, tmp_path: Path) -> No
 def test_what_lies_on_a_disk_is_no_memory_for_a_device(run_folder: Path) -> None:
     run_folder.mkdir()
     segments.refuse_disks("/dev/shm")
-    if kernel.filesystem_of(str(run_folder)) in ("tmpfs", "ramfs"):
+    if system.filesystem_of(str(run_folder)) in ("tmpfs", "ramfs"):
         pytest.skip("this machine has no disk")
-    with pytest.raises(StorageFailed, match="no shared memory"):
+    with pytest.raises(StorageError, match="no shared memory"):
         segments.refuse_disks(str(run_folder))

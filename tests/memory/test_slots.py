@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.memory.slots import Slots
-from laststep.process import interrupts
+from laststep.process import signals
 from waiting import PATIENCE_S, wait_until
 
 
@@ -37,7 +37,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add_again(self, data: st.DataObject) -> None:
         known = data.draw(st.integers(0, self.made - 1))
-        with pytest.raises(Usage, match="twice"):
+        with pytest.raises(UsageError, match="twice"):
             self.slots.add(range(known, known + 1))
 
     @rule()
@@ -68,7 +68,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def release_what_nobody_holds(self, data: st.DataObject) -> None:
         slot = data.draw(st.integers(0, self.made + 1))
         if slot not in self.leased:
-            with pytest.raises(Usage, match="nobody holds"):
+            with pytest.raises(UsageError, match="nobody holds"):
                 self.slots.release([slot])
 
     @rule()
@@ -136,7 +136,7 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     errors: list[BaseException] = []
 
     def wait() -> None:
-        with pytest.raises(StorageFailed) as caught:
+        with pytest.raises(StorageError) as caught:
             slots.lease(PATIENCE_S)
         errors.append(caught.value)
 
@@ -144,7 +144,7 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     for thread in threads:
         thread.start()
     wait_until(lambda: slots.waiting == 3)
-    slots.fail(StorageFailed("gone"))
+    slots.fail(StorageError("gone"))
     for thread in threads:
         thread.join()
     assert len(errors) == 3
@@ -163,8 +163,8 @@ def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
     reading = threading.Thread(target=lambda: got.append(slots.lease(PATIENCE_S)))
     reading.start()
     wait_until(lambda: slots.waiting == 1)
-    slots.lose_flusher(StorageFailed("gone"))
-    with pytest.raises(StorageFailed, match="gone"):
+    slots.lose_flusher(StorageError("gone"))
+    with pytest.raises(StorageError, match="gone"):
         slots.lease(for_save=True)
     assert reading.is_alive()
     slots.release([read])
@@ -175,11 +175,11 @@ def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
 
 def test_a_restore_hears_of_a_flusher_that_died_with_all_slots_but_waits_for_new_ones() -> None:
     slots = Slots()
-    slots.lose_flusher(StorageFailed("gone"))
+    slots.lose_flusher(StorageError("gone"))
     assert slots.lease(0) is None  # memory that is being made ready may still come
     slots.add(range(1))
     assert slots.lease(for_save=True) == 0
-    with pytest.raises(StorageFailed, match="gone"):
+    with pytest.raises(StorageError, match="gone"):
         slots.lease()
     slots.reset()
     assert slots.lease() == 0
@@ -198,7 +198,7 @@ def test_a_handler_runs_without_the_lock() -> None:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        with interrupts.held():
+        with signals.held():
             signal.raise_signal(signal.SIGUSR1)
             assert slots.lease() == 0
     finally:

@@ -1,4 +1,4 @@
-"""Who wrote what, from stored tables: written from docs/format.md, sharing no code with laststep.
+"""Who wrote what, from stored tables: written from docs/tables.md, sharing no code with laststep.
 
 It is slow and lists everything, rank by rank. The numbers in comments are those of the page.
 """
@@ -11,8 +11,17 @@ from typing import Any
 
 import msgspec
 
-SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
-         "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
+SIZES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dimension."""
 Layout = list[Any]
@@ -181,9 +190,10 @@ def lines_of(tellings: list[Any], shape: list[int]) -> list[tuple[Any, Held]]:
         lowest = standing[min(standing)]
         cut = cutting(layout)
         alone = {
-            rank: at for rank, at in standing.items()
+            rank: at
+            for rank, at in standing.items()
             if all(axis in cut or at[axis] == lowest[axis] for axis in range(len(at)))
-        }  # fmt: skip
+        }
         layouts = [(layout, alone)]
     elif plain and not (any(t[3] for t in plain) and layouts):
         ranks = sorted(rank for t in plain for rank in t[4])

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.plan import chunk_readers, who_reads, who_writes
-from laststep.plan.chunk_readers import Chunk, FileBox, chunks_of
-from laststep.plan.who_reads import Ledger, known_sources
-from laststep.plan.wishes import Wants, Wish, decode_wish, encode_wish
+from laststep.plan import reads, who_reads, who_writes
+from laststep.plan.reads import Chunk, FileBox, chunks_of
+from laststep.plan.who_reads import Ledger, Wants, Wish, decode_wish, encode_wish, known_sources
 from laststep.state.boxes import Box, whole
 from laststep.state.layouts import Layout, Mesh, Replicate, Shard, Sharded
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
@@ -96,8 +95,10 @@ class Loaded:
         self.wants = wants
         self.memory = {
             (number, rank, box): np.zeros(box.shape, arrays[number].dtype)
-            for number, wanted in wants.items() for rank, boxes in wanted for box in boxes
-        }  # fmt: skip
+            for number, wanted in wants.items()
+            for rank, boxes in wanted
+            for box in boxes
+        }
         self.times = {key: np.zeros(array.shape, int) for key, array in self.memory.items()}
 
     def take(self, chunk: Chunk, data: np.ndarray) -> None:
@@ -118,9 +119,14 @@ class Loaded:
 
 
 @given(
-    st.integers(1, 24), st.integers(1, 24), st.sampled_from((1, 64, 8 << 20)),
-    st.sampled_from((2, 16)), st.booleans(), st.sampled_from((16, 48, 64)), st.data(),
-)  # fmt: skip
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.sampled_from((1, 64, 8 << 20)),
+    st.sampled_from((2, 16)),
+    st.booleans(),
+    st.sampled_from((16, 48, 64)),
+    st.data(),
+)
 def test_every_wanted_byte_arrives_once_by_one_reader(
     before: int, now: int, least: int, few: int, by_ledger: bool, slot: int, data: st.DataObject
 ) -> None:
@@ -152,8 +158,8 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
                 wishes[rank][number] = None if choice == 1 else way
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
-        patch.setattr(chunk_readers, "BLOCK_BYTES", 16)
-        patch.setattr(chunk_readers, "CHUNK_BYTES", 64)
+        patch.setattr(reads, "BLOCK_BYTES", 16)
+        patch.setattr(reads, "CHUNK_BYTES", 64)
         patch.setattr(who_reads, "CHUNK_BYTES", 64)
         patch.setattr(who_reads, "FEW_READERS", few)
         saved = Saved(before, tensors, arrays)
@@ -249,14 +255,14 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
         for rank in range(ranks)
     ]
     looked = 0
-    ranges = chunk_readers._ranges
+    ranges = reads._chunk_readers_ranges
 
     def counting(one: FileBox, boxes: tuple[Box, ...]) -> object:
         nonlocal looked
         looked += 1
         return ranges(one, boxes)
 
-    monkeypatch.setattr(chunk_readers, "_ranges", counting)
+    monkeypatch.setattr(reads, "_ranges", counting)
     wants = whole_tensor(ranks, (rows, 1024), None)
     read_by(5, stored, [10 * size] * ranks, wants)
     assert looked <= 4 * len(stored)

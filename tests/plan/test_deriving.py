@@ -1,4 +1,4 @@
-"""Which tensors may follow from which others, by names and shapes."""
+"""Which tensors may be derived from which others, by names and shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import ItemSpec, plan_save
-from laststep.state.pieces import BoxPart, Piece
+from laststep.state.provider import BoxPart, Piece
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -29,13 +29,16 @@ def item(name: str, *pieces: Piece) -> ItemSpec:
 
 
 def pairs(plan: SavePlan) -> list[tuple[str, str]]:
-    """What may follow from what, as names in full."""
+    """Each tensor that may be derived, and its candidate, by their full names."""
+
+    def name_of(file: int, entry: int) -> str:
+        layout = plan.files[file].layout
+        return f"{layout.item}/{layout.tensors[entry].name}"
+
     return [
-        (f"{file.item}/{file.entries[own].name}",
-         f"{plan.files[there].item}/{plan.files[there].entries[entry].name}")
-        for file in plan.files
-        for own, there, entry in file.derived
-    ]  # fmt: skip
+        (name_of(pair.file, pair.entry), name_of(pair.master_file, pair.master_entry))
+        for pair in plan.derived
+    ]
 
 
 def planned(*items: ItemSpec, asked: bool | Mapping[str, str] = True) -> SavePlan:
@@ -73,8 +76,9 @@ def test_no_more_than_four_are_tried() -> None:
 def test_two_items_of_the_same_names_are_paired() -> None:
     masters = item("masters", piece("a.weight", "float32", 4, 3), piece("a.bias", "float32", 4))
     assert pairs(planned(MODEL, masters)) == [
-        ("model/a.weight", "masters/a.weight"), ("model/a.bias", "masters/a.bias"),
-    ]  # fmt: skip
+        ("model/a.weight", "masters/a.weight"),
+        ("model/a.bias", "masters/a.bias"),
+    ]
 
 
 def test_copies_in_lists_go_by_their_order() -> None:
@@ -120,10 +124,25 @@ def test_dots_and_brackets_in_patterns_stand_for_themselves() -> None:
     assert found == [("model/a.b", "masters/a.b")]
 
 
-def test_what_follows_from_others_is_planned_behind_them() -> None:
+def test_files_with_derived_tensors_come_behind_those_of_their_masters() -> None:
+    whole = plan_save((MODEL, optimizer("master")))
     plan = planned(MODEL, optimizer("master"))
-    assert [file.item for file in plan.files if file.pieces] == ["optimizer", "model"]
-    assert plan.file_of == plan_save((MODEL, optimizer("master"))).file_of
+    assert [file.layout.item for file in whole.files] == ["model", "optimizer"]
+    assert [file.layout.item for file in plan.files] == ["optimizer", "model"]
+    assert plan.files == whole.files[::-1]
+
+
+@pytest.mark.parametrize(("asked", "is_declared"), [(True, False), ({"model/*": "x/*"}, True)])
+def test_a_plan_says_whether_masters_were_declared(
+    asked: bool | Mapping[str, str], is_declared: bool
+) -> None:
+    assert planned(MODEL, optimizer("master"), asked=asked).is_declared == is_declared
+
+
+def test_nothing_in_an_excerpt_is_derived_from_what_is_left_out() -> None:
+    plan = plan_save((MODEL, optimizer("master")))
+    assert pairs(with_derived(plan, True, excerpts=[["model"]])) == []
+    assert len(pairs(with_derived(plan, True, excerpts=[["model", "optimizer"]]))) == 2
 
 
 def test_only_the_same_part_of_a_tensor_is_its_master() -> None:

@@ -1,119 +1,220 @@
-"""Which files an excerpt of some items needs, and what its manifest says."""
+"""What of an index and of a manifest an excerpt of some items has."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from laststep.codecs.digests import digest_text
-from laststep.errors import NotFound
-from laststep.format import group, manifest
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
-from laststep.plan.excerpts import HeldItems, is_excerpt, left_out_of, needed_files, only_items
+from laststep.errors import NotFoundError
+from laststep.format import index as index_format
+from laststep.format import manifest
+from laststep.format.deriving import ROUNDED, Master
+from laststep.format.index import BlockRun, Encoding, Index, StoredFile, StoredLayout, in_place
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
+from laststep.plan.files import excerpt_of, is_excerpt, left_out_of, only_items
+from saves_of import layout_of
 
 ITEMS = ("a", "b", "c")
-
-
-def file(name: str, rank: int = 0) -> FileRecord:
-    return FileRecord(
-        name=f"{name}.safetensors", size_bytes=5000, header_bytes=4096,
-        header_digest=digest_text(name.encode()), rank=rank,
-    )  # fmt: skip
-
-
-FILES = (*map(file, ITEMS), file("shared"))
-WHOLE = Commit(
-    run="r", step=1, epoch=1, attempt=1, created_s=1.0, laststep="0", files=FILES,
-    metrics={"loss": float("nan")},
-    items=tuple(
-        ItemRecord(name=name, kind="value", file=f"{name}.safetensors", tensors=1, size_bytes=9)
-        for name in ITEMS
-    ),
-)  # fmt: skip
-SHARED = HeldItems("shared.safetensors", frozenset(ITEMS))
-
-
-def held(**needs: dict[str, tuple[str, ...]]) -> list[HeldItems]:
-    own = [HeldItems(f"{n}.safetensors", frozenset({n}), **needs.get(n, {})) for n in ITEMS]
-    return [*own, SHARED]
-
-
+SHARED = "shared.safetensors"
+SHARED_LAYOUT = layout_of(("a/s", "uint8", 3), ("b/s", "uint8", 3), name=SHARED, item=None)
+"""Small tensors of two of the three items."""
 some_items = st.sets(st.sampled_from(ITEMS), min_size=1)
 
 
-def excerpt_of(whole: Commit, items: set[str]) -> Commit:
-    needed = needed_files(whole, held(), items, "")
-    files = tuple(one for one in whole.files if one.name in needed)
-    return only_items(whole, files, items)[0]
+def file_of(item: str) -> str:
+    return f"{item}.safetensors"
+
+
+LAYOUTS = [layout_of(("t", "bfloat16", 100), name=file_of(item), item=item) for item in ITEMS]
+WHOLE = index_format.whole_index(
+    3, [*LAYOUTS, SHARED_LAYOUT], [bytes(16)] * 4, {name: name.encode() for name in ITEMS}, [{}] * 4
+)
+COMMIT = Commit(
+    run="r",
+    step=1,
+    epoch=1,
+    attempt=1,
+    created_s=1.0,
+    laststep="0",
+    written=index_format.written_of(WHOLE, index_format.encode(WHOLE)),
+    metrics={"loss": float("nan")},
+    items=tuple(ItemRecord(name=name, kind="value", tensors=1, size_bytes=9) for name in ITEMS),
+)
+
+
+def names(index: Index) -> tuple[set[str], set[str]]:
+    """The files of an index, and its layouts."""
+    return {one.name for one in index.files}, {one.layout.name for one in index.layouts}
+
+
+def excerpt(commit: Commit, index: Index, items: set[str]) -> tuple[Commit, Index]:
+    part = only_items(index, items, "")
+    return excerpt_of(commit, items, index_format.written_of(part, index_format.encode(part))), part
 
 
 @given(items=some_items)
-def test_an_excerpt_has_the_files_of_its_items_and_what_items_share(items: set[str]) -> None:
-    excerpt = excerpt_of(WHOLE, items)
-    wanted = {f"{item}.safetensors" for item in items} | {"shared.safetensors"}
-    assert {one.name for one in excerpt.files} == wanted
-    assert {one.name for one in excerpt.items} == items
-    assert excerpt.left_out == tuple(sorted(set(ITEMS) - items))
-    assert excerpt.format == (4 if excerpt.left_out else 1)
-    assert isinstance(manifest.decode(manifest.encode(excerpt), where=""), Commit)
+def test_an_excerpt_has_the_files_of_its_items_and_what_they_share(items: set[str]) -> None:
+    commit, index = excerpt(COMMIT, WHOLE, items)
+    wanted = {file_of(item) for item in items} | ({SHARED} if items & {"a", "b"} else set())
+    assert names(index) == (wanted, wanted)
+    assert index.rank == WHOLE.rank
+    assert index.values == {item: item.encode() for item in items}
+    assert {one.name for one in commit.items} == items
+    assert commit.left_out == tuple(sorted(set(ITEMS) - items))
+    assert (commit.written.files, commit.size_bytes) == (len(wanted), index.size_bytes)
+    assert isinstance(manifest.decode(manifest.encode(commit), where=""), Commit)
+
+
+@given(items=some_items)
+def test_blocks_are_found_in_the_files_that_they_were_in(items: set[str]) -> None:
+    _, index = excerpt(COMMIT, WHOLE, items)
+    for stored in index.layouts:
+        before = WHOLE.layout(stored.layout.name)
+        assert before is not None
+        assert (stored.layout, stored.digests) == (before.layout, before.digests)
+        assert [(index.files[run.file], run.offset) for run in stored.runs] == [
+            (WHOLE.files[run.file], run.offset) for run in before.runs
+        ]
 
 
 @given(items=some_items, fewer=some_items)
 def test_an_excerpt_of_an_excerpt_is_one_of_the_whole(items: set[str], fewer: set[str]) -> None:
-    both = items | fewer
-    assert manifest.encode(excerpt_of(excerpt_of(WHOLE, both), fewer)) == manifest.encode(
-        excerpt_of(WHOLE, fewer)
-    )
+    commit, index = excerpt(*excerpt(COMMIT, WHOLE, items | fewer), fewer)
+    direct, direct_index = excerpt(COMMIT, WHOLE, fewer)
+    assert manifest.encode(commit) == manifest.encode(direct)
+    assert index_format.encode(index) == index_format.encode(direct_index)
 
 
 @given(items=some_items, others=some_items)
 def test_an_excerpt_is_known_by_what_it_lacks(items: set[str], others: set[str]) -> None:
-    left_out = left_out_of(WHOLE, others)
-    assert is_excerpt(excerpt_of(WHOLE, items), WHOLE, left_out) is (items == others)
+    left_out = left_out_of(COMMIT, others)
+    assert is_excerpt(excerpt(COMMIT, WHOLE, items)[0], COMMIT, left_out) is (items == others)
 
 
-def test_lent_files_come_with_those_that_borrow() -> None:
-    files = held(a={"lent": ("old~1.safetensors",)}, b={"lent": ("old~2.safetensors",)})
-    needed = needed_files(WHOLE, files, {"a"}, "")
-    assert needed == {"a.safetensors", "shared.safetensors", "old~1.safetensors"}
+def test_an_item_that_is_not_there_is_named() -> None:
+    with pytest.raises(NotFoundError, match="no item 'x'"):
+        left_out_of(COMMIT, ["a", "x"])
+    part = excerpt(COMMIT, WHOLE, {"a"})[0]
+    with pytest.raises(NotFoundError, match="an excerpt without b, c"):
+        left_out_of(part, ["b"])
 
 
-def test_what_follows_from_what_is_left_out_is_refused() -> None:
-    files = held(a={"masters": ("b.safetensors",)})
-    assert "b.safetensors" in needed_files(WHOLE, files, {"a", "b"}, "")
-    with pytest.raises(NotFound, match=r"a\.safetensors follow"):
-        needed_files(WHOLE, files, {"a"}, "")
+def test_all_items_are_no_excerpt() -> None:
+    commit, index = excerpt(COMMIT, WHOLE, set(ITEMS))
+    assert index == WHOLE
+    assert commit == structs.replace(COMMIT, metrics=commit.metrics)  # nan is not itself
+    assert left_out_of(COMMIT, ITEMS) == ()
+
+
+def test_a_layout_without_bytes_keeps_its_file() -> None:
+    layouts = [layout_of(("t", "uint8", 0), name=file_of(item), item=item) for item in ITEMS]
+    index = index_format.whole_index(0, layouts, [b""] * 3, {}, [{}] * 3)
+    assert names(only_items(index, {"b"}, "")) == ({file_of("b")}, {file_of("b")})
+
+
+def shared_index() -> Index:
+    """Files of earlier checkpoints: a block of `a` in an old pack, one of `b` encoded against a
+    block in another."""
+    files = tuple(
+        StoredFile(name=name, size_bytes=500, origin=origin)
+        for name, origin in [
+            ("blocks-r00000.pack", ""),
+            ("blocks-r00000~1-1.pack", "x"),
+            ("blocks-r00000~1-2.pack", "y"),
+            (file_of("c"), ""),
+        ]
+    )
+    base = BlockRun(1, 2, 0)
+    sizes = (50).to_bytes(4, "little")
+    runs = [
+        (BlockRun(1, 1, 7),),
+        (BlockRun(1, 0, 3, 1, sizes, (base,), bytes(16)),),
+        in_place(LAYOUTS[2], 3),
+    ]
+    files = (*files[:3], structs.replace(files[3], size_bytes=LAYOUTS[2].size_bytes))
+    return Index(
+        files=files,
+        encodings=(Encoding("patches", 2),),
+        layouts=tuple(
+            StoredLayout(layout=layout, digests=bytes(16), runs=some)
+            for layout, some in zip(LAYOUTS, runs, strict=True)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("item", "files"),
+    [
+        ("a", ["blocks-r00000~1-1.pack"]),
+        ("b", ["blocks-r00000.pack", "blocks-r00000~1-2.pack"]),
+        ("c", [file_of("c")]),
+    ],
+)
+def test_files_of_blocks_and_of_their_bases_come_along(item: str, files: list[str]) -> None:
+    whole = shared_index()
+    index_format.encode(whole)
+    part = only_items(whole, {item}, "")
+    assert [file.name for file in part.files] == files
+    index_format.encode(part)  # which checks it
+    (run,), (before,) = part.layouts[0].runs, whole.layout(file_of(item)).runs
+    used = [(part.files[one.file].name, one.offset) for one in (run, *run.bases)]
+    assert used == [(whole.files[one.file].name, one.offset) for one in (before, *before.bases)]
+
+
+def derived_index(master_file: str) -> Index:
+    masters = layout_of(("m", "float32", 200), name=master_file, item=master_file.partition(".")[0])
+    model = layout_of(("t", "bfloat16", 100), name=file_of("a"), item="a")
+    pack = StoredFile(name="blocks-r00000.pack", size_bytes=1)
+    sizes = (1).to_bytes(4, "little")
+    return Index(
+        files=(StoredFile(name=master_file, size_bytes=masters.size_bytes), pack),
+        encodings=(Encoding(*ROUNDED),),
+        layouts=(
+            StoredLayout(layout=masters, digests=bytes(16), runs=in_place(masters, 0)),
+            StoredLayout(
+                layout=model,
+                digests=bytes(16),
+                runs=(BlockRun(1, 1, 0, 1, sizes),),
+                derived={"t": Master(master_file, "m")},
+            ),
+        ),
+    )
+
+
+def test_tensors_derived_from_what_is_left_out_are_refused() -> None:
+    index = derived_index(file_of("b"))
+    index_format.encode(index)
+    with pytest.raises(NotFoundError, match=r"tensors in a\.safetensors are derived") as caught:
+        only_items(index, {"a"}, "here")
+    assert caught.value.where == "here"
+    assert only_items(index, {"a", "b"}, "") == index
+    assert names(only_items(index, {"b"}, "")) == ({file_of("b")}, {file_of("b")})
 
 
 def test_masters_in_a_file_that_comes_anyway_are_no_obstacle() -> None:
-    files = held(a={"masters": ("shared.safetensors",)})
-    assert needed_files(WHOLE, files, {"a"}, "") == {"a.safetensors", "shared.safetensors"}
-
-
-def test_groups_of_ranks_list_what_is_left_of_their_files() -> None:
-    files = tuple(file(f"{name}-{rank}", rank) for rank in range(4) for name in ("a", "b"))
-    records = [
-        group.encode(
-            group.GroupManifest(
-                step=1, epoch=1, attempt=1, first=first, ranks=2,
-                files=tuple(one for one in files if one.rank in (first, first + 1)),
-            )
-        )[0]
-        for first in (0, 2)
-    ]  # fmt: skip
-    items = tuple(
-        ItemRecord(name=name, kind="value", file=f"{name}-0.safetensors", tensors=1, size_bytes=9)
-        for name in ("a", "b")
+    index = derived_index(SHARED)
+    layout = structs.replace(
+        index.layouts[0].layout,
+        item=None,
+        tensors=(
+            index.layouts[0].layout.tensors[0]._replace(name="b/m"),
+            layout_of(("a/x", "uint8", 0)).tensors[0]._replace(start=200, stop=200),
+        ),
     )
-    whole = Commit(
-        run="r", step=1, epoch=1, attempt=1, created_s=1.0, laststep="0", items=items, ranks=4,
-        groups=tuple(records),
-    )  # fmt: skip
-    kept = tuple(one for one in files if one.name.startswith("a"))
-    excerpt, documents = only_items(whole, kept, {"a"})
-    assert [record.files for record in excerpt.groups] == [2, 2]
-    for record in excerpt.groups:
-        listed = group.decode(documents[record.name], record, where="")
-        assert all(one.name.startswith("a") for one in listed.files)
-    assert is_excerpt(excerpt, whole, ("b",))
+    index = structs.replace(
+        index,
+        layouts=(
+            structs.replace(index.layouts[0], layout=layout),
+            structs.replace(index.layouts[1], derived={"t": Master(SHARED, "b/m")}),
+        ),
+    )
+    index_format.encode(index)
+    assert only_items(index, {"a"}, "") == index
+
+
+def test_an_excerpt_says_nothing_of_classes_of_ranks() -> None:
+    spans = (manifest.Span(0, 1),)
+    whole = structs.replace(COMMIT, classes=(manifest.ClassRecord(table="0" * 32, spans=spans),))
+    assert excerpt_of(whole, {"a"}, WrittenIndexes(indexes=bytes(16))).classes == ()

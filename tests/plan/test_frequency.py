@@ -67,16 +67,24 @@ def lost_in_a_run(tiers: Sequence[TierCost], every_s: Sequence[float], failures:
     return lost / elapsed
 
 
-@pytest.mark.parametrize("tiers", [
-    [TierCost(0.1, 4.0, 6 * 3600.0)],
-    pytest.param([TierCost(0.005, 2.0, 24 * 3600.0)], marks=pytest.mark.long),
-    pytest.param([TierCost(20.0, 60.0, 6 * 3600.0)], marks=pytest.mark.long),
-    [TierCost(0.05, 0.5, 3600.0), TierCost(2.0, 30.0, 24 * 3600.0)],
-    pytest.param(
-        [TierCost(0.05, 0.5, 3600.0), TierCost(0.5, 5.0, 8 * 3600.0),
-         TierCost(5.0, 60.0, 72 * 3600.0)], marks=pytest.mark.long,
-    ),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [TierCost(0.1, 4.0, 6 * 3600.0)],
+        pytest.param([TierCost(0.005, 2.0, 24 * 3600.0)], marks=pytest.mark.long),
+        pytest.param([TierCost(20.0, 60.0, 6 * 3600.0)], marks=pytest.mark.long),
+        [TierCost(0.05, 0.5, 3600.0), TierCost(2.0, 30.0, 24 * 3600.0)],
+        pytest.param(
+            [
+                TierCost(0.05, 0.5, 3600.0),
+                TierCost(0.5, 5.0, 8 * 3600.0),
+                TierCost(5.0, 60.0, 72 * 3600.0),
+            ],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=str,
+)
 def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[TierCost]) -> None:
     found = [one.seconds for one in intervals(tiers, NO_BOUND)]
     assert [one.bound for one in intervals(tiers, NO_BOUND)] == [Bound.LEAST] * len(tiers)
@@ -164,11 +172,18 @@ def test_what_was_believed_gives_way_to_what_is_seen() -> None:
 def test_a_reckoning_says_all_of_it_in_one_sentence() -> None:
     text = str(
         Reckoning(
-            interval_s=65.7, bound=Bound.LEAST, cost_s=0.1, latency_s=4.2, mtbf_s=21600.0,
-            mtbf_from="given", lost_share=0.0032, step_s=0.1, size_bytes=7_280_000_000,
+            interval_s=65.7,
+            bound=Bound.LEAST,
+            cost_s=0.1,
+            latency_s=4.2,
+            mtbf_s=21600.0,
+            mtbf_from="given",
+            lost_share=0.0032,
+            step_s=0.1,
+            size_bytes=7_280_000_000,
             bytes_per_s=1.9e9,
         )
-    )  # fmt: skip
+    )
     assert text == (
         "a save every 65.7 s: it costs training 100 ms and is committed after 4.2 s (7.28 GB, "
         "1.90 GB/s), a failure is expected every 6 h (given); that loses least, and 0.32% of the "

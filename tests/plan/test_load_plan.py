@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from laststep.plan.load import Want, plan_reads
+from laststep.plan.reads import Want, plan_reads
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 TOTAL = 3 * CHUNK_BYTES + 5 * BLOCK_BYTES + 777

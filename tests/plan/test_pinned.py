@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import second_arithmetic
 
 from laststep.plan.files import folder_of
-from laststep.plan.groups import cut
+from laststep.plan.receipts import cut
 from laststep.plan.tables import (
     Replicas,
     Table,
@@ -108,51 +108,81 @@ def written(*tables: Table) -> dict[str, str]:
     return {name: shares.strip() for name, shares in found.items()}
 
 
-BOTH = (rows("w", 24, sharded(24, Mesh.of(("dp",), (2,), (0, 1)), Replicate())),
-        rows("w", 24, sharded(24, Mesh.of(("dp",), (2,), (2, 3)), Replicate())))  # fmt: skip
+BOTH = (
+    rows("w", 24, sharded(24, Mesh.of(("dp",), (2,), (0, 1)), Replicate())),
+    rows("w", 24, sharded(24, Mesh.of(("dp",), (2,), (2, 3)), Replicate())),
+)
 THIRD = sharded(3, LINE, Shard(0))
 CASES: list[tuple[str, list[Table], dict[str, str]]] = [
     ("equal pieces", [table(rows("w", 24))] * 3, {"w": "0=0:8 1=8:16 2=16:24"}),
     ("cuts go up to whole rows", [table(rows("w", 25))] * 3, {"w": "0=0:9 1=9:17 2=17:25"}),
     ("no piece below 8 MiB", [table(rows("w", 23))] * 3, {"w": "0=0:12 1=12:23"}),
     ("little is one rank's", [table(rows("a", 1), rows("b", 2))] * 3, {"a": "0=0:1", "b": "0=0:2"}),
-    ("a line goes on over tensors",
-     [table(rows("a", 4), rows("b", 10), rows("c", 6))] * 3,
-     {"a": "0=0:4", "b": "0=0:6 1=6:10", "c": "1=0:6"}),
-    ("a line begins with the number of its first tensor",
-     [table(rows("a", 4, sharded(4, LINE, Shard(0))), rows("b", 24))] * 4,
-     {"a": "0=0:1 1=1:2 2=2:3 3=3:4", "b": "1=0:8 2=8:16 3=16:24"}),
-    ("shards are their holders'",
-     [table(rows("w", 24, sharded(24, LINE, Shard(0))))] * 4,
-     {"w": "0=0:6 1=6:12 2=12:18 3=18:24"}),
-    ("replicas of a shard share it",
-     [table(rows("w", 64, sharded(64, GRID, Replicate(), Shard(0))))] * 4,
-     {"w": "0=0:16 1=32:48 2=16:32 3=48:64"}),
-    ("a dimension of one is not cut",
-     [table(TableTensor("w", "float32", (1, 16, MIB), None))] * 2,
-     {"w": "0=0:1,0:8 1=0:1,8:16"}),
-    ("scalars, and what has no elements",
-     [table(TableTensor("a", "int64", (), None), TableTensor("b", "int8", (0, 3), None),
-            TableTensor("c", "bool", (), None))] * 3,
-     {"a": "0=all", "b": "0=0:0,0:3", "c": "0=all"}),
-    ("two stages share what is tied",
-     [table(BOTH[0])] * 2 + [table(BOTH[1])] * 2,
-     {"w": "0=0:8 1=8:16 2=16:24"}),
-    ("who cuts otherwise leaves it to the first",
-     [table(rows("w", 24, sharded(24, Mesh.of(("tp",), (2,), (0, 1)), Shard(0))))] * 2
-     + [table(rows("w", 24, sharded(24, LAST, Replicate())))] * 2,
-     {"w": "0=0:12 1=12:24"}),
-    ("what nothing proves is the lowest holder's",
-     [table(rows("a", 24))] + [table(rows("a", 24), rows("w", 24, None, Replicas.UNPROVEN))] * 2,
-     {"a": "0=0:8 1=8:16 2=16:24", "w": "1=0:24"}),
-    ("what a forward pass changes is one replica's",
-     [table(rows("w", 24, sharded(24, COLUMNS, Replicate(), Shard(0)), Replicas.CHANGING))] * 4,
-     {"w": "0=0:12 2=12:24"}),
-    ("a tie that a rank without a part cannot see is no tensor",
-     [table(rows("a", 3, THIRD), ties=(("b", "a"),))] * 3
-     + [table(rows("a", 3, THIRD), rows("b", 3, THIRD))],
-     {"a": "0=0:1 1=1:2 2=2:3"}),
-]  # fmt: skip
+    (
+        "a line goes on over tensors",
+        [table(rows("a", 4), rows("b", 10), rows("c", 6))] * 3,
+        {"a": "0=0:4", "b": "0=0:6 1=6:10", "c": "1=0:6"},
+    ),
+    (
+        "a line begins with the number of its first tensor",
+        [table(rows("a", 4, sharded(4, LINE, Shard(0))), rows("b", 24))] * 4,
+        {"a": "0=0:1 1=1:2 2=2:3 3=3:4", "b": "1=0:8 2=8:16 3=16:24"},
+    ),
+    (
+        "shards are their holders'",
+        [table(rows("w", 24, sharded(24, LINE, Shard(0))))] * 4,
+        {"w": "0=0:6 1=6:12 2=12:18 3=18:24"},
+    ),
+    (
+        "replicas of a shard share it",
+        [table(rows("w", 64, sharded(64, GRID, Replicate(), Shard(0))))] * 4,
+        {"w": "0=0:16 1=32:48 2=16:32 3=48:64"},
+    ),
+    (
+        "a dimension of one is not cut",
+        [table(TableTensor("w", "float32", (1, 16, MIB), None))] * 2,
+        {"w": "0=0:1,0:8 1=0:1,8:16"},
+    ),
+    (
+        "scalars, and what has no elements",
+        [
+            table(
+                TableTensor("a", "int64", (), None),
+                TableTensor("b", "int8", (0, 3), None),
+                TableTensor("c", "bool", (), None),
+            )
+        ]
+        * 3,
+        {"a": "0=all", "b": "0=0:0,0:3", "c": "0=all"},
+    ),
+    (
+        "two stages share what is tied",
+        [table(BOTH[0])] * 2 + [table(BOTH[1])] * 2,
+        {"w": "0=0:8 1=8:16 2=16:24"},
+    ),
+    (
+        "who cuts otherwise leaves it to the first",
+        [table(rows("w", 24, sharded(24, Mesh.of(("tp",), (2,), (0, 1)), Shard(0))))] * 2
+        + [table(rows("w", 24, sharded(24, LAST, Replicate())))] * 2,
+        {"w": "0=0:12 1=12:24"},
+    ),
+    (
+        "what nothing proves is the lowest holder's",
+        [table(rows("a", 24))] + [table(rows("a", 24), rows("w", 24, None, Replicas.UNPROVEN))] * 2,
+        {"a": "0=0:8 1=8:16 2=16:24", "w": "1=0:24"},
+    ),
+    (
+        "what a forward pass changes is one replica's",
+        [table(rows("w", 24, sharded(24, COLUMNS, Replicate(), Shard(0)), Replicas.CHANGING))] * 4,
+        {"w": "0=0:12 2=12:24"},
+    ),
+    (
+        "a tie that a rank without a part cannot see is no tensor",
+        [table(rows("a", 3, THIRD), ties=(("b", "a"),))] * 3
+        + [table(rows("a", 3, THIRD), rows("b", 3, THIRD))],
+        {"a": "0=0:1 1=1:2 2=2:3"},
+    ),
+]
 
 
 @pytest.mark.parametrize(("tables", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
@@ -181,18 +211,27 @@ def test_a_table_is_these_bytes() -> None:
     tensors = (
         rows("w", 6, sharded(6, GRID, Shard(0, after=2), Shard(0))),
         TableTensor("b", "bfloat16", (3,), None, Replicas.UNPROVEN),
-        TableTensor("f", "float32", (4, 4), flat), TableTensor("g", "int8", (8, 2), blocks),
-    )  # fmt: skip
+        TableTensor("f", "float32", (4, 4), flat),
+        TableTensor("g", "int8", (8, 2), blocks),
+    )
     items = (
         TableItem("m", "module", False, tensors, (("x", "w"),)),
         TableItem("rng", "rng", True, ()),
     )
     plain = [
         [
-            ["m", "module", False, [
-                ["w", "float32", [6, 262144], 0], ["b", "bfloat16", [3], None, 1],
-                ["f", "float32", [4, 4], 1], ["g", "int8", [8, 2], 2],
-            ], [["x", "w"]]],
+            [
+                "m",
+                "module",
+                False,
+                [
+                    ["w", "float32", [6, 262144], 0],
+                    ["b", "bfloat16", [3], None, 1],
+                    ["f", "float32", [4, 4], 1],
+                    ["g", "int8", [8, 2], 2],
+                ],
+                [["x", "w"]],
+            ],
             ["rng", "rng", True, [], []],
         ],
         [
@@ -200,7 +239,7 @@ def test_a_table_is_these_bytes() -> None:
             ["flat", [4, 4], [["dp"], [4], [1], 0, [3, 1, 0, 2]], ["dp"], 2, 20],
             ["flat", [8, 2], [["dp", "tp"], [2, 2], [2, 1], 0, []], ["dp"], 2, 12, [[], [0, 1]], 2],
         ],
-    ]  # fmt: skip
+    ]
     data = encode_table(items)
     assert data == msgspec.msgpack.encode(plain)
     assert digest_of(data).hex() == "bf79aaf401915f9084856c343fd546a2"
@@ -209,9 +248,18 @@ def test_a_table_is_these_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "size", "groups"),
-    [(1, 1, 1, 1), (256, 8, 256, 1), (257, 1, 16, 17), (257, 8, 16, 17), (1024, 8, 32, 32),
-     (8192, 8, 88, 94), (131_072, 8, 360, 365), (131_072, 72, 360, 365), (300, 400, 300, 1)],
-)  # fmt: skip
+    [
+        (1, 1, 1, 1),
+        (256, 8, 256, 1),
+        (257, 1, 16, 17),
+        (257, 8, 16, 17),
+        (1024, 8, 32, 32),
+        (8192, 8, 88, 94),
+        (131_072, 8, 360, 365),
+        (131_072, 72, 360, 365),
+        (300, 400, 300, 1),
+    ],
+)
 def test_the_groups_of_a_job(ranks: int, per_node: int, size: int, groups: int) -> None:
     found = cut(ranks, per_node)
     assert (found.size, len(found.leaders)) == (size, groups)
@@ -219,8 +267,14 @@ def test_the_groups_of_a_job(ranks: int, per_node: int, size: int, groups: int) 
 
 @pytest.mark.parametrize(
     ("rank", "ranks", "folder"),
-    [(255, 256, ""), (127, 257, "r00000/"), (128, 257, "r00128/"), (256, 257, "r00256/"),
-     (131_071, 131_072, "r130944/"), (200_000, 300_000, "r199826/")],
-)  # fmt: skip
+    [
+        (255, 256, ""),
+        (127, 257, "r00000/"),
+        (128, 257, "r00128/"),
+        (256, 257, "r00256/"),
+        (131_071, 131_072, "r130944/"),
+        (200_000, 300_000, "r199826/"),
+    ],
+)
 def test_the_folder_of_a_rank(rank: int, ranks: int, folder: str) -> None:
     assert folder_of(rank, ranks) == folder

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.format.manifest import FileRecord
-from laststep.plan.groups import Groups
+from laststep.format.manifest import WrittenIndexes
 from laststep.plan.receipts import (
     Differing,
+    Groups,
     ItemTally,
     Receipt,
     Summary,
@@ -23,11 +23,20 @@ from laststep.plan.tables import Agreement, TableItem, TableTensor, agree, diges
 def agreement_of(kinds: list[int]) -> Agreement:
     """Each rank holds tensors of its kind, and one that all hold."""
     tables = [
-        (TableItem("m", "value", False, (TableTensor("w", "float32", (4,), None),
-                                    TableTensor(f"w{kind}", "float32", (4,), None))),
-         TableItem("own", "value", True, ()))
+        (
+            TableItem(
+                "m",
+                "value",
+                False,
+                (
+                    TableTensor("w", "float32", (4,), None),
+                    TableTensor(f"w{kind}", "float32", (4,), None),
+                ),
+            ),
+            TableItem("own", "value", True, ()),
+        )
         for kind in kinds
-    ]  # fmt: skip
+    ]
     names = [digest_of(encode_table(table)) for table in tables]
     return agree(names, dict(zip(names, tables, strict=True)))
 
@@ -38,21 +47,21 @@ def jobs(draw: st.DrawFn) -> tuple[Agreement, dict[int, Receipt]]:
     agreement = agreement_of(kinds)
     receipts = {}
     for rank, kind in enumerate(kinds):
-        name = f"m-r{rank:05d}.safetensors"
         wrote = draw(st.booleans())
-        files = (
-            FileRecord(name=name, size_bytes=8192, header_bytes=4096, header_digest="", rank=rank),
+        written = WrittenIndexes(
+            indexes=bytes([rank]) * 16,
+            files=int(wrote),
+            size_bytes=8192 * wrote,
+            shared_bytes=rank * wrote,
+            lossy=draw(st.sampled_from([(), ("bf16",), ("int8",)])),
         )
         agreed = draw(st.sampled_from([agreement.digest] * 9 + [b"other"]))
         tree = draw(st.sampled_from([bytes([kind])] * 9 + [b"x"]))
+        shared = ItemTally(kind="value", per_rank=False, tensors=2 * wrote, size_bytes=rank * wrote)
+        own = ItemTally(kind="value", per_rank=True, tensors=1, size_bytes=1)
         receipts[rank] = Receipt(
-            agreement=agreed, files=files if wrote else (), trees={"m": tree},
-            items={
-                "m": ItemTally(kind="value", per_rank=False, tensors=2 if wrote else 0,
-                          size_bytes=rank if wrote else 0, file=name if wrote else ""),
-                "own": ItemTally(kind="value", per_rank=True, tensors=1, size_bytes=1, file=name),
-            },
-        )  # fmt: skip
+            agreement=agreed, written=written, trees={"m": tree}, items={"m": shared, "own": own}
+        )
     return agreement, receipts
 
 
@@ -79,6 +88,22 @@ def test_it_does_not_matter_how_ranks_are_cut_into_groups(
         assert f"rank {others[0]} describes the state otherwise" in objection
     (own,) = [item for item in items_of(parts, agreement) if item.name == "own"]
     assert own.tensors == len(receipts)
+
+
+@given(jobs(), st.integers(1, 9))
+def test_what_was_written_adds_up_in_the_order_of_ranks(
+    job: tuple[Agreement, dict[int, Receipt]], size: int
+) -> None:
+    agreement, receipts = job
+    total = WrittenIndexes()
+    for summary in cut(agreement, receipts, size):
+        total = total.plus(summary.written)
+    parts = [receipt.written for receipt in receipts.values()]
+    assert total.indexes == b"".join(bytes([rank]) * 16 for rank in receipts)
+    assert total.files == sum(part.files for part in parts)
+    assert total.size_bytes == sum(part.size_bytes for part in parts)
+    assert total.shared_bytes == sum(part.shared_bytes for part in parts)
+    assert total.lossy == tuple(sorted({how for part in parts for how in part.lossy}))
 
 
 def test_ranks_whose_plain_values_differ_are_found_within_a_group_and_between_groups() -> None:

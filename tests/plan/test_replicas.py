@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laststep.plan.replicas import ReplicatedTensors, held_alike
+from laststep.plan.receipts import ReplicatedTensors, held_alike
 from laststep.plan.tables import (
     Replicas,
     Table,
@@ -28,12 +28,20 @@ def found(*tables: Table) -> tuple[ReplicatedTensors, ...]:
 
 def test_plain_tensors_are_compared_and_nothing_else() -> None:
     table = (
-        TableItem("model", "module", False, (
-            plain("w"), plain("mean", Replicas.CHANGING), plain("b"), plain("old", Replicas.EQUAL),
-            TableTensor("laid", "float32", (4,), EVERYWHERE),
-        )),
+        TableItem(
+            "model",
+            "module",
+            False,
+            (
+                plain("w"),
+                plain("mean", Replicas.CHANGING),
+                plain("b"),
+                plain("old", Replicas.EQUAL),
+                TableTensor("laid", "float32", (4,), EVERYWHERE),
+            ),
+        ),
         TableItem("mine", "value", True, ()),
-    )  # fmt: skip
+    )
     assert found(table, table, table) == (
         ReplicatedTensors((0,), (("model", "w"), ("model", "b")), 0),
     )

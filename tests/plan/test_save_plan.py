@@ -1,17 +1,18 @@
-"""Where tensors of a save lie: packed, aligned, the same every time, headers within their bound."""
+"""Where tensors of a save lie: packed, aligned, the same every time, with headers in bounds."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.format.header import Header, encode_header
+from laststep.format.layout import Part
 from laststep.plan import files as planning
-from laststep.plan.files import ItemSpec, plan_save
-from laststep.state.pieces import Piece
+from laststep.plan.files import ItemSpec, index_name, pack_name, plan_save
+from laststep.state.provider import BoxPart, Piece
 from laststep.terms import ALIGN_BYTES, DTYPES
 
 
@@ -48,15 +49,16 @@ def test_every_piece_lies_in_one_place_packed_without_holes_and_aligned(
     assert sorted(n for file in plan.files for n in file.pieces) == list(range(len(every)))
     for file in plan.files:
         offset = 0
-        for number, entry in zip(file.pieces, file.entries, strict=True):
+        for number, entry in zip(file.pieces, file.layout.tensors, strict=True):
             spec = every[number]
             assert entry.start == offset
             assert entry.stop - entry.start == spec.size_bytes
             assert entry.start % DTYPES[spec.dtype].size_bytes == 0
             assert (entry.dtype, entry.shape) == (spec.dtype, spec.shape)
             offset = entry.stop
-        assert file.tensor_bytes == offset
-        assert file.region_bytes % ALIGN_BYTES == 0
+        assert file.layout.tensor_bytes == offset
+        assert file.layout.problem() is None
+    assert plan.tensor_bytes == sum(spec.size_bytes for spec in every)
 
 
 @given(items())
@@ -69,16 +71,14 @@ def test_the_same_description_gives_the_same_plan(described: tuple[ItemSpec, ...
 
 
 @given(items())
-def test_the_header_of_every_file_fits_its_region(described: tuple[ItemSpec, ...]) -> None:
+def test_the_header_of_every_file_is_complete_and_aligned(described: tuple[ItemSpec, ...]) -> None:
     for file in plan_save(described).files:
-        header = Header(
-            item=file.item,
-            tensors=file.entries,
-            objects=(),
-            tensor_bytes=file.tensor_bytes,
-            blocks=bytes(-(-file.tensor_bytes // (1 << 20)) * 16),
-        )
-        assert len(encode_header(header, region_bytes=file.region_bytes)) == file.region_bytes
+        layout = file.layout
+        header = layout.header()
+        assert len(header) == layout.header_bytes
+        assert layout.header_bytes % ALIGN_BYTES == 0
+        assert int.from_bytes(header[:8], "little") == len(header) - 8
+        assert list(json.loads(header[8:])) == ["__metadata__", *(t.name for t in layout.tensors)]
 
 
 def test_small_items_share_a_file_large_and_standalone_ones_get_their_own() -> None:
@@ -87,15 +87,37 @@ def test_small_items_share_a_file_large_and_standalone_ones_get_their_own() -> N
         ItemSpec(name="small", kind="v", standalone=False, pieces=(piece("x", "uint8", (9,)),)),
         ItemSpec(name="alone", kind="v", standalone=True, pieces=(piece("x", "uint8", (9,)),)),
         ItemSpec(name="empty", kind="v", standalone=True, pieces=()),
-    )  # fmt: skip
+    )
     plan = plan_save(described)
-    assert {file.name for file in plan.files} == {
-        "big.safetensors", "alone.safetensors", "shared.safetensors",
-    }  # fmt: skip
-    assert plan.file_of["small"] == plan.file_of["empty"] == "shared.safetensors"
-    shared = next(file for file in plan.files if file.item is None)
-    assert [entry.name for entry in shared.entries] == ["small/x"]
-    assert len(shared.object_names) == 4
+    assert [(file.layout.name, file.layout.item) for file in plan.files] == [
+        ("big.safetensors", "big"),
+        ("alone.safetensors", "alone"),
+        ("shared.safetensors", None),
+    ]
+    assert [entry.name for entry in plan.files[-1].layout.tensors] == ["small/x"]
+
+
+def test_items_without_tensors_need_no_file() -> None:
+    described = tuple(
+        ItemSpec(name=name, kind="v", standalone=alone, pieces=())
+        for name, alone in (("a", True), ("b", False))
+    )
+    plan = plan_save(described)
+    assert plan.files == ()
+    assert plan.values == ("a", "b")
+
+
+def test_the_values_of_a_plan_are_the_trees_of_all_items_unless_told() -> None:
+    described = (ItemSpec(name="a", kind="v", standalone=True, pieces=()),)
+    assert plan_save(described).values == ("a",)
+    assert plan_save(described, rank=(1, 2), values=("~table",)).values == ("~table",)
+
+
+def test_a_part_of_a_tensor_says_which() -> None:
+    part = piece("w~6at4", "float32", (4,))._replace(part=BoxPart("w", (8,), (4,)))
+    plan = plan_save((ItemSpec(name="m", kind="v", standalone=True, pieces=(part,)),))
+    assert plan.files[0].layout.parts == {"w~6at4": Part("w", (8,), (4,))}
+    assert plan.files[0].layout.problem() is None
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -106,31 +128,32 @@ def test_a_file_is_split_where_its_header_would_pass_the_bound(
     pieces = tuple(piece(f"layer.{n}.weight", "float32", (8,)) for n in range(100))
     item = ItemSpec(name="model", kind="v", standalone=own, pieces=pieces)
     plan = plan_save((item,))
-    with_tensors = [file for file in plan.files if file.pieces]
-    assert len(with_tensors) > 3
-    assert len({file.name for file in plan.files}) == len(plan.files)
-    names = [entry.name for file in with_tensors for entry in file.entries]
-    assert len(names) == 100
-    for file in with_tensors:
-        header = Header(
-            item=file.item, tensors=file.entries, objects=(), tensor_bytes=file.tensor_bytes,
-            blocks=bytes(-(-file.tensor_bytes // (1 << 20)) * 16),
-        )  # fmt: skip
-        text = encode_header(header, region_bytes=file.region_bytes).rstrip(b" ")
-        assert len(text) <= 8192
+    assert len(plan.files) > 3
+    assert len({file.layout.name for file in plan.files}) == len(plan.files)
+    names = [entry.name for file in plan.files for entry in file.layout.tensors]
+    assert len(set(names)) == 100
+    assert all(len(file.layout.header().rstrip(b" ")) <= 8192 for file in plan.files)
 
 
-@pytest.mark.parametrize(("rank", "folder"), [
-    (None, ""), ((3, 256), ""), ((3, 257), "r00000/"), ((1000, 1024), "r00896/"),
-    ((131071, 131072), "r130944/"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "folder"),
+    [
+        (None, ""),
+        ((3, 256), ""),
+        ((3, 257), "r00000/"),
+        ((1000, 1024), "r00896/"),
+        ((131071, 131072), "r130944/"),
+    ],
+)
 def test_in_large_jobs_files_lie_in_folders(rank: tuple[int, int] | None, folder: str) -> None:
     described = (
         ItemSpec(name="big", kind="v", standalone=True, pieces=(piece("x", "uint8", (9,)),)),
         ItemSpec(name="small", kind="v", standalone=False, pieces=(piece("x", "uint8", (9,)),)),
-    )  # fmt: skip
+    )
     plan = plan_save(described, rank=rank)
     mine = "" if rank is None else f"-r{rank[0]:05d}"
     names = [f"{folder}big{mine}.safetensors", f"{folder}shared{mine}.safetensors"]
-    assert [file.name for file in plan.files] == names
-    assert list(plan.file_of.values()) == names
+    assert [file.layout.name for file in plan.files] == names
+    number, ranks = rank or (0, 1)
+    assert index_name(number, ranks) == f"{folder}index-r{number:05d}"
+    assert pack_name(number, ranks) == f"{folder}blocks-r{number:05d}.pack"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from laststep.errors import Mismatch
+from laststep.errors import MismatchError
 from laststep.plan.tables import (
     Replicas,
     Table,
@@ -46,19 +46,22 @@ LAYOUTS: list[Layout] = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_table_survives_being_encoded(layout: Layout) -> None:
     one = table(
-        TableTensor("w", "float32", (6, 4), layout), TableTensor("b", "bfloat16", (), None),
+        TableTensor("w", "float32", (6, 4), layout),
+        TableTensor("b", "bfloat16", (), None),
         TableTensor("c", "bfloat16", (), None, Replicas.UNPROVEN),
         TableTensor("d", "float32", (6, 4), layout, Replicas.CHANGING),
-    )  # fmt: skip
+    )
     assert decode_table(encode_table(one)) == one
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_is_written_once(layout: Layout) -> None:
     one = table(
-        TableTensor("w", "float32", (6, 4), layout), TableTensor("plain", "float32", (5,), None),
-        TableTensor("scalar", "float32", (), None), TableTensor("empty", "float32", (3, 0), None),
-    )  # fmt: skip
+        TableTensor("w", "float32", (6, 4), layout),
+        TableTensor("plain", "float32", (5,), None),
+        TableTensor("scalar", "float32", (), None),
+        TableTensor("empty", "float32", (3, 0), None),
+    )
     found = agreed(one, one, one, one)
     assert len(found["model", "scalar"]) == len(found["model", "empty"]) == 1
     assert covers_once((6, 4), [box for _, box in found["model", "w"]])
@@ -90,10 +93,12 @@ def test_a_table_of_before_replicas_were_told_apart_means_what_it_did() -> None:
 
 def test_a_plain_tensor_that_is_not_known_to_be_equal_is_the_lowest_holders() -> None:
     stages = [
-        table(TableTensor(f"layer{n}", "float32", (8 << 20, 1), None, Replicas.UNPROVEN),
-              TableTensor("norm", "float32", (8,), None, Replicas.CHANGING))
+        table(
+            TableTensor(f"layer{n}", "float32", (8 << 20, 1), None, Replicas.UNPROVEN),
+            TableTensor("norm", "float32", (8,), None, Replicas.CHANGING),
+        )
         for n in (1, 0, 0, 1)
-    ]  # fmt: skip
+    ]
     found = agreed(*stages)
     assert [rank for rank, _ in found["model", "layer1"]] == [0]
     assert [rank for rank, _ in found["model", "layer0"]] == [1]
@@ -109,7 +114,7 @@ def test_a_layout_is_written_rather_than_a_plain_copy_beside_it() -> None:
 
 def test_ranks_that_contradict_each_other_are_named() -> None:
     with pytest.raises(
-        Mismatch, match=r"model/w: float32\[5\] on rank 2, float32\[4\] on ranks 0, 1"
+        MismatchError, match=r"model/w: float32\[5\] on rank 2, float32\[4\] on ranks 0, 1"
     ):
         agreed(
             table(TableTensor("w", "float32", (4,), None)),
@@ -119,7 +124,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
 
 
 def test_an_item_that_is_another_elsewhere_is_named() -> None:
-    with pytest.raises(Mismatch, match="model: a module on rank 0, a value on rank 1"):
+    with pytest.raises(MismatchError, match="model: a module on rank 0, a value on rank 1"):
         agreed(
             (TableItem("model", "module", False, ()),), (TableItem("model", "value", False, ()),)
         )
@@ -127,7 +132,7 @@ def test_an_item_that_is_another_elsewhere_is_named() -> None:
 
 def test_a_rank_of_a_mesh_that_lacks_a_tensor_is_named() -> None:
     layout = Sharded((4,), Mesh.of(("dp",), (2,), range(2)), (Shard(0),))
-    with pytest.raises(Mismatch, match=r"model/w: .* with rank 1, which does not hold it so"):
+    with pytest.raises(MismatchError, match=r"model/w: .* with rank 1, which does not hold it so"):
         agreed(table(TableTensor("w", "float32", (4,), layout)), table())
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import second_arithmetic
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.plan import who_writes
 from laststep.plan.tables import (
     Agreement,
@@ -75,10 +75,11 @@ def flat_layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> Flat:
     if draw(st.booleans()):
         return Flat(shape, mesh, axes, offset, total)
     places = [
-        Replicate() if n in axes or (dim := draw(st.integers(-1, len(shape) - 1))) < 0
+        Replicate()
+        if n in axes or (dim := draw(st.integers(-1, len(shape) - 1))) < 0
         else Shard(dim)
         for n in mesh.names
-    ]  # fmt: skip
+    ]
     blocks = 2 if shape and shape[0] % 2 == 0 and draw(st.booleans()) else 1
     return Flat(shape, mesh, axes, offset, total, tuple(places), blocks)
 
@@ -96,7 +97,7 @@ def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
         placements.append(Replicate() if dim < 0 else Shard(dim, after))
     try:
         return Sharded(shape, mesh, tuple(placements))
-    except Usage:  # an order that no strided shard can say
+    except UsageError:  # an order that no strided shard can say
         assume(False)
         raise
 
@@ -249,9 +250,10 @@ def test_all_see_the_same_agreement_in_whatever_order_tensors_are_told(
     ]
     again = agreement_of(turned)
     count = sum(len(again.shares(r)) for r in range(ranks))
-    times = {name: np.zeros(t[1], dtype=int) for name, t in zip(
-        (f"w{n}" for n in range(len(tensors))), tensors, strict=True
-    )}  # fmt: skip
+    times = {
+        name: np.zeros(t[1], dtype=int)
+        for name, t in zip((f"w{n}" for n in range(len(tensors))), tensors, strict=True)
+    }
     for rank in range(ranks):
         for (_, name), share in again.shares(rank):
             cut(times[name], share.box)[...] += 1
@@ -277,7 +279,7 @@ def test_a_tie_that_a_rank_without_a_part_cannot_see_is_a_tie() -> None:
 def test_who_writes_what_follows_from_what_the_format_says_of_it(
     ranks: int, least: int, replicas: Replicas, data: st.DataObject
 ) -> None:
-    """A second arithmetic, written from docs/format.md, gives the same."""
+    """A second arithmetic, written from docs/tables.md, gives the same."""
     all_tables = tables(ranks, data.draw(described(ranks)), replicas)
     told: dict[bytes, list[int]] = {}
     for rank, one in enumerate(all_tables):

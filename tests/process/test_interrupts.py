@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.process import interrupts
+from laststep.process import signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def send(number: int = signal.SIGUSR1) -> None:
 
 def test_a_handler_waits_for_the_end(came: list[int]) -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
         send()
         assert came == []
         done = True
@@ -48,28 +48,28 @@ def test_a_handler_waits_for_the_end(came: list[int]) -> None:
 
 
 def test_a_handler_is_let_in_where_it_may_raise(came: list[int]) -> None:
-    with interrupts.held():
-        interrupts.let_in()
+    with signals.held():
+        signals.let_in()
         send()
         with pytest.raises(KeyboardInterrupt):
-            interrupts.let_in()
-        interrupts.let_in()
+            signals.let_in()
+        signals.let_in()
     assert came == [signal.SIGUSR1]
 
 
 def test_the_outermost_holds(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012
-        with interrupts.held():
+    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
+        with signals.held():
             send()
         assert came == []
 
 
 def test_every_signal_is_handled_though_the_first_raises(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
         send(signal.SIGUSR1)
         send(signal.SIGUSR2)
         with pytest.raises(KeyboardInterrupt):
-            interrupts.let_in()
+            signals.let_in()
         assert len(came) == 1
     assert sorted(came) == [signal.SIGUSR1, signal.SIGUSR2]
 
@@ -77,7 +77,7 @@ def test_every_signal_is_handled_though_the_first_raises(came: list[int]) -> Non
 def test_what_is_stuck_can_be_left(came: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    with interrupts.held():
+    with signals.held():
         send()
         send()
         assert came == []
@@ -88,7 +88,7 @@ def test_what_is_stuck_can_be_left(came: list[int], monkeypatch: pytest.MonkeyPa
 
 
 def test_an_error_inside_is_not_lost(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, interrupts.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as raised, signals.held():  # noqa: PT012
         send()
         raise ValueError("inside")
     assert isinstance(raised.value.__context__, ValueError)
@@ -97,7 +97,7 @@ def test_an_error_inside_is_not_lost(came: list[int]) -> None:
 
 def test_a_handler_that_is_set_inside_stays(came: list[int]) -> None:
     old = signal.getsignal(signal.SIGUSR1)
-    with interrupts.held():
+    with signals.held():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     signal.signal(signal.SIGUSR1, old)
@@ -113,17 +113,17 @@ def test_waiting_lets_handlers_in(came: list[int]) -> None:
             return super().wait(timeout)
 
     with pytest.raises(KeyboardInterrupt):
-        interrupts.wait(Signalled(), 30)
+        signals.wait(Signalled(), 30)
     assert came == [signal.SIGUSR1]
 
 
 def test_waiting_ends_in_time_and_with_the_event() -> None:
     event = threading.Event()
     began = time.monotonic()
-    assert not interrupts.wait(event, 0.12)
+    assert not signals.wait(event, 0.12)
     assert time.monotonic() - began >= 0.12
     threading.Timer(0.05, event.set).start()
-    assert interrupts.wait(event)
+    assert signals.wait(event)
 
 
 def test_on_another_thread_it_does_nothing(came: list[int]) -> None:
@@ -135,17 +135,17 @@ def test_on_another_thread_it_does_nothing(came: list[int]) -> None:
         thread.join()
 
     def work() -> None:
-        with interrupts.held():
-            interrupts.let_in()
-            assert interrupts.look_within(None) is None
+        with signals.held():
+            signals.let_in()
+            assert signals.look_within(None) is None
             inside.append(signal.getsignal(signal.SIGUSR1))
 
     inside: list[object] = []
     elsewhere(work)
     assert inside == [signal.getsignal(signal.SIGUSR1)]
-    with interrupts.held():
+    with signals.held():
         send()
-        elsewhere(interrupts.let_in)
+        elsewhere(signals.let_in)
         assert came == []
         with pytest.raises(KeyboardInterrupt):
-            interrupts.let_in()
+            signals.let_in()

@@ -7,8 +7,8 @@ import errno
 import pytest
 import torch
 
-from laststep.errors import StorageFailed
-from laststep.process import shortage
+from laststep.errors import StorageError
+from laststep.process import system
 
 
 class OutOfMemoryError(Exception):
@@ -27,7 +27,10 @@ def torch_says() -> RuntimeError:
     ids=repr,
 )
 def test_too_little_memory_is_told_as_an_error_of_ours(error: Exception) -> None:
-    with pytest.raises(StorageFailed, match="too little memory to save"), shortage.told("save"):
+    with (
+        pytest.raises(StorageError, match="too little memory to save"),
+        system.translate_oom("save"),
+    ):
         raise error
 
 
@@ -42,6 +45,6 @@ def test_too_little_memory_is_told_as_an_error_of_ours(error: Exception) -> None
     ids=repr,
 )
 def test_any_other_error_stays_what_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, shortage.told("save"):
+    with pytest.raises(type(error)) as raised, system.translate_oom("save"):
         raise error
     assert raised.value is error

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import Usage
-from laststep.process import interrupts
+from laststep.errors import UsageError
+from laststep.process import signals
 from laststep.process.signals import NotedSignals
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def test_the_first_one_counts(noted: NotedSignals, earlier: list[int]) -> None:
 def test_it_is_noted_at_once_where_handlers_are_held_and_the_earlier_one_is_held(
     noted: NotedSignals, earlier: list[int]
 ) -> None:
-    with interrupts.held():
+    with signals.held():
         send()
         assert noted.came is not None
         assert earlier == []
-        interrupts.let_in()
+        signals.let_in()
         assert earlier == [NUMBER]
     assert earlier == [NUMBER]
     assert signal.getsignal(NUMBER) is noted
@@ -79,7 +79,7 @@ def test_an_earlier_handler_that_raises_does_so_where_it_would_have(noted: Noted
 
     noted._earlier[NUMBER] = stop
     done = False
-    with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
         send()
         done = True
     assert done
@@ -131,7 +131,7 @@ def test_other_threads_than_the_main_one_cannot_have_signals() -> None:
         NotedSignals([])
         try:
             NotedSignals([NAME])
-        except Usage as error:
+        except UsageError as error:
             found.append(str(error))
 
     thread = threading.Thread(target=make)
@@ -140,11 +140,9 @@ def test_other_threads_than_the_main_one_cannot_have_signals() -> None:
     assert "main thread" in found[0]
 
 
-def test_a_handler_that_python_does_not_know_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_handler_that_python_does_not_know_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda _: None)
-    with pytest.raises(Usage, match="leave SIGUSR1 out"):
+    with pytest.raises(UsageError, match="leave SIGUSR1 out"):
         NotedSignals([NAME])
 
 
@@ -158,12 +156,12 @@ def test_a_forked_child_has_the_earlier_handler(noted: NotedSignals) -> None:
 
 SECOND = """
 import os, signal, sys
-from laststep.process import interrupts, signals
+from laststep.process import signals
 {before}
 noted = signals.NotedSignals(["{name}"])
 noted.install()
 for time in (1, 2):
-    with interrupts.held():
+    with signals.held():
         signal.raise_signal(signal.{name})
         print(time, flush=True)
     if time == 1:
@@ -187,44 +185,46 @@ def test_the_second_does_what_it_would_have_done_without(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SECOND.format(name=name, before=before)],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
+    )
     assert done.stdout == said, done.stderr
     assert done.returncode in (code, -signal.SIGINT if code == 130 else code)
 
 
 def test_what_waits_ends_when_its_time_is_up() -> None:
-    with pytest.raises(interrupts.TimeIsUp), interrupts.limited(lambda: True):
-        interrupts.wait(threading.Event())
-    assert not interrupts.wait(threading.Event(), 0.0)
+    with pytest.raises(signals.TimeIsUp), signals.limited(lambda: True):
+        signals.wait(threading.Event())
+    assert not signals.wait(threading.Event(), 0.0)
 
 
 def test_what_does_not_wait_does_not_end() -> None:
     event = threading.Event()
     event.set()
-    with interrupts.limited(lambda: True):
-        assert interrupts.wait(event)
+    with signals.limited(lambda: True):
+        assert signals.wait(event)
 
 
 def test_the_innermost_limit_counts_and_the_outer_one_is_there_again() -> None:
-    with interrupts.limited(lambda: True):
-        with interrupts.limited(lambda: False):
-            assert not interrupts.wait(threading.Event(), 0.01)
-        with pytest.raises(interrupts.TimeIsUp):
-            interrupts.wait(threading.Event())
+    with signals.limited(lambda: True):
+        with signals.limited(lambda: False):
+            assert not signals.wait(threading.Event(), 0.01)
+        with pytest.raises(signals.TimeIsUp):
+            signals.wait(threading.Event())
 
 
 def test_each_thread_has_a_limit_of_its_own() -> None:
     found: list[bool] = []
 
     def work() -> None:
-        found.append(interrupts.wait(threading.Event(), 0.01))
-        with pytest.raises(interrupts.TimeIsUp), interrupts.limited(lambda: True):
-            interrupts.wait(threading.Event())
+        found.append(signals.wait(threading.Event(), 0.01))
+        with pytest.raises(signals.TimeIsUp), signals.limited(lambda: True):
+            signals.wait(threading.Event())
         found.append(True)
 
-    with interrupts.limited(lambda: True):
+    with signals.limited(lambda: True):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()

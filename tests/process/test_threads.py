@@ -42,7 +42,7 @@ def test_a_thread_that_cannot_be_started_is_told_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refuse(monkeypatch, "some")
-    with pytest.raises(laststep.StorageFailed, match="cannot start a thread at some") as caught:
+    with pytest.raises(laststep.StorageError, match="cannot start a thread at some") as caught:
         threads.start(threading.Thread(target=print, name="some"))
     assert caught.value.remedy is not None
 
@@ -51,7 +51,7 @@ def test_copying_threads_all_run_or_none_is_left(monkeypatch: pytest.MonkeyPatch
     before = set(threading.enumerate())
     refuse(monkeypatch, "laststep-copy_1")
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    with pytest.raises(laststep.StorageFailed):
+    with pytest.raises(laststep.StorageError):
         HostCopier().batch()
     assert set(threading.enumerate()) <= before
 
@@ -67,7 +67,7 @@ def test_a_save_without_a_thread_fails_and_the_next_one_works(
     with laststep.Checkpointer(str(run_folder), state=state, flush="thread") as ckpt:
         with monkeypatch.context() as patch:
             refuse(patch, name)
-            with pytest.raises(laststep.StorageFailed, match="can't start new thread"):
+            with pytest.raises(laststep.StorageError, match="can't start new thread"):
                 ckpt.save(1).wait()
         with_threads = ckpt.save(2)
         with_threads.wait()
@@ -86,7 +86,7 @@ def test_a_flusher_that_cannot_be_started_again_is_started_by_a_later_save(
         with monkeypatch.context() as patch:
             refuse(patch, "laststep-receive")
             for step in (2, 3):
-                with pytest.raises(laststep.StorageFailed, match="can't start new thread"):
+                with pytest.raises(laststep.StorageError, match="can't start new thread"):
                     ckpt.save(step)
         ckpt.save(4).wait()
     assert laststep.open(str(run_folder)).steps() == [1, 4]
@@ -169,7 +169,7 @@ def test_a_thread_that_fails_tells_whoever_waits_and_the_next_save_works(
         ckpt.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as patch:
             patch.setattr(*where, fall)
-            with pytest.raises(laststep.StorageFailed, match=r"a capture failed|not be handled"):
+            with pytest.raises(laststep.StorageError, match=r"a capture failed|not be handled"):
                 ckpt.save(2).wait(PATIENCE_S)
             assert ckpt._capturer._last.over.wait(PATIENCE_S)
         ckpt.save(3).wait(PATIENCE_S)

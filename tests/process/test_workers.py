@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from laststep.process.workers import Workers
+from laststep.process.threads import Workers
 from waiting import wait_until
 
 
@@ -46,7 +46,7 @@ def test_threads_of_workers_that_nobody_has_any_more_end() -> None:
 
 def test_the_end_of_a_program_waits_for_none() -> None:
     script = (
-        "import threading; from laststep.process.workers import Workers; "
+        "import threading; from laststep.process.threads import Workers; "
         "workers = Workers(1, 'laststep-test'); begun = threading.Event(); "
         "workers.submit(lambda: (begun.set(), threading.Event().wait())); begun.wait()"
     )

@@ -39,13 +39,18 @@ class _Member:
         self.pipe = ours
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         self.process = subprocess.Popen(
             [os.environ["WARM_PYTHON"], str(MEMBER), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], stdout=self.errors, stderr=self.errors, env=environment,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            stdout=self.errors,
+            stderr=self.errors,
+            env=environment,
+        )
         theirs.close()
 
     def end(self) -> None:

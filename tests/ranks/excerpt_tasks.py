@@ -45,6 +45,10 @@ def restore(home: str, weights: str) -> list[str]:
 
 def opened(home: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[home, laststep.Tier(weights, items=("model",))], items=trainer.items(),
-        host_memory_bytes=128 << 20, progress=False, deadline_s=PATIENCE_S, flush="thread",
-    )  # fmt: skip
+        tiers=[home, laststep.Tier(weights, items=("model",))],
+        items=trainer.items(),
+        host_memory_bytes=128 << 20,
+        progress=False,
+        deadline_s=PATIENCE_S,
+        flush="thread",
+    )

@@ -13,9 +13,12 @@ from wraps import whole
 
 EXPERTS, WIDTH, INNER = 6, 10, 7
 SHAPES = {
-    "dense.weight": (INNER, WIDTH), "dense.bias": (INNER,), "norm.weight": (WIDTH,),
-    "experts.up": (EXPERTS, WIDTH, INNER), "experts.down": (EXPERTS, INNER, WIDTH),
-}  # fmt: skip
+    "dense.weight": (INNER, WIDTH),
+    "dense.bias": (INNER,),
+    "norm.weight": (WIDTH,),
+    "experts.up": (EXPERTS, WIDTH, INNER),
+    "experts.down": (EXPERTS, INNER, WIDTH),
+}
 
 
 def numbers(name: str, draw: int) -> torch.Tensor:
@@ -45,8 +48,13 @@ def places(way: str) -> dict[str, Places | None]:
         }
     if way == "sequence":  # with tensor parallelism: norms are on all ranks, and on each alike
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        cut = {"dense.weight": Shard(0), "dense.bias": Shard(0), "norm.weight": Replicate(),
-               "experts.up": Shard(2), "experts.down": Shard(1)}  # fmt: skip
+        cut = {
+            "dense.weight": Shard(0),
+            "dense.bias": Shard(0),
+            "norm.weight": Replicate(),
+            "experts.up": Shard(2),
+            "experts.down": Shard(1),
+        }
         return {name: (mesh, (cut[name],)) for name in SHAPES}
     assert way == "context"  # FSDP2 over data and context parallel ranks together
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
@@ -76,8 +84,11 @@ class Job:
 
     def state(self) -> list[torch.Tensor]:
         held = [*self.net.parameters()]
-        held += [self.optimizer.state[p][key] for p in self.net.parameters()
-                 for key in ("exp_avg", "exp_avg_sq")]  # fmt: skip
+        held += [
+            self.optimizer.state[p][key]
+            for p in self.net.parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
         assert all(isinstance(one, DTensor) for one in held) or None in self.places.values()
         return [whole(one.detach()) for one in held]
 

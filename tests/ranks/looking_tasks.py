@@ -34,6 +34,10 @@ def load_own(run: str, rank: int | None) -> tuple[object, object, list[str]]:
     with Heard() as heard:
         found = laststep.load(run, rank=rank)["place"]
         place = place_of(dist.get_rank() if rank is None else rank) | {"position": 0}
-        laststep.load(run, {"place": laststep.PerRank(place, when_ranks_change="drop")},
-                      rank=rank, strict=False)  # fmt: skip
+        laststep.load(
+            run,
+            {"place": laststep.PerRank(place, when_ranks_change="drop")},
+            rank=rank,
+            strict=False,
+        )
     return found["position"], place["position"], heard

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laststep.commit import meeting as teaming
+from laststep.commit import thread as teaming
 from laststep.ranks import missing_ranks
 
 _GROUP_S = 120.0

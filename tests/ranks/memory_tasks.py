@@ -48,9 +48,13 @@ def restore(base: str, run: str, blind: int | None = None, without: int | None =
 
 def opened(base: str | None, run: str, trainer: Fsdp2) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[run] if base is None else [f"shm://{base}", run], items=trainer.items(),
-        host_memory_bytes=128 << 20, progress=False, deadline_s=PATIENCE_S, flush="thread",
-    )  # fmt: skip
+        tiers=[run] if base is None else [f"shm://{base}", run],
+        items=trainer.items(),
+        host_memory_bytes=128 << 20,
+        progress=False,
+        deadline_s=PATIENCE_S,
+        flush="thread",
+    )
 
 
 def _open_elsewhere(store: NearestStore, named: dict[str, tuple[str, ...]]) -> None:

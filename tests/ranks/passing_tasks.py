@@ -12,7 +12,7 @@ import torch.distributed as dist
 from reading_tasks import big
 from tasks import opened
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.ranks import carriers
 from laststep.ranks.group import RankGroup
 from laststep.ranks.rank import this_rank
@@ -122,7 +122,7 @@ def load_and_lose_a_rank(run: str) -> str:
     try:
         with opened(run, state=big(1)) as checkpointer:
             checkpointer.restore()
-    except StorageFailed as error:
+    except StorageError as error:
         in_time = time.monotonic() - began < PATIENCE_S
         os.write(2, f"heard in time: {in_time}: {error}".encode())
     os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +16,14 @@ from laststep.codecs.digests import DIGEST_BYTES
 from laststep.events import Restored
 from laststep.plan import who_reads
 from laststep.read.blocks import Extent
-from laststep.restoring.parcels import BoxPlacer
+from laststep.restoring.exchange import BoxPlacer
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.plan.chunk_readers import Chunk
-    from laststep.restoring.parcels import Parcels
+    from laststep.plan.reads import Chunk
+    from laststep.restoring.exchange import Parcels
     from laststep.storage.store import FileReading
 
 TENSORS, SIDE = 4, 2048
@@ -53,7 +54,7 @@ class Watch:
     def __init__(self) -> None:
         self.told_bytes = 0
         self.blocks: list[tuple[str, int]] = []
-        self.opened: set[str] = set()
+        self.opened: Counter[str] = Counter()
         self.most_passed_on = 0
 
 
@@ -73,7 +74,7 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
 
     def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> FileReading:
         reader = open_reader(self, name, cached=cached)
-        seen.opened.add(name.rpartition("/")[2])
+        seen.opened[name.rpartition("/")[2]] += 1
         return reader
 
     def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> Parcels:

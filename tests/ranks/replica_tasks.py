@@ -64,10 +64,15 @@ def save_diverged(run: str, where: list[int], **settings: object) -> dict[str, o
     with (
         Heard() as warnings,
         laststep.Checkpointer(
-            run, state=state, progress=False, deadline_s=30, flush="thread", subscribers=[note],
+            run,
+            state=state,
+            progress=False,
+            deadline_s=30,
+            flush="thread",
+            subscribers=[note],
             **settings,
         ) as c,
-    ):  # fmt: skip
+    ):
         c.save(1).wait()
         c.save(2).wait()
     told = [(one.step, one.tensors, one.ranks, one.stored) for one in events]

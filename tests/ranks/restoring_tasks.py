@@ -17,7 +17,7 @@ from tasks import Heard, fill, filled_with, kinds, opened, sharded_model
 from torch import nn
 
 import laststep
-from laststep.errors import NotFound
+from laststep.errors import NotFoundError
 from laststep.restoring import choose as choosing
 from laststep.restoring import restore as restoring
 from laststep.storage.directory import DirectoryStore
@@ -75,9 +75,12 @@ def load_with_read_error(run: str, who: int, how: str) -> dict[str, Any]:
         dist.barrier()
         restored = c.restore()
     return {
-        "error": error, "mixed": mixed[0], "step": restored.step, "skipped": restored.skipped,
+        "error": error,
+        "mixed": mixed[0],
+        "step": restored.step,
+        "skipped": restored.skipped,
         "found": filled_with(model),
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
@@ -86,8 +89,10 @@ def blind_to(folder: str, times: int) -> Iterator[None]:
     a network's filesystem that is old."""
     left = [times]
     inner_list, inner_open, inner_read = (
-        DirectoryStore.list, DirectoryStore.open_reader, DirectoryStore.read,
-    )  # fmt: skip
+        DirectoryStore.list,
+        DirectoryStore.open_reader,
+        DirectoryStore.read,
+    )
 
     def hidden() -> bool:
         left[0] -= 1
@@ -101,12 +106,12 @@ def blind_to(folder: str, times: int) -> Iterator[None]:
 
     def opened_reader(self: DirectoryStore, name: str, **more: Any) -> Any:
         if name.startswith(folder) and hidden():
-            raise NotFound("there is no such file", where=name)
+            raise NotFoundError("there is no such file", where=name)
         return inner_open(self, name, **more)
 
     def read(self: DirectoryStore, name: str, **more: Any) -> bytes:
         if name.startswith(folder) and hidden():
-            raise NotFound("there is no such file", where=name)
+            raise NotFoundError("there is no such file", where=name)
         return inner_read(self, name, **more)
 
     with (
@@ -131,8 +136,9 @@ def load_blindly(run: str, who: int, times: int) -> dict[str, Any]:
     with (
         opened(run, model=model) as c,
         mock.patch.object(choosing, "PATIENCE_S", 0.5 if times == FOR_EVER else 60.0),
-        mock.patch.object(choosing, "PAUSE_S", 0.05), Heard() as warnings,
-    ):  # fmt: skip
+        mock.patch.object(choosing, "PAUSE_S", 0.05),
+        Heard() as warnings,
+    ):
         with blind:
             found["error"] = kinds(restore)
         found["state"] = filled_with(model)
@@ -172,18 +178,22 @@ def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
         restored = c.restore()
         saved = kinds(lambda: c.save(9).wait())
     return {
-        "step": restored.step, "skipped": restored.skipped, "found": filled_with(model),
+        "step": restored.step,
+        "skipped": restored.skipped,
+        "found": filled_with(model),
         "saved": saved,
-    }  # fmt: skip
+    }
 
 
 def ask_apart(run: str, what: str) -> tuple[str, str]:
     """Every rank asks for something of its own."""
     rank = dist.get_rank()
     asked: dict[str, Any] = {
-        "step": {"step": 1 + rank}, "newest": {"step": 1 if rank else None},
-        "only": {"only": ["model/weight"] if rank else None}, "strict": {"strict": bool(rank)},
-    }[what]  # fmt: skip
+        "step": {"step": 1 + rank},
+        "newest": {"step": 1 if rank else None},
+        "only": {"only": ["model/weight"] if rank else None},
+        "strict": {"strict": bool(rank)},
+    }[what]
     model = sharded_model()
     fill(model, -1)
     with opened(run, model=model) as c:

@@ -13,9 +13,15 @@ import laststep
 
 def opened(run: str, state: dict[str, object], every: object) -> laststep.Checkpointer:
     made = laststep.Checkpointer(
-        run, state=state, progress=False, deadline_s=PATIENCE_S, flush="thread",
-        every=every, mtbf="0.2 s" if every == "auto" else None, most_share=0.9,
-    )  # fmt: skip
+        run,
+        state=state,
+        progress=False,
+        deadline_s=PATIENCE_S,
+        flush="thread",
+        every=every,
+        mtbf="0.2 s" if every == "auto" else None,
+        most_share=0.9,
+    )
     # Clocks of ranks differ, in what they show and in how fast they go.
     rank = dist.get_rank()
     made._schedule._clock = lambda: 1e5 * rank + (1 + rank) * time.monotonic()
@@ -50,9 +56,13 @@ def step_without_the_first(run: str) -> tuple[str, int, int]:
     """The first rank is late for longer than the others have patience. What a rank heard, and at
     which meeting it is afterwards."""
     with laststep.Checkpointer(
-        run, state={"w": torch.zeros(3)}, progress=False, deadline_s=PATIENCE_S, flush="thread",
+        run,
+        state={"w": torch.zeros(3)},
+        progress=False,
+        deadline_s=PATIENCE_S,
+        flush="thread",
         every="10 min",
-    ) as c:  # fmt: skip
+    ) as c:
         c.step(0)
         said = ""
         if dist.get_rank() > 0:
@@ -61,7 +71,7 @@ def step_without_the_first(run: str) -> tuple[str, int, int]:
             notes._deadline_s = 0.5  # here alone: in other steps ranks are just slow
             try:
                 c.step(2)
-            except laststep.Aborted as error:
+            except laststep.AbortedError as error:
                 said = str(error)
             notes._deadline_s = PATIENCE_S
         dist.barrier()

@@ -19,9 +19,9 @@ from torch.distributed.tensor import distribute_tensor
 from wraps import WAYS, Trainer
 
 import laststep
-from laststep.commit import meeting as teaming
+from laststep.commit import thread as teaming
 from laststep.flush.saves import SaveUnderWay
-from laststep.plan.groups import Groups
+from laststep.plan.receipts import Groups
 from laststep.state.items import providers_for
 from laststep.state.layouts import Mesh, Shard, Sharded
 from laststep.state.tensors import Laid
@@ -122,9 +122,13 @@ def opened(
 ) -> laststep.Checkpointer:
     """Flushers are threads, unless a test says otherwise: processes take longer to start."""
     return laststep.Checkpointer(
-        run, items=items, progress=False, deadline_s=PATIENCE_S, flush=flush,
+        run,
+        items=items,
+        progress=False,
+        deadline_s=PATIENCE_S,
+        flush=flush,
         compression=compression,
-    )  # fmt: skip
+    )
 
 
 def drawn() -> list[float]:
@@ -189,7 +193,7 @@ def save_parts_as_own(run: str) -> str:
     with opened(run, mine=laststep.PerRank({"w": part})) as c:
         try:
             c.save(1)
-        except laststep.Usage as error:
+        except laststep.UsageError as error:
             return str(error)
     return ""
 
@@ -240,7 +244,7 @@ def load_odd_group(run: str) -> str:
     with opened(run, odd=laststep.PerRank(odd)) as c:
         try:
             c.restore(only="odd")
-        except laststep.Mismatch as error:
+        except laststep.MismatchError as error:
             return str(error)
     return ""
 
@@ -257,7 +261,7 @@ def save_what_becomes_mixed(run: str) -> list[str]:
             group["more"] = more
             try:
                 c.save(2)
-            except laststep.Usage as error:
+            except laststep.UsageError as error:
                 errors.append(str(error))
     return errors
 
@@ -272,7 +276,7 @@ def load_places(
     with Heard() as warnings, opened(run, place=item, common=common) as c:
         try:
             c.restore()
-        except laststep.Mismatch as raised:
+        except laststep.MismatchError as raised:
             error = str(raised)
     assert torch.equal(common["w"], torch.zeros(6) if error else torch.arange(6.0))
     return error, place.seen(), warnings
@@ -319,9 +323,13 @@ def save_without_restore(run: str) -> tuple[str, str, list[int]]:
         c.save(2).result()
     first_rank = dist.get_rank() == 0
     with laststep.Checkpointer(
-        run, common={"w": torch.zeros(6)}, progress=False, new_lineage=first_rank,
-        deadline_s=PATIENCE_S, flush="thread",
-    ) as c:  # fmt: skip
+        run,
+        common={"w": torch.zeros(6)},
+        progress=False,
+        new_lineage=first_rank,
+        deadline_s=PATIENCE_S,
+        flush="thread",
+    ) as c:
         second = kinds(lambda: c.save(3).result())[1]
     return first, second, laststep.open(run).steps()
 
@@ -398,8 +406,9 @@ def overlapping(run: str) -> tuple[str, str]:
     other bytes on every rank."""
     memory, ranks = torch.arange(6.0), dist.get_world_size()
     state = {
-        "a": Laid(memory[:4], halves((4 * ranks,))), "b": Laid(memory[2:], halves((4 * ranks,)))
-    }  # fmt: skip
+        "a": Laid(memory[:4], halves((4 * ranks,))),
+        "b": Laid(memory[2:], halves((4 * ranks,))),
+    }
     with opened(run, state=state) as c:
         return kinds(lambda: c.save(1).wait())
 
@@ -439,7 +448,7 @@ def load_damaged(run: str, *, touched: bool) -> dict[str, object]:
         fill(model, -1)
         named = kinds(lambda: c.restore(2))
         if touched:
-            assert kinds(lambda: c.save(5))[0] == "Usage"  # the state is mixed
+            assert kinds(lambda: c.save(5))[0] == "UsageError"  # the state is mixed
         else:
             assert filled_with(model) == {-1.0}
         restored = c.restore()
@@ -447,6 +456,13 @@ def load_damaged(run: str, *, touched: bool) -> dict[str, object]:
         c.save(3).wait()
     skipped = [(one.step, one.reason) for one in restored.skipped]
     return {"named": named, "step": restored.step, "skipped": skipped, "found": found}
+
+
+def load_newest(run: str) -> tuple[int | None, set[float]]:
+    model = sharded_model()
+    with opened(run, model=model) as c:
+        restored = c.restore()
+        return restored.step, filled_with(model)
 
 
 def peek_at_damaged(run: str) -> dict[str, object]:
@@ -498,11 +514,18 @@ def bag(number: int) -> dict[str, object]:
     torch.manual_seed(number)
     memory = torch.randn(12)
     return {
-        "array": np.arange(6.0) * number, "long": bytes([number]) * 5000, "text": f"at {number}",
-        "sparse": torch.eye(3).mul(number).to_sparse(), "over": memory[:8], "lap": memory[4:],
-        "empty": torch.zeros(0, 3), "strided": torch.randn(4, 6).t(), "list": [1, (2, number)],
-        "half": torch.randn(5).bfloat16(), "flag": torch.tensor([True, False]),
-    }  # fmt: skip
+        "array": np.arange(6.0) * number,
+        "long": bytes([number]) * 5000,
+        "text": f"at {number}",
+        "sparse": torch.eye(3).mul(number).to_sparse(),
+        "over": memory[:8],
+        "lap": memory[4:],
+        "empty": torch.zeros(0, 3),
+        "strided": torch.randn(4, 6).t(),
+        "list": [1, (2, number)],
+        "half": torch.randn(5).bfloat16(),
+        "flag": torch.tensor([True, False]),
+    }
 
 
 def same(one: object, other: object) -> bool:
@@ -657,7 +680,7 @@ class Stumbling(laststep.StateProvider):
     def describe(self) -> laststep.State:
         if self.times:
             self.times -= 1
-            raise laststep.Usage("stumbled")
+            raise laststep.UsageError("stumbled")
         return laststep.State(value={"w": torch.ones(3)})
 
     def restore(self, value: object) -> None:

@@ -13,31 +13,35 @@ if TYPE_CHECKING:
     from crew import Crew
 
 
-@pytest.mark.parametrize(("how", "said"), [
-    ("shape", ("state/w", "float32[5] on rank 2, float32[4] on ranks 0, 1")),
-    ("dtype", ("state/w", "float64[4] on rank 2, float32[4] on ranks 0, 1")),
-    ("layout", ("state/w", "rank 2, which does not hold it so")),
-    ("lacking", ("state/w", "rank 2, which does not hold it so")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("shape", ("state/w", "float32[5] on rank 2, float32[4] on ranks 0, 1")),
+        ("dtype", ("state/w", "float64[4] on rank 2, float32[4] on ranks 0, 1")),
+        ("layout", ("state/w", "rank 2, which does not hold it so")),
+        ("lacking", ("state/w", "rank 2, which does not hold it so")),
+    ],
+)
 def test_a_tensor_that_ranks_describe_differently_is_named(
     crew: Crew, run_folder: Path, how: str, said: tuple[str, ...]
 ) -> None:
     for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how=how):
-        assert kind == "Mismatch"
+        assert kind == "MismatchError"
         assert all(text in message for text in said), message
         assert steps == [1, 2]
 
 
 def test_plain_values_that_differ_are_named_and_not_committed(crew: Crew, run_folder: Path) -> None:
     for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how="values"):
-        assert kind == "Aborted"
+        assert kind == "AbortedError"
         assert "state/number is 6 on rank 0 and 7 on rank 2; " in message
         assert "laststep.PerRank" in message
         assert steps == [1, 2]
 
 
-@pytest.mark.parametrize(("size", "stages"), [(4, [0, 1, 0, 1]), (2, [0, 1, 0, 1]),
-                                              (2, [0, 0, 1, 1])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "stages"), [(4, [0, 1, 0, 1]), (2, [0, 1, 0, 1]), (2, [0, 0, 1, 1])]
+)
 def test_plain_values_are_named_that_differ_on_ranks_other_than_the_first(
     crew: Crew, run_folder: Path, size: int, stages: list[int]
 ) -> None:
@@ -52,5 +56,5 @@ def test_plain_values_are_named_that_differ_on_ranks_other_than_the_first(
 
 def test_parts_that_lie_over_each_other_in_memory_are_refused(crew: Crew, run_folder: Path) -> None:
     for kind, message in crew("tasks:overlapping", 2, run=str(run_folder)):
-        assert kind == "Usage"
+        assert kind == "UsageError"
         assert "state/a" in message

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 Case = tuple[str, int]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [
-    (("experts", 4), ("experts_fsdp", 4)), (("experts_ddp", 4), ("plain", 1)),
-    (("sequence", 2), ("context", 4)), (("context", 4), ("experts_fsdp", 2)),
-    pytest.param(("experts_fsdp", 4), ("experts", 3), marks=pytest.mark.long),
-    pytest.param(("plain", 2), ("experts_ddp", 4), marks=pytest.mark.long),
-    pytest.param(("experts", 2), ("sequence", 4), marks=pytest.mark.long),
-], ids=lambda case: f"{case[0]}{case[1]}")  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("experts", 4), ("experts_fsdp", 4)),
+        (("experts_ddp", 4), ("plain", 1)),
+        (("sequence", 2), ("context", 4)),
+        (("context", 4), ("experts_fsdp", 2)),
+        pytest.param(("experts_fsdp", 4), ("experts", 3), marks=pytest.mark.long),
+        pytest.param(("plain", 2), ("experts_ddp", 4), marks=pytest.mark.long),
+        pytest.param(("experts", 2), ("sequence", 4), marks=pytest.mark.long),
+    ],
+    ids=lambda case: f"{case[0]}{case[1]}",
+)
 def test_one_way_goes_on_in_another(
     crew: Crew, run_folder: Path, saved: Case, loaded: Case
 ) -> None:
@@ -29,10 +35,15 @@ def test_one_way_goes_on_in_another(
     assert all(crew("expert_tasks:load", loaded[1], run=str(run_folder), way=loaded[0]))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [
-    (4, 2), (1, 4), pytest.param(2, 3, marks=pytest.mark.long),
-    pytest.param(3, 1, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (4, 2),
+        (1, 4),
+        pytest.param(2, 3, marks=pytest.mark.long),
+        pytest.param(3, 1, marks=pytest.mark.long),
+    ],
+)
 def test_experts_that_are_modules_of_single_ranks_move(
     crew: Crew, run_folder: Path, saved: int, loaded: int
 ) -> None:

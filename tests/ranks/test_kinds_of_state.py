@@ -25,8 +25,9 @@ def test_items_of_some_ranks_are_told_once_and_stages_are_none(
 ) -> None:
     found, *others = crew("tasks:save_some_items", 3, run=str(run_folder))
     assert [text.partition(":")[0] for text in found] == [
-        "item 'ema' is only on 2 of 3 ranks (1, 2)", "item 'later' is only on 1 of 3 ranks (2)",
-    ]  # fmt: skip
+        "item 'ema' is only on 2 of 3 ranks (1, 2)",
+        "item 'later' is only on 1 of 3 ranks (2)",
+    ]
     assert others == [[], []]
 
 
@@ -55,5 +56,5 @@ def test_after_a_rank_could_not_describe_its_state_the_next_save_works(
 ) -> None:
     found = crew("tasks:stumble", 3, run=str(run_folder), who=who)
     for rank, ((kind, _), steps) in enumerate(found):
-        assert kind == ("Usage" if rank == who else "Aborted")
+        assert kind == ("UsageError" if rank == who else "AbortedError")
         assert steps == [1, 2]

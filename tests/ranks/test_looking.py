@@ -66,7 +66,9 @@ def test_all_that_show_lists_can_be_read_by_its_name(
 
 def test_a_tensor_that_another_rank_has_is_answered_with_that_rank(saved: Saved) -> None:
     with laststep.open(saved[0]).latest() as checkpoint:
-        with pytest.raises(laststep.NotFound, match=r"rank 1 has it: ask checkpoint.of_rank\(1\)"):
+        with pytest.raises(
+            laststep.NotFoundError, match=r"rank 1 has it: ask checkpoint.of_rank\(1\)"
+        ):
             checkpoint.tensor("place/extra")
         assert checkpoint.of_rank(1).tensor("place/extra")[:].tolist() == [1, 1]
 

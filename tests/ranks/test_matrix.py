@@ -22,18 +22,37 @@ if TYPE_CHECKING:
     from crew import Crew
 
 RANKS = {
-    "plain": (1, 2), "ddp": (1, 2, 3, 4), "fsdp2": (1, 2, 3, 4), "hsdp": (2, 4), "tp": (2, 3, 4),
-    "fsdp2tp": (4,), "pipeline": (2, 4), "pipeline_two_names": (2, 4), "zero1": (1, 2, 3, 4),
-    "zero3": (1, 2, 3, 4), "fsdp1": (2, 3, 4),
-}  # fmt: skip
+    "plain": (1, 2),
+    "ddp": (1, 2, 3, 4),
+    "fsdp2": (1, 2, 3, 4),
+    "hsdp": (2, 4),
+    "tp": (2, 3, 4),
+    "fsdp2tp": (4,),
+    "pipeline": (2, 4),
+    "pipeline_two_names": (2, 4),
+    "zero1": (1, 2, 3, 4),
+    "zero3": (1, 2, 3, 4),
+    "fsdp1": (2, 3, 4),
+}
 """The ways in wraps.py, and on how many ranks each works."""
 Case = tuple[str, int]
 EVERY: list[Case] = [(way, ranks) for way, several in RANKS.items() for ranks in several]
 SOME: list[Case] = [
-    ("plain", 1), ("fsdp2", 3), ("pipeline", 4), ("zero1", 2), ("tp", 4), ("ddp", 2), ("fsdp1", 4),
-    ("pipeline_two_names", 4), ("hsdp", 4), ("zero3", 3), ("fsdp2", 4), ("pipeline", 2),
-    ("fsdp2tp", 4), ("tp", 3),
-]  # fmt: skip
+    ("plain", 1),
+    ("fsdp2", 3),
+    ("pipeline", 4),
+    ("zero1", 2),
+    ("tp", 4),
+    ("ddp", 2),
+    ("fsdp1", 4),
+    ("pipeline_two_names", 4),
+    ("hsdp", 4),
+    ("zero3", 3),
+    ("fsdp2", 4),
+    ("pipeline", 2),
+    ("fsdp2tp", 4),
+    ("tp", 3),
+]
 STEPS = (3, 0, 8)
 """Into another layout; in the long run also into the same one and a third."""
 
@@ -44,12 +63,13 @@ def pairs() -> list[ParameterSet]:
     count = len(SOME)
     return [
         pytest.param(
-            SOME[at], SOME[(at + step) % count],
+            SOME[at],
+            SOME[(at + step) % count],
             marks=() if step == STEPS[0] or at == 1 else pytest.mark.long,
         )
         for at in range(count)
         for step in STEPS
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +102,13 @@ def test_any_layout_loads_into_any_other_and_goes_on(
     run = saved(source)
     trained = (EVERY.index(source) + EVERY.index(target)) % 2 == 0
     crew(
-        "tasks:load_as", target[1], way=target[0], run=str(run), trained=trained,
+        "tasks:load_as",
+        target[1],
+        way=target[0],
+        run=str(run),
+        trained=trained,
         exactly=source == target,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("source", [("pipeline", 4), ("fsdp2tp", 4), ("zero3", 3)], ids=named)

@@ -35,7 +35,7 @@ def test_where_one_rank_does_not_see_it_no_rank_restores_from_memory(
     crew: Crew, left: dict[str, str]
 ) -> None:
     for error in crew("memory_tasks:restore", 2, blind=1, **left):
-        assert "Corrupt: none of the 1 checkpoints" in error
+        assert "CorruptError: none of the 1 checkpoints" in error
 
 
 def test_ranks_of_which_only_some_have_the_tier_are_told_so(

@@ -33,9 +33,11 @@ def test_two_ranks_with_flushers_of_their_own_save_to_s3_and_come_back(
 def test_a_job_of_another_size_reads_each_block_once_and_no_file_whole(crew: Crew) -> None:
     with fake_s3.running() as server:
         settings = {
-            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "x",
-        }  # fmt: skip
+            "AWS_ACCESS_KEY_ID": "me",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_ENDPOINT_URL": server.endpoint,
+            "AWS_REGION": "x",
+        }
         run = "s3://bucket/run"
         crew("object_tasks:save_and_come_back", 2, run=run, settings=settings)
         two = crew("object_tasks:come_back", 2, run=run, settings=settings)
@@ -56,9 +58,11 @@ def test_a_job_of_another_size_reads_each_block_once_and_no_file_whole(crew: Cre
 def test_no_rank_but_the_first_lists_and_probes(crew: Crew) -> None:
     with fake_s3.running() as server:
         settings = {
-            "AWS_ACCESS_KEY_ID": "rank", "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "x",
-        }  # fmt: skip
+            "AWS_ACCESS_KEY_ID": "rank",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_ENDPOINT_URL": server.endpoint,
+            "AWS_REGION": "x",
+        }
         steps = crew("object_tasks:save_and_come_back", 3, run="s3://bucket/run", settings=settings)
     assert steps == [2] * 3
     assert {asked.who for asked in server.asked} >= {f"rank{number}" for number in range(3)}

@@ -22,10 +22,18 @@ def load(crew: Crew, ranks: int, run: Path, cut: int | None, **options: int) -> 
     return crew("reading_tasks:load_big", ranks, run=str(run), cut=cut, **options)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [
-    ((4, 0), (4, 1)), ((4, 1), (4, 0)), ((2, 0), (4, 0)), ((2, 0), (4, None)), ((4, None), (3, 0)),
-    ((3, 1), (1, None)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((4, 0), (4, 1)),
+        ((4, 1), (4, 0)),
+        ((2, 0), (4, 0)),
+        ((2, 0), (4, None)),
+        ((4, None), (3, 0)),
+        ((3, 1), (1, None)),
+    ],
+    ids=str,
+)
 def test_every_block_is_read_once(
     crew: Crew, run_folder: Path, saved: tuple[int, int | None], loaded: tuple[int, int | None]
 ) -> None:
@@ -41,13 +49,29 @@ def test_every_block_is_read_once(
     assert max(one.most_passed_on for one in found) <= 64 * MIB
 
 
-def test_a_rank_opens_what_says_what_there_is_and_the_files_it_reads(
+def test_a_rank_opens_its_own_index_and_file_and_the_index_that_says_what_there_is(
     crew: Crew, run_folder: Path
 ) -> None:
     crew("reading_tasks:save_big", 4, run=str(run_folder), cut=0)
     for rank, one in enumerate(load(crew, 4, run_folder, 0)):
-        assert one.opened == {"shared-r00000.safetensors", f"state-r{rank:05}.safetensors"}
+        indexes = {"index-r00000", f"index-r{rank:05}"}
+        assert set(one.opened) == {*indexes, f"state-r{rank:05}.safetensors"}
+        assert set(one.opened.values()) == {1}
         assert len(one.blocks) * MIB == NEEDED_BYTES / 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_another_number_of_ranks_opens_once_what_it_reads_and_no_other_file(
+    crew: Crew, run_folder: Path, ranks: int
+) -> None:
+    """A rank also needs the indexes of files of which it wants something that others read."""
+    crew("reading_tasks:save_big", 4, run=str(run_folder), cut=0)
+    for rank, one in enumerate(load(crew, ranks, run_folder, 0)):
+        first, last = 4 * rank // ranks, -(-4 * (rank + 1) // ranks)
+        indexes = {f"index-r{writer:05}" for writer in {0, *range(first, last)}}
+        read = {name.rpartition("/")[2] for name, _ in one.blocks}
+        assert set(one.opened) == read | indexes
+        assert set(one.opened.values()) == {1}
 
 
 def test_of_many_who_want_the_same_a_few_open_each_file(crew: Crew, run_folder: Path) -> None:

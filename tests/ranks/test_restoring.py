@@ -45,10 +45,10 @@ def test_a_rank_that_cannot_read_is_named_and_no_older_checkpoint_is_taken(
         crew("restoring_tasks:load_with_read_error", 2, run=run, who=who, how=how)
     ):
         kind, message = one["error"]
-        assert kind == "StorageFailed"
+        assert kind == "StorageError"
         assert said[how] in message
         assert rank == who or f"rank {who}" in message
-        assert one["mixed"] == "Usage"
+        assert one["mixed"] == "UsageError"
         assert (one["step"], one["skipped"], one["found"]) == (2, (), {2.0})
 
 
@@ -66,7 +66,7 @@ def test_a_rank_that_sees_a_checkpoint_late_restores_it_with_the_others(
 def test_a_rank_that_never_sees_a_checkpoint_makes_all_say_so(crew: Crew, run: str) -> None:
     for one in crew("restoring_tasks:load_blindly", 3, run=run, who=1, times=FOR_EVER):
         kind, message = one["error"]
-        assert kind == "StorageFailed"
+        assert kind == "StorageError"
         assert "rank 1" in message
         assert "step-00000002" in message
         assert one["step"] is None
@@ -77,7 +77,7 @@ def test_a_first_rank_that_sees_no_run_where_others_do_starts_nothing_new(
     crew: Crew, run: str
 ) -> None:
     for kind, message in crew("restoring_tasks:load_without_a_run", 3, run=run, who=2):
-        assert kind == "StorageFailed"
+        assert kind == "StorageError"
         assert "rank 2" in message
 
 
@@ -90,17 +90,20 @@ def test_what_retention_takes_in_mid_restore_is_listed_again_by_all(
         assert one == {"step": 3, "skipped": (), "found": {3.0}, "saved": ("", "")}
 
 
-@pytest.mark.parametrize(("what", "said"), [
-    ("step", ("step 1 on rank 0", "step 2 on rank 1")),
-    ("newest", ("the newest on rank 0", "step 1 on rank 1")),
-    ("only", ("rank 0", "only=['model/weight'] on rank 1")),
-    ("strict", ("strict=False on rank 0", "rank 1")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("step", ("step 1 on rank 0", "step 2 on rank 1")),
+        ("newest", ("the newest on rank 0", "step 1 on rank 1")),
+        ("only", ("rank 0", "only=['model/weight'] on rank 1")),
+        ("strict", ("strict=False on rank 0", "rank 1")),
+    ],
+)
 def test_ranks_that_ask_for_different_things_are_named(
     crew: Crew, run: str, what: str, said: tuple[str, ...]
 ) -> None:
     for kind, message in crew("restoring_tasks:ask_apart", 2, run=run, what=what):
-        assert kind == "Usage"
+        assert kind == "UsageError"
         assert all(text in message for text in said), message
 
 
@@ -112,7 +115,7 @@ def test_a_save_that_failed_unseen_by_one_rank_is_told_to_all(
     path = str(run_folder)
     for rank, one in enumerate(crew("restoring_tasks:load_after_a_failure", 2, run=path, who=who)):
         kind, message = one["error"]
-        assert kind == "Aborted"
+        assert kind == "AbortedError"
         assert rank == who or message.startswith(f"rank {who}: ")
         assert (one["step"], one["n"]) == (0, 0)
 

@@ -322,13 +322,16 @@ class Zero1(Trainer):
 
     def items(self) -> dict[str, object]:
         entries = {
-            one.name: (form(one.shape), {
-                "step": self.state["step"].clone() if number else self.state["step"],
-                "exp_avg": one.laid(self.state["exp_avg"][one.here]),
-                "exp_avg_sq": one.laid(self.state["exp_avg_sq"][one.here]),
-            })
+            one.name: (
+                form(one.shape),
+                {
+                    "step": self.state["step"].clone() if number else self.state["step"],
+                    "exp_avg": one.laid(self.state["exp_avg"][one.here]),
+                    "exp_avg_sq": one.laid(self.state["exp_avg_sq"][one.here]),
+                },
+            )
             for number, one in enumerate(self.ranges)
-        }  # fmt: skip
+        }
         return {"model": self.shown_model(), "optimizer": optimizer_state(self.optimizer, entries)}
 
     def shown_model(self) -> object:
@@ -419,11 +422,17 @@ class Fsdp1(Trainer):
                     self.parts.append((Range(name, like, at, total), next(parameters)))
                 at += size
         for _, parameter in self.parts:
-            empty = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
-                     "exp_avg_sq": torch.zeros_like(parameter)}  # fmt: skip
+            empty = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
             self.optimizer.state[parameter].update(empty)
-        scale = {"step": torch.tensor(0.0), "exp_avg": torch.tensor(0.0),
-                 "exp_avg_sq": torch.tensor(0.0)}  # fmt: skip
+        scale = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.tensor(0.0),
+            "exp_avg_sq": torch.tensor(0.0),
+        }
         self.optimizer.state[self.net.scale].update(scale)
 
     def items(self) -> dict[str, object]:
@@ -432,13 +441,16 @@ class Fsdp1(Trainer):
         value |= {"scale": self.net.scale, **dict(self.net.named_buffers())}
         state = self.optimizer.state
         entries = {
-            one.name: (form(one.shape), {
-                "step": state[p]["step"],
-                "exp_avg": one.laid(state[p]["exp_avg"].flatten()),
-                "exp_avg_sq": one.laid(state[p]["exp_avg_sq"].flatten()),
-            })
+            one.name: (
+                form(one.shape),
+                {
+                    "step": state[p]["step"],
+                    "exp_avg": one.laid(state[p]["exp_avg"].flatten()),
+                    "exp_avg_sq": one.laid(state[p]["exp_avg_sq"].flatten()),
+                },
+            )
             for one, p in self.parts
-        }  # fmt: skip
+        }
         entries["scale"] = (form(()), state[self.net.scale])
         given = optimizer_state(self.optimizer, entries)
         return {"model": Given("module", value), "optimizer": given}
@@ -467,7 +479,15 @@ class Fsdp1(Trainer):
 
 
 WAYS: dict[str, type[Trainer]] = {
-    "plain": Plain, "ddp": Ddp, "fsdp2": Fsdp2, "hsdp": Hsdp, "tp": Tp, "fsdp2tp": Fsdp2Tp,
-    "pipeline": Pipeline, "pipeline_two_names": PipelineTwoNames, "zero1": Zero1, "zero3": Zero3,
+    "plain": Plain,
+    "ddp": Ddp,
+    "fsdp2": Fsdp2,
+    "hsdp": Hsdp,
+    "tp": Tp,
+    "fsdp2tp": Fsdp2Tp,
+    "pipeline": Pipeline,
+    "pipeline_two_names": PipelineTwoNames,
+    "zero1": Zero1,
+    "zero3": Zero3,
     "fsdp1": Fsdp1,
-}  # fmt: skip
+}

@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from laststep.codecs.digests import block_digests
-from laststep.errors import StorageFailed
-from laststep.read.ahead import read_ahead
-from laststep.read.blocks import Extent
+from laststep.errors import StorageError
+from laststep.read.blocks import Extent, read_ahead
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 SIZES = [10, BLOCK_BYTES + 1, 0, CHUNK_BYTES, CHUNK_BYTES + 5, 3, 4, 5]
@@ -32,7 +31,7 @@ class Reader:
         with self._lock:
             self.read.append(offset)
         if offset in self._failing:
-            failed = StorageFailed("cannot read")
+            failed = StorageError("cannot read")
             failed.transient = True
             raise failed
         part = DATA[offset : offset + len(into)]
@@ -81,6 +80,6 @@ def test_what_cannot_be_read_now_raises_in_its_turn() -> None:
     parts = extents(reader := Reader(10))
     reads = read_ahead(parts, threads=2)
     assert bytes(next(reads)[0]) == DATA[:10]
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         next(reads)
     assert len(reader.read) <= 4

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.codecs.digests import block_digests, digest
-from laststep.errors import Corrupt, StorageFailed
-from laststep.read.blocks import Extent, refuse
+from laststep.errors import CorruptError, StorageError
+from laststep.read.blocks import Extent, Extents, refuse
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def test_every_changed_block_is_told_with_its_number_and_its_bytes() -> None:
         ("f", "block 6", AT + BLOCK_BYTES, AT + 2 * BLOCK_BYTES),
         ("f", "block 8", AT + 3 * BLOCK_BYTES, AT + len(DATA)),
     ]
-    with pytest.raises(Corrupt, match=r"have changed at here/f, block 6 \(bytes 1052672-2101248\)"):
+    with pytest.raises(
+        CorruptError, match=r"have changed at here/f, block 6 \(bytes 1052672-2101248\)"
+    ):
         refuse(damage)
 
 
@@ -95,31 +97,62 @@ def test_of_a_file_that_is_cut_every_block_that_is_not_whole_is_told(kept: int) 
     assert damage[0].stop - damage[0].start == cut
     assert damage[0].found.startswith(f"only {cut} of ")
     told = f"found {AT + kept} bytes" if kept else f"found at most {AT} bytes"
-    with pytest.raises(Corrupt, match=f"too short at here/f: expected at least .*{told}"):
+    with pytest.raises(CorruptError, match=f"too short at here/f: expected at least .*{told}"):
         refuse(damage)
 
 
-def test_an_object_has_one_digest_however_long_it_is() -> None:
+def test_a_header_has_one_digest_however_long_it_is() -> None:
     reader = MemoryReader(file_with(BLOCK_BYTES + 1))
-    extent = Extent(reader, "f", "here/f", AT, AT + len(DATA), digest(DATA), "object x")
+    extent = Extent(reader, "f", "here/f", AT, AT + len(DATA), digest(DATA), "header")
     (damage,) = extent.read(memoryview(bytearray(len(DATA))))
-    assert (damage.what, damage.start, damage.stop) == ("object x", AT, AT + len(DATA))
+    assert (damage.what, damage.start, damage.stop) == ("header", AT, AT + len(DATA))
     assert damage.expected == f"xxh3-128:{digest(DATA).hex()}"
 
 
-def test_an_object_of_no_bytes_has_a_digest_too() -> None:
+def test_no_bytes_have_a_digest_too() -> None:
     reader = MemoryReader(file_with())
-    right = Extent(reader, "f", "here/f", AT, AT, digest(b""), "object x")
+    right = Extent(reader, "f", "here/f", AT, AT, digest(b""), "header")
     assert right.read(memoryview(bytearray())) == []
     wrong = right._replace(digests=bytes(16))
-    assert [one.what for one in wrong.read(memoryview(bytearray()))] == ["object x"]
+    assert [damage.what for damage in wrong.read(memoryview(bytearray()))] == ["header"]
+
+
+def test_damage_is_placed_in_the_tensor_area() -> None:
+    """Wherever its bytes lie in the file."""
+    extent = blocks_of(MemoryReader(file_with(BLOCK_BYTES)))._replace(image_at=5 * BLOCK_BYTES)
+    (damage,) = extent.read(memoryview(bytearray(len(DATA))))
+    assert damage.start == AT + BLOCK_BYTES
+    assert damage.data == (6 * BLOCK_BYTES, 7 * BLOCK_BYTES)
+
+
+def test_extents_of_several_files_are_read_as_one() -> None:
+    whole = blocks_of(MemoryReader(file_with()))
+    cut = BLOCK_BYTES
+    other = MemoryReader(DATA[cut:])
+    parts = [
+        whole._replace(stop=AT + cut, digests=whole.digests[:16]),
+        Extent(other, "g", "g", 0, len(DATA) - cut, whole.digests[16:], None, 6, cut),
+    ]
+    both, image = Extents(parts), memoryview(bytearray(len(DATA)))
+    assert (both.size_bytes, both.stored_bytes) == (len(DATA), len(DATA))
+    assert both.read(image) == []
+    assert image == DATA
+    image[:] = bytes(len(DATA))
+    assert both.verify(image, both.fill(image)) == []
+    assert image == DATA
+    other.data = other.data[:-1]
+    (damage,) = both.verify(image, both.fill(image))
+    assert (damage.file, damage.what) == ("g", "block 8")
+    other.data = b"x" + DATA[cut + 1 :]
+    (damage,) = both.read(image)
+    assert (damage.file, damage.what, damage.data) == ("g", "block 6", (cut, 2 * cut))
 
 
 @pytest.mark.parametrize("device_failed", [True, False])
 def test_a_device_that_fails_is_damage_and_a_store_that_denies_access_raises(
     device_failed: bool,
 ) -> None:
-    failed = StorageFailed("cannot read", found="EIO")
+    failed = StorageError("cannot read", found="EIO")
     failed.device_failed = device_failed
 
     def fail(read: int, into: memoryview) -> None:
@@ -127,10 +160,10 @@ def test_a_device_that_fails_is_damage_and_a_store_that_denies_access_raises(
 
     extent = blocks_of(MemoryReader(file_with(), fail))
     if not device_failed:
-        with pytest.raises(StorageFailed):
+        with pytest.raises(StorageError):
             extent.read(memoryview(bytearray(len(DATA))))
         return
     damage = extent.read(memoryview(bytearray(len(DATA))))
     assert [(one.start, one.stop, one.found) for one in damage] == [(AT, AT + len(DATA), "EIO")]
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         refuse(damage)

@@ -1,4 +1,4 @@
-"""Headers that name masters which cannot be: each is damage, and none is followed."""
+"""Derived blocks are read from their masters; what cannot be put together is damage."""
 
 from __future__ import annotations
 
@@ -8,68 +8,72 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from laststep.codecs.digests import digest, digest_text
+from laststep.codecs.digests import digest
 from laststep.codecs.rounding import rounded
-from laststep.errors import Corrupt
-from laststep.format.borrowing import Stretch
-from laststep.format.coding import RAW, CodedBlock
+from laststep.errors import CorruptError, UsageError
+from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED, Master
-from laststep.format.header import Header, encode_header, reserve_packed_bytes
-from laststep.format.manifest import FileRecord
-from laststep.format.safetensors import TensorEntry
-from laststep.read.files import open_file
+from laststep.format.index import BlockRun, Encoding, Index, StoredFile, StoredLayout, in_place
+from laststep.plan.files import MasterPair
+from laststep.read.files import OpenIndex
 from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES
+from saves_of import History, layout_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from laststep.read.files import Opened
+    from laststep.format.layout import FileLayout
 
-VALUES = np.arange(12, dtype=np.float32)
-WEIGHTS = bytes(rounded(VALUES.tobytes(), "bfloat16"))
-NAME, MASTERS = "model.safetensors", "masters.safetensors"
-
-
-def written(folder: Path, name: str, header: Header, data: bytes) -> FileRecord:
-    size = reserve_packed_bytes(header, codecs=["rounded", "raw"])
-    region = encode_header(header, region_bytes=size)
-    (folder / name).write_bytes(region + data)
-    return FileRecord(
-        name=name, size_bytes=len(region) + len(data), header_bytes=len(region),
-        header_digest=digest_text(region),
-    )  # fmt: skip
+VALUES = np.arange(12, dtype=np.float32).tobytes()
+WEIGHTS = bytes(rounded(VALUES, "bfloat16"))
+NAME, MASTERS, PACK = "model.safetensors", "masters.safetensors", "blocks-r00000.pack"
+MASTER_LAYOUT = layout_of(("w", "float32", 48), name=MASTERS, item="masters")
+MODEL_LAYOUT = layout_of(("w", "bfloat16", 24))
 
 
-def packed(item: str, tensors: tuple[TensorEntry, ...], image: bytes, **more: object) -> Header:
-    """A header of one block."""
-    made = Header(
-        item=item, tensors=tensors, objects=(), tensor_bytes=len(image),
-        blocks=digest(image), coded=(CodedBlock(0, len(image), RAW),),
-    )  # fmt: skip
-    return structs.replace(made, **more)
+def sizes(*stored: int) -> bytes:
+    return b"".join(size.to_bytes(4, "little") for size in stored)
 
 
 class Files:
-    """A file of masters, and one that follows from it."""
+    """A file of masters, and a layout that is derived from it."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = DirectoryStore(str(folder))
+        self.store = DirectoryStore(str(folder), direct=False)
         self.folder = folder / "a"
         self.folder.mkdir()
-        entry = TensorEntry("w", "float32", (12,), 0, 48)
-        self.among: dict[str, FileRecord] = {}
-        self.add(MASTERS, packed("masters", (entry,), VALUES.tobytes()), VALUES.tobytes())
-        self.model = packed(
-            "model", (TensorEntry("w", "bfloat16", (12,), 0, 24),), WEIGHTS,
-            coded=(CodedBlock(0, 1, ROUNDED),), derived={"w": Master(MASTERS, "w")},
-        )  # fmt: skip
+        (self.folder / MASTERS).write_bytes(MASTER_LAYOUT.header() + VALUES)
 
-    def add(self, name: str, header: Header, data: bytes) -> None:
-        self.among[name] = written(self.folder, name, header, data)
+    def index(
+        self,
+        data: bytes = b"\x01",
+        masters: FileLayout = MASTER_LAYOUT,
+        derived: dict[str, Master] | None = None,
+    ) -> Index:
+        """An index of both, of which `data` is stored of the only block of the model."""
+        (self.folder / PACK).write_bytes(data)
+        return Index(
+            files=(
+                StoredFile(name=MASTERS, size_bytes=MASTER_LAYOUT.size_bytes),
+                StoredFile(name=PACK, size_bytes=len(data)),
+            ),
+            encodings=(Encoding(*ROUNDED),),
+            layouts=(
+                StoredLayout(layout=masters, digests=digest(VALUES), runs=in_place(masters, 0)),
+                StoredLayout(
+                    layout=MODEL_LAYOUT,
+                    digests=digest(WEIGHTS),
+                    runs=(BlockRun(1, 1, 0, 1, sizes(len(data))),),
+                    derived={"w": Master(MASTERS, "w")} if derived is None else derived,
+                ),
+            ),
+        )
 
-    def open(self, data: bytes = b"\x01", **changes: object) -> Opened:
-        self.add(NAME, structs.replace(self.model, **changes), data)
-        return open_file(self.store, "a", self.among[NAME], self.among)
+    def open(self, data: bytes = b"\x01") -> OpenIndex:
+        index = self.index(data)
+        index_format.encode(index)  # which checks it
+        return OpenIndex(self.store, "a", index)
 
 
 @pytest.fixture
@@ -77,84 +81,131 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
+def refused(index: Index, found: str) -> None:
+    """Neither is it written, nor read."""
+    with pytest.raises(UsageError, match=found):
+        index_format.encode(index)
+    payload = index_format._encode(index)
+    with pytest.raises(CorruptError, match=found):
+        index_format.decode(digest(payload) + payload, where="here")
+
+
 def test_a_block_is_the_rounding_of_its_master(files: Files) -> None:
-    file = files.open().sound()
+    opened = files.open().sound()
     into = memoryview(bytearray(24))
-    assert file.blocks(0, 24).read(into) == []
+    model = opened.layouts[1]
+    assert model.blocks(0, 24).read(into) == []
     assert bytes(into) == WEIGHTS
-    file.close()
+    into[:] = bytes(24)
+    extent = model.blocks(0, 24)
+    assert extent.verify(into, extent.fill(into)) == []
+    assert bytes(into) == WEIGHTS
+    opened.close()
 
 
-def refused(opened: Opened, found: str) -> None:
-    with pytest.raises(Corrupt, match=found):
-        opened.sound()
+def test_masters_that_are_not_there_are_refused(files: Files) -> None:
+    refused(files.index(derived={"w": Master(MASTERS, "x")}), "not there")
+    refused(files.index(derived={"w": Master("none.safetensors", "w")}), "not there")
+    refused(files.index(derived={}), "without masters")
 
 
-def test_a_master_that_is_not_there_is_damage(files: Files) -> None:
-    refused(files.open(derived={"w": Master(MASTERS, "x")}), "not there")
-    refused(files.open(derived={"w": Master("none.safetensors", "w")}), "none of the checkpoint")
-
-
-def test_a_tensor_does_not_follow_from_itself(files: Files) -> None:
-    refused(files.open(derived={"w": Master(NAME, "w")}), "bfloat16")
+def test_a_tensor_is_not_derived_from_itself(files: Files) -> None:
+    refused(files.index(derived={"w": Master(NAME, "w")}), "bfloat16")
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [
-        TensorEntry("w", "float32", (3, 4), 0, 48),
-        TensorEntry("w", "int32", (12,), 0, 48),
-        TensorEntry("w", "bfloat16", (24,), 0, 48),
-    ],
+    ("dtype", "shape"), [("float32", (3, 4)), ("int32", (12,)), ("bfloat16", (24,))]
 )
-def test_a_master_of_another_form_is_damage(files: Files, entry: TensorEntry) -> None:
-    files.add(MASTERS, packed("masters", (entry,), VALUES.tobytes()), VALUES.tobytes())
-    refused(files.open(), "for 'w'")
+def test_a_master_of_another_form_is_refused(
+    files: Files, dtype: str, shape: tuple[int, ...]
+) -> None:
+    entry = MASTER_LAYOUT.tensors[0]._replace(dtype=dtype, shape=shape)
+    layout = structs.replace(MASTER_LAYOUT, tensors=(entry,))
+    refused(files.index(masters=layout), "as the master of 'w'")
 
 
-def test_a_master_that_needs_others_itself_is_damage(files: Files) -> None:
-    tensors = (
-        TensorEntry("w", "float32", (12,), 0, 48), TensorEntry("b", "bfloat16", (12,), 48, 72),
-    )  # fmt: skip
-    header = packed(
-        "masters", tensors, VALUES.tobytes() + WEIGHTS, derived={"b": Master(MASTERS, "w")},
-        coded=(CodedBlock(0, 49, ROUNDED),),
-    )  # fmt: skip
-    files.add(MASTERS, header, b"\x01" + VALUES.tobytes())
-    refused(files.open(), "follows from another")
-
-
-def test_a_block_that_is_borrowed_follows_from_nothing(files: Files) -> None:
-    files.add("model~1-1.safetensors", files.model, b"\x01")
-    borrows = {
-        "lent": ("model~1-1.safetensors",), "stretches": (Stretch(1, 1, 0),), "blocks": b"",
-        "tensors": (), "coded": None, "derived": {},
-    }  # fmt: skip
-    refused(files.open(b"", **borrows), "follows from others")
+def test_a_master_that_is_derived_itself_is_refused(files: Files) -> None:
+    index = files.index()
+    layout = layout_of(("w", "float32", 48), ("b", "bfloat16", 24), name=MASTERS, item="masters")
+    masters = StoredLayout(
+        layout=layout,
+        digests=digest(VALUES + WEIGHTS),
+        runs=(BlockRun(1, 1, 0, 1, sizes(1)),),
+        derived={"b": Master(MASTERS, "w")},
+    )
+    refused(structs.replace(index, layouts=(masters, index.layouts[1])), "derived itself")
 
 
 @pytest.mark.parametrize("data", [b"\x00", b"\x03", b"\x01\x02", b""])
-def test_what_cannot_be_put_together_is_damage(files: Files, data: bytes) -> None:
-    coded = (CodedBlock(0, len(data), ROUNDED),)
-    file = files.open(data, coded=coded).sound()
-    (damage,) = file.blocks(0, 24).read(memoryview(bytearray(24)))
-    assert (damage.file, damage.what, damage.data) == (NAME, "block 0", (0, 24))
-    file.close()
+def test_a_block_that_cannot_be_put_together_is_damage(files: Files, data: bytes) -> None:
+    opened = files.open(data).sound()
+    (damage,) = opened.layouts[1].blocks(0, 24).read(memoryview(bytearray(24)))
+    assert (damage.file, damage.what, damage.data) == (PACK, "block 0", (0, 24))
+    opened.close()
 
 
 def test_damage_of_a_master_is_named_with_the_bytes_that_it_touches(files: Files) -> None:
-    file = files.open().sound()
+    opened = files.open().sound()
     path = files.folder / MASTERS
     stored = bytearray(path.read_bytes())
     stored[-1] ^= 0x40
     path.write_bytes(stored)
-    (damage,) = file.blocks(0, 24).read(memoryview(bytearray(24)))
+    (damage,) = opened.layouts[1].blocks(0, 24).read(memoryview(bytearray(24)))
     assert (damage.file, damage.what, damage.data) == (MASTERS, "block 0", (0, 24))
-    file.close()
+    opened.close()
 
 
-def test_a_missing_master_is_damage_and_leaves_nothing_open(files: Files) -> None:
+def test_a_missing_master_is_damage(files: Files) -> None:
     (files.folder / MASTERS).unlink()
     opened = files.open()
-    assert opened.file is None
     assert [(damage.file, damage.what) for damage in opened.damage] == [(MASTERS, "missing file")]
+    assert opened.layouts[1].blocks(0, 24).read(memoryview(bytearray(24)))
+    with pytest.raises(CorruptError, match="missing"):
+        opened.sound()
+
+
+@pytest.mark.parametrize("compression", ["none", "max"])
+def test_masters_may_be_shared_and_encoded(tmp_path: Path, compression: str) -> None:
+    """Masters that lie in the file of an earlier checkpoint, in blocks of their own."""
+    count = BLOCK_BYTES // 2
+    history = History(
+        tmp_path,
+        layout_of(
+            ("a", "float32", 4 * count), ("w", "float32", 4 * count), name=MASTERS, item="masters"
+        ),
+        layout_of(("x", "uint8", 6), ("w", "bfloat16", 2 * count)),
+        derived=[MasterPair(1, 1, 0, 1)],
+        compression=compression,
+    )
+    chance = np.random.default_rng(1)
+    first, master = (chance.standard_normal(count).astype(np.float32).tobytes() for _ in range(2))
+    for step in range(3):
+        weights = bytes(rounded(master, "bfloat16"))
+        images = [first, b"head:" + bytes([step]) + weights]
+        images[0] += master
+        index = history.save(*images)
+        assert history.read() == images
+        assert index.layouts[1].derived == {"w": Master(MASTERS, "w")}
+        master = chance.standard_normal(8).astype(np.float32).tobytes() + master[32:]
+    assert index.shared_bytes > 0
+
+
+def test_many_small_tensors_are_derived_from_masters_in_another_order(tmp_path: Path) -> None:
+    """More blocks of masters than are kept while one block is put together."""
+    numbers = range(40)
+    part = BLOCK_BYTES // 2
+    masters = layout_of(
+        *((f"m{n}", "float32", part) for n in numbers), name=MASTERS, item="masters"
+    )
+    order = [*numbers[::2], *numbers[1::2]]
+    model = layout_of(*((f"w{n}", "bfloat16", part // 2) for n in order))
+    pairs = [MasterPair(1, at, 0, n) for at, n in enumerate(order)]
+    history = History(tmp_path, masters, model, derived=pairs)
+    values = np.random.default_rng(1).standard_normal(len(numbers) * part // 4).astype(np.float32)
+    image = values.tobytes()
+    weights = bytes(rounded(image, "bfloat16"))
+    half = part // 2
+    moved = b"".join(weights[n * half : (n + 1) * half] for n in order)
+    index = history.save(image, moved)
+    assert history.read() == [image, moved]
+    assert {index.encoding(ref.encoding) for ref in index.layouts[1].refs()} == {ROUNDED}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from laststep.codecs.digests import block_digests
-from laststep.errors import Corrupt
-from laststep.memory.landing import Landing
-from laststep.plan.load import Read, Want, plan_reads
+from laststep.errors import CorruptError
+from laststep.memory.slots import Landing
+from laststep.plan.reads import Read, Want, plan_reads
 from laststep.read.blocks import Extent
 from laststep.read.reader import read_all
-from laststep.restoring.placer import Placer, tensor_over
+from laststep.restoring.exchange import Placer, tensor_over
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -91,13 +91,13 @@ def test_what_was_in_memory_and_is_wrong_is_read_again(wrong: int) -> None:
 
 
 def test_what_stays_wrong_is_damage_of_the_block() -> None:
-    with pytest.raises(Corrupt, match="block 0"):
+    with pytest.raises(CorruptError, match="block 0"):
         restored(InMemory(DATA, 99))
 
 
 def test_a_file_that_has_lost_its_end_has_nothing_in_place_and_is_damaged() -> None:
     reader = InMemory(DATA[:-1])
-    with pytest.raises(Corrupt, match="too short"):
+    with pytest.raises(CorruptError, match="too short"):
         restored(reader)
     assert reader.handed == 0
 

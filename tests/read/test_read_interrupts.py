@@ -8,22 +8,23 @@ import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep.codecs.digests import block_digests
-from laststep.errors import StorageFailed
-from laststep.format.header import Header
-from laststep.format.manifest import FileRecord
-from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.files import DataFile, HeldFile
+from laststep.errors import StorageError
+from laststep.plan.reads import Read, Want, plan_reads
+from laststep.read.blocks import Extent
 from laststep.read.reader import _Pipeline, read_all
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from laststep.read.files import DataFile
 
 CHUNKS = 6
 
@@ -89,12 +90,15 @@ def slow() -> Iterator[SlowReader]:
 
 
 def zeros(reader: SlowReader) -> tuple[list[DataFile], list[Read]]:
-    size = reader.size_bytes
-    blocks = block_digests(memoryview(bytes(BLOCK_BYTES))) * (size // BLOCK_BYTES)
-    header = Header(item="m", tensors=(), objects=(), tensor_bytes=size, blocks=blocks)
-    record = FileRecord(name="f", size_bytes=size, header_bytes=0, header_digest="")
-    file = DataFile(record=record, header=header, files=(HeldFile(record, header, reader, "f"),))
-    return [file], plan_reads(0, size, [Want(0, size, 0)])
+    """A file of zeros, and the reads of all of it."""
+    size, zero = reader.size_bytes, block_digests(memoryview(bytes(BLOCK_BYTES)))
+
+    def blocks(start: int, stop: int) -> Extent:
+        return Extent(reader, "f", "f", start, stop, zero * ((stop - start) // BLOCK_BYTES))
+
+    file = SimpleNamespace(blocks=blocks, in_memory=False)
+    files: list[DataFile] = [file]  # type: ignore[list-item]
+    return files, plan_reads(0, size, [Want(0, size, 0)])
 
 
 def readers_alive() -> list[str]:
@@ -224,7 +228,7 @@ def test_a_thread_that_cannot_be_started_stops_those_that_were(
     letting_go = threading.Thread(target=let_go)
     letting_go.start()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(StorageFailed, match="can't start new thread"):
+    with pytest.raises(StorageError, match="can't start new thread"):
         read_all(files, reads, room, lambda read, data: None, threads=2)
     assert slow.ended == 1
     assert room.leased == 0

@@ -9,8 +9,8 @@ import pytest
 
 import laststep
 from laststep.flush import server as serving
-from laststep.flush.handle import Stage
-from laststep.saving import backlog as queueing
+from laststep.flush.saves import Stage
+from laststep.saving import place as queueing
 from laststep.settings import MAX_UNCOMMITTED
 from waiting import PATIENCE_S
 
@@ -27,13 +27,13 @@ WAITED_S = 0.1
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Flushes stand still until it is set."""
     event = threading.Event()
-    finish = serving.SaveFlush.finish
+    finish = serving.SaveWriter.finish
 
     def held(flush: object, *arguments: object) -> object:
         event.wait(PATIENCE_S)
         return finish(flush, *arguments)
 
-    monkeypatch.setattr(serving.SaveFlush, "finish", held)
+    monkeypatch.setattr(serving.SaveWriter, "finish", held)
     return event
 
 
@@ -98,24 +98,24 @@ def test_a_failed_save_makes_room_too(
 
     def fail(*_: object) -> object:
         event.wait(PATIENCE_S)
-        raise laststep.StorageFailed("the disk is full")
+        raise laststep.StorageError("the disk is full")
 
     checkpointer = laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread")
     with monkeypatch.context() as patch:
-        patch.setattr(serving.SaveFlush, "finish", fail)
+        patch.setattr(serving.SaveWriter, "finish", fail)
         fill(checkpointer)
         when_one_waits(event.set)
         checkpointer.save(100)  # its own call: earlier failures are told by the next one
-        with pytest.raises(laststep.StorageFailed, match="disk is full"):
+        with pytest.raises(laststep.StorageError, match="disk is full"):
             checkpointer.wait()
     checkpointer.save(101).wait(PATIENCE_S)
     checkpointer.close()
 
 
 def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> None:
-    gone, no_room = laststep.Aborted("rank 1 is gone"), laststep.StorageFailed("no room")
+    gone, no_room = laststep.AbortedError("rank 1 is gone"), laststep.StorageError("no room")
     failed = [gone.of_save(4), no_room.of_save(9), gone.of_save(14)]
-    with pytest.raises(laststep.Aborted, match="step 4 failed: rank 1 is gone") as raised:
+    with pytest.raises(laststep.AbortedError, match="step 4 failed: rank 1 is gone") as raised:
         queueing.raise_first(failed)
     assert raised.value is failed[0]
     assert raised.value.__notes__ == ["step 9 failed too: no room", "step 14 failed of the same"]

@@ -73,7 +73,7 @@ def test_the_folder_above_a_run_is_answered_with_the_run(
     with make(run_folder.parent):
         (warning,) = said(caplog, logging.WARNING)
         assert meant in warning
-    with pytest.raises(laststep.NotFound) as caught:
+    with pytest.raises(laststep.NotFoundError) as caught:
         laststep.load(run_folder.parent)
     assert caught.value.remedy == meant
 
@@ -126,11 +126,11 @@ def test_a_path_of_no_use_is_told_at_construction(
 ) -> None:
     run = spoil(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(laststep.StorageFailed, match=USELESS[spoil]) as caught:
+    with pytest.raises(laststep.StorageError, match=USELESS[spoil]) as caught:
         make(run)
     assert caught.value.where == str(run)
     assert caught.value.remedy
-    with pytest.raises((laststep.StorageFailed, laststep.Exists)):
+    with pytest.raises((laststep.StorageError, laststep.AlreadyExistsError)):
         laststep.save({"a": 1}, run)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -153,7 +153,7 @@ def test_a_folder_without_the_right_to_write_is_told_at_construction(nobody: Non
         if os.access(run, os.W_OK, effective_ids=True):
             pytest.skip("this user may write to /usr")
         with pytest.raises(
-            laststep.StorageFailed, match=r"Permission denied|[Rr]ead-only"
+            laststep.StorageError, match=r"Permission denied|[Rr]ead-only"
         ) as caught:
             make(run)
         assert caught.value.where == run
@@ -178,7 +178,7 @@ def test_a_run_that_cannot_be_written_can_be_restored_but_no_new_one_be_made(
         (warning,) = said(caplog, logging.WARNING)
         assert "run can be restored, but saves to it will fail: Read-only file system" in warning
         assert checkpointer.restore().step == 3
-    with pytest.raises(laststep.StorageFailed, match=r"Read-only.*mount it writable"):
+    with pytest.raises(laststep.StorageError, match=r"Read-only.*mount it writable"):
         make(read_only / "other")
 
 
@@ -186,7 +186,7 @@ def test_what_is_there_of_a_damaged_run_is_for_restore_to_say(run_folder: Path) 
     with make(run_folder) as checkpointer:
         checkpointer.save(0).wait()
     (run_folder / "run.json").write_text("nonsense")
-    with make(run_folder) as checkpointer, pytest.raises(laststep.Corrupt):
+    with make(run_folder) as checkpointer, pytest.raises(laststep.CorruptError):
         checkpointer.restore()
 
 
@@ -206,10 +206,10 @@ def test_a_checkpoint_is_not_taken_for_a_run(run_folder: Path, tmp_path: Path) -
     with make(run_folder) as checkpointer:
         checkpointer.save(7)
     folder = "step-00000007.1-1"
-    with pytest.raises(laststep.Usage, match="found one checkpoint") as caught:
+    with pytest.raises(laststep.UsageError, match="found one checkpoint") as caught:
         make(run_folder / folder)
     assert caught.value.where == str(run_folder / folder)
     assert caught.value.remedy == f"its run is {run_folder}: pass that, and restore(step=7)"
     laststep.save({"a": 1}, tmp_path / "one")
-    with pytest.raises(laststep.Usage, match=r"found one checkpoint; laststep\.load\("):
+    with pytest.raises(laststep.UsageError, match=r"found one checkpoint; laststep\.load\("):
         make(tmp_path / "one")

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.checkpointer import Checkpointer
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.events import Bus, PreemptionSeen
 from laststep.process.signals import notice
 from laststep.ranks.rank import Rank
-from laststep.saving import lookout
+from laststep.saving import preempting
 from laststep.saving.preempting import Preempting
 from laststep.settings import Preemption
 from waiting import PATIENCE_S, wait_until
@@ -34,9 +34,9 @@ ASKED = Preemption(signals=(), file="/nowhere/preempted", grace="60 s")
 @pytest.fixture(autouse=True)
 def _often() -> Iterator[None]:
     """Ranks look for each other all the time."""
-    before, lookout._LOOK_S = lookout._LOOK_S, 0.002
+    before, preempting._LOOK_S = preempting._LOOK_S, 0.002
     yield
-    lookout._LOOK_S = before
+    preempting._LOOK_S = before
 
 
 class Notes:
@@ -166,7 +166,7 @@ def test_a_board_that_does_not_answer_is_told_of_and_asked_again(
 
     def fail(name: str) -> bytes | None:
         if next(failures, None) is not None:
-            raise StorageFailed("the store does not answer")
+            raise StorageError("the store does not answer")
         return look(name)
 
     job.notes.look = fail  # type: ignore[method-assign]
@@ -226,7 +226,7 @@ def test_a_checkpointer_that_is_dropped_gives_its_signals_back(run_folder: Path)
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(Usage, match=said):
+    with pytest.raises(UsageError, match=said):
         Preemption(**wrong)  # type: ignore[arg-type]
 
 
@@ -236,7 +236,7 @@ def test_without_it_no_handler_is_installed_and_what_is_none_is_refused(run_fold
         with Checkpointer(run_folder, state={"n": 1}, preemption=off, progress=False) as ckpt:
             assert signal.getsignal(signal.SIGTERM) is before
             assert not ckpt.preempted
-    with pytest.raises(Usage, match="preemption=True"):
+    with pytest.raises(UsageError, match="preemption=True"):
         Checkpointer(run_folder, state={"n": 1}, preemption="30 s")  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
     file = tmp_path / "preempted"
     file.touch()
     os.utime(file, (1, 1))
-    old = lookout.Watched(Preemption(file=str(file)))
+    old = preempting.Watched(Preemption(file=str(file)))
     assert "is there already" in caplog.text
     assert old.look() is None
     file.touch()
@@ -259,11 +259,11 @@ def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
 
 
 def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
-    watched = lookout.Watched(Preemption(file=str(tmp_path / "preempted")))
+    watched = preempting.Watched(Preemption(file=str(tmp_path / "preempted")))
     assert watched.look() is None
     (tmp_path / "preempted").touch()
     assert watched.look() is None
-    watched._looked_s -= lookout._FILE_S
+    watched._looked_s -= preempting._FILE_S
     found = watched.look()
     assert found is not None
     assert found.cause == f"the file {tmp_path / 'preempted'}"

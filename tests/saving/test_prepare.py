@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laststep.capture.sources import hold
-from laststep.errors import Aborted
+from laststep.errors import AbortedError
 from laststep.plan.tables import Agreement, Table, agree, digest_of, encode_table
 from laststep.ranks.rank import Rank
 from laststep.saving.describe import take_state
@@ -106,10 +106,10 @@ def test_ranks_that_come_to_no_agreement_leave_what_was_prepared() -> None:
     first, _ = preparer.prepare(state.take(), two_ranks)
 
     def nobody(_: Table) -> Agreement:
-        raise Aborted("rank 1 is gone")
+        raise AbortedError("rank 1 is gone")
 
     state.values["w"] = torch.zeros(5)
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         preparer.prepare(state.take(), nobody)
     assert preparer.last is first
     other, sources = preparer.prepare(state.take(), two_ranks)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.catalog.failures import Past
-from laststep.errors import Aborted, StorageFailed, Usage
-from laststep.flush.handle import SaveHandle
+from laststep.errors import AbortedError, StorageError, UsageError
+from laststep.flush.saves import SaveHandle
 from laststep.plan.frequency import APART, Bound
 from laststep.ranks.rank import Rank
 from laststep.saving import schedule as scheduling
@@ -57,9 +57,11 @@ class Job:
         self.meet = notes
         self._under_way: list[tuple[SaveHandle, float]] = []
         self.schedule = Schedule(
-            Settings(**settings), Rank(0 if is_first else 1, ranks), self._ask,
+            Settings(**settings),
+            Rank(0 if is_first else 1, ranks),
+            self._ask,
             clock=lambda: self.now_s,
-        )  # fmt: skip
+        )
 
     def _ask(self) -> Past:
         self.asked += 1
@@ -75,7 +77,7 @@ class Job:
             if self.now_s >= until_s:
                 self._under_way.remove((handle, until_s))
                 if self.failing:
-                    handle.fail(StorageFailed("the disk is full"))
+                    handle.fail(StorageError("the disk is full"))
                 else:
                     handle.report.committed_s = handle.report.durable_s = self.latency_s
                     handle.committed.reach()
@@ -166,18 +168,32 @@ def test_a_validation_now_and_then_is_no_cost_of_a_save() -> None:
 
 
 @given(
-    step_s=st.floats(0.001, 30.0), stall_s=st.floats(0.0001, 20.0), slower=st.floats(0.0, 1.0),
-    latency_s=st.floats(0.01, 300.0), most_share=st.sampled_from([0.001, 0.01, 0.05]),
-    jitter=st.floats(0.0, 0.5), seed=st.integers(0, 999),
-)  # fmt: skip
+    step_s=st.floats(0.001, 30.0),
+    stall_s=st.floats(0.0001, 20.0),
+    slower=st.floats(0.0, 1.0),
+    latency_s=st.floats(0.01, 300.0),
+    most_share=st.sampled_from([0.001, 0.01, 0.05]),
+    jitter=st.floats(0.0, 0.5),
+    seed=st.integers(0, 999),
+)
 def test_saves_never_pile_up_nor_cost_more_than_their_share(
-    step_s: float, stall_s: float, slower: float, latency_s: float, most_share: float,
-    jitter: float, seed: int,
-) -> None:  # fmt: skip
+    step_s: float,
+    stall_s: float,
+    slower: float,
+    latency_s: float,
+    most_share: float,
+    jitter: float,
+    seed: int,
+) -> None:
     job = Job(
-        step_s, every="auto", mtbf="1 h", stall_s=stall_s, slower_s=slower * step_s,
-        latency_s=latency_s, most_share=most_share,
-    )  # fmt: skip
+        step_s,
+        every="auto",
+        mtbf="1 h",
+        stall_s=stall_s,
+        slower_s=slower * step_s,
+        latency_s=latency_s,
+        most_share=most_share,
+    )
     dice = random.Random(seed)
     for _ in range(300):
         job.step_s = step_s * (1 + dice.uniform(0, jitter))
@@ -256,7 +272,7 @@ def test_a_save_that_failed_long_after_a_later_one_began_is_not_made_good() -> N
     job.go(20)
     first, second = job.save(), job.save()
     job.go(1)
-    first.fail(StorageFailed("the disk was full"))
+    first.fail(StorageError("the disk was full"))
     second.report.committed_s = second.report.durable_s = 1.0
     second.committed.reach()
     job._under_way.clear()
@@ -286,14 +302,14 @@ def test_a_step_that_is_called_twice_is_counted_once() -> None:
 def test_steps_that_go_back_are_refused_until_a_restore() -> None:
     job = Job(every="auto")
     job.go(6)
-    with pytest.raises(Usage, match="step 3 comes after step 5"):
+    with pytest.raises(UsageError, match="step 3 comes after step 5"):
         job.due(3)
     job.schedule.anew()
     assert not job.due(3)
 
 
 def test_without_a_frequency_step_says_what_to_pass() -> None:
-    with pytest.raises(Usage, match="every='auto'"):
+    with pytest.raises(UsageError, match="every='auto'"):
         Job().due(0)
 
 
@@ -398,9 +414,12 @@ class Ranks:
         board = Notice(self.notes, self._go_on)
         self.boards.append(board)
         return Job(
-            ranks=count, is_first=number == 0, now_s=1e6 * number, **settings,
+            ranks=count,
+            is_first=number == 0,
+            now_s=1e6 * number,
+            **settings,
             notes=lambda: BoardNotes(board, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
 
 @given(st.integers(2, 4), st.integers(0, 9999), st.sampled_from(["auto", "1 s", "2 s"]))
@@ -446,7 +465,7 @@ def test_a_first_rank_that_says_nothing_is_named() -> None:
     ranks.boards[1].until = lambda look, until_s: look()  # type: ignore[method-assign]
     member = ranks.jobs[1]
     member.go()
-    with pytest.raises(Aborted, match="this rank does not know when to save next") as caught:
+    with pytest.raises(AbortedError, match="this rank does not know when to save next") as caught:
         member.go()
     assert "step() for the same steps" in str(caught.value)
     # When it hears again it is in step.
@@ -492,7 +511,7 @@ def test_a_rank_that_could_not_ask_makes_no_save_of_its_own() -> None:
         member.train()
         try:
             assert not member.due()
-        except Aborted:
+        except AbortedError:
             continue
     ranks.boards[1].until = until  # type: ignore[method-assign]
     for _ in range(300):

@@ -22,8 +22,10 @@ def test_a_minute_of_the_soak_finds_nothing_wrong() -> None:
     weed.program()  # or it is skipped
     done = subprocess.run(
         [sys.executable, str(HERE / "soak.py"), "--minutes", "1", "--seed", "3"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong: nothing" in done.stdout
     assert "'killed'" in done.stdout  # or the seed brings no fault of that kind in that time

@@ -16,7 +16,7 @@ from laststep.state.tensors import CollectCache, collect
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.state.pieces import Collected
+    from laststep.state.provider import Collected
 
 
 def freed() -> torch.Tensor:
@@ -95,8 +95,14 @@ STATES: Final[dict[str, Callable[[], object]]] = {
     "alone": lambda: torch.ones(3),
     "nothing": dict,
     "only numbers": lambda: {"lr": 0.1, "betas": (0.9, 0.99)},
-    "odd keys": lambda: {"": torch.ones(1), "a/b": torch.ones(2), "~": torch.ones(3),
-                         1: torch.ones(4), None: torch.ones(5), (1, "x"): torch.ones(6)},
+    "odd keys": lambda: {
+        "": torch.ones(1),
+        "a/b": torch.ones(2),
+        "~": torch.ones(3),
+        1: torch.ones(4),
+        None: torch.ones(5),
+        (1, "x"): torch.ones(6),
+    },
     "keys without a name": lambda: {object: torch.ones(1)},
     "two keys of one name": lambda: {float("nan"): torch.ones(1), float("nan"): torch.ones(2)},
     "sharing": sharing,
@@ -104,13 +110,13 @@ STATES: Final[dict[str, Callable[[], object]]] = {
     "one level too deep": lambda: nested(202),
     "rows too deep": lambda: [{"a": {"b": nested(198)}}],
     "containing itself": containing_itself,
-}  # fmt: skip
+}
 
 
 def found(value: object, cache: CollectCache | None) -> Collected | str:
     try:
         return collect(value, volatile=frozenset({("n", 1), ("a",)}), cache=cache)
-    except laststep.Usage as error:
+    except laststep.UsageError as error:
         return str(error)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.state.tensors.freed_storage import is_backed, needed_bytes
+from laststep.state.tensors.live import is_backed, needed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def step() -> None:
 
 def test_a_tensor_without_an_address_is_not_said_to_be_too_small(run_folder: Path) -> None:
     zeros = torch._efficientzerotensor(5)
-    with pytest.raises(laststep.Usage) as caught:
+    with pytest.raises(laststep.UsageError) as caught:
         laststep.save({"x": zeros}, run_folder)
     assert f"{zeros.nbytes} bytes" not in caught.value.found
 
@@ -59,7 +59,7 @@ def test_a_tensor_without_its_memory_is_named_and_the_next_save_works(
             state[name] = whole.clone()
             checkpointer.save(3 * number + 1).wait()
             loss(state[name])
-            with pytest.raises(laststep.Usage, match=f"at {name} of item 'state'"):
+            with pytest.raises(laststep.UsageError, match=f"at {name} of item 'state'"):
                 checkpointer.save(3 * number + 2)
             state[name] = whole
             checkpointer.save(3 * number + 3).wait()
@@ -95,7 +95,7 @@ def test_a_storage_that_was_made_smaller_in_place_is_noticed(run_folder: Path) -
         for number in (0, 1):
             checkpointer.save(number).wait()
         shrink()
-        with pytest.raises(laststep.Usage, match="its storage is too small"):
+        with pytest.raises(laststep.UsageError, match="its storage is too small"):
             checkpointer.save(2)
 
 
@@ -104,7 +104,7 @@ def test_a_restore_does_not_write_into_memory_that_is_gone(run_folder: Path) -> 
     with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
         checkpointer.save(0).wait()
         freed(state["x"])
-        with pytest.raises(laststep.Usage, match="its memory was freed"):
+        with pytest.raises(laststep.UsageError, match="its memory was freed"):
             checkpointer.restore()
 
 
@@ -139,7 +139,7 @@ def test_a_tensor_that_becomes_what_cannot_be_stored_is_refused_by_name(
             checkpointer.save(number).wait()
         state["x"] = make()
         for number in (2, 3):
-            with pytest.raises(laststep.Usage, match=r"at x of item 'state'.*; "):
+            with pytest.raises(laststep.UsageError, match=r"at x of item 'state'.*; "):
                 checkpointer.save(number)
         state["x"] = torch.ones(4, 4)
         checkpointer.save(4).wait()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.boxes import Box, boxes_of_range, covers_once, whole
 from laststep.state.layouts import (
     Flat,
@@ -70,11 +70,13 @@ def holders(layout: Sharded | Flat, held: tuple[Box, ...]) -> list[int]:
 def meshes(draw: st.DrawFn) -> Mesh:
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     count = math.prod(sizes)
-    ranks = draw(st.one_of(
-        st.integers(0, 5).map(lambda base: [base + n for n in range(count)]),
-        st.integers(1, 3).map(lambda step: [step * n for n in range(count)]),
-        st.permutations(range(count)),
-    ))  # fmt: skip
+    ranks = draw(
+        st.one_of(
+            st.integers(0, 5).map(lambda base: [base + n for n in range(count)]),
+            st.integers(1, 3).map(lambda step: [step * n for n in range(count)]),
+            st.permutations(range(count)),
+        )
+    )
     return Mesh.of(tuple("abc"[: len(sizes)]), sizes, ranks)
 
 
@@ -196,9 +198,12 @@ def flat_of_parts(draw: st.DrawFn) -> Flat:
 
 
 def part_of(
-    shape: tuple[int, ...], sizes: tuple[int, ...], placements: list[Placement], blocks: int,
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    placements: list[Placement],
+    blocks: int,
     at: tuple[int, ...],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The elements that torch.chunk leaves to a rank, of each block in turn."""
     rows = shape[0] // blocks
     tensor = torch.arange(math.prod(shape)).reshape(shape)
@@ -298,27 +303,30 @@ def test_covering_once_is_told_from_gaps_and_overlaps(
         assert not covers_once(shape, [real[0]] * len(real)) or len(real) == 1
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Mesh(("a",), (2, 2), (2, 1)),
-    lambda: Mesh(("a", "b"), (2, 2), (1, 1)),
-    lambda: Mesh.of(("a",), (3,), [0, 1]),
-    lambda: Mesh.of(("a",), (2,), [1, 1]),
-    lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), ()),
-    lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), (Shard(1),)),
-    lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), (Shard(0, after=2),)),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 5),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 1, 4),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("b",), 0, 4),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 4, (Shard(0),)),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(1),)),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 1, (Shard(0),)),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0), Replicate())),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 3),
-    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 0),
-    lambda: Flat((), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (), 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mesh(("a",), (2, 2), (2, 1)),
+        lambda: Mesh(("a", "b"), (2, 2), (1, 1)),
+        lambda: Mesh.of(("a",), (3,), [0, 1]),
+        lambda: Mesh.of(("a",), (2,), [1, 1]),
+        lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), ()),
+        lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), (Shard(1),)),
+        lambda: Sharded((4,), Mesh.of(("a",), (2,), [0, 1]), (Shard(0, after=2),)),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 5),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 1, 4),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("b",), 0, 4),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 4, (Shard(0),)),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(1),)),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 1, (Shard(0),)),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0), Replicate())),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 3),
+        lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 0),
+        lambda: Flat((), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (), 2),
+    ],
+)
 def test_what_does_not_fit_together_is_refused(make: object) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         make()
 
 

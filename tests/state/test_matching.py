@@ -46,7 +46,7 @@ def test_a_schedule_of_another_class_does_not_fit(carry: Carry) -> None:
     stored = lr_scheduler.StepLR(optimizer(), 3, gamma=0.5)
     live = lr_scheduler.ExponentialLR(optimizer(), 0.9)
     before = dict(live.state_dict())
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry({"schedule": stored}, {"schedule": live})
     expected = "schedule is of class ExponentialLR, the stored one of class StepLR"
     assert caught.value.problems.mismatched == (expected,)
@@ -66,7 +66,7 @@ def test_a_schedule_that_consists_of_others_does_not_fit(carry: Carry) -> None:
         return lr_scheduler.SequentialLR(made, parts, [2])
 
     stored = warm_up_and(lambda o: lr_scheduler.ExponentialLR(o, 0.9))
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry({"s": stored}, {"s": warm_up_and(lambda o: lr_scheduler.CosineAnnealingLR(o, 9))})
     (told,) = caught.value.problems.mismatched
     assert told == (
@@ -118,12 +118,12 @@ def test_a_scaler_is_not_taken_for_a_schedule(carry: Carry) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     live = lr_scheduler.StepLR(optimizer(), 3)
     with pytest.raises(
-        laststep.Mismatch, match="amp is of class StepLR, the stored one of class GradScaler"
+        laststep.MismatchError, match="amp is of class StepLR, the stored one of class GradScaler"
     ):
         carry({"amp": scaler}, {"amp": live})
     scaler.scale(torch.ones(1))  # now its state is tensors
     with pytest.raises(
-        laststep.Mismatch, match="amp is of class StepLR, the stored one of class GradScaler"
+        laststep.MismatchError, match="amp is of class StepLR, the stored one of class GradScaler"
     ):
         carry({"amp": scaler}, {"amp": live})
     assert live.last_epoch == 0
@@ -173,7 +173,7 @@ def test_a_part_of_a_group_of_another_class_is_left_alone_and_the_rest_is_restor
     target = make(lr_scheduler.ExponentialLR(optimizer(), 0.9), 2.0)
     before = dict(target["inner"]["schedule"].state_dict())
     with pytest.raises(
-        laststep.Mismatch, match=r"inner\['schedule'\] is of class ExponentialLR, the stored"
+        laststep.MismatchError, match=r"inner\['schedule'\] is of class ExponentialLR, the stored"
     ):
         carry({"all": source}, {"all": target})
     restored = carry({"all": source}, {"all": target}, strict=False)
@@ -206,7 +206,7 @@ def test_a_known_state_keeps_its_owner_on_the_quick_way() -> None:
 @pytest.mark.parametrize("value", [None, ["StepLR"], [3, {}], "StepLR"])
 def test_an_owner_that_makes_no_sense_is_damage(value: object) -> None:
     tree = objects.decode(objects.encode({"a": Tagged("owned", value)}), where="here")
-    with pytest.raises(laststep.Corrupt, match="owner"):
+    with pytest.raises(laststep.CorruptError, match="owner"):
         owners(tree)
 
 
@@ -302,7 +302,7 @@ def test_a_live_tensor_that_repeats_its_memory_is_found_before_anything_is_touch
 ) -> None:
     source = {"first": torch.ones(3), "wide": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
     target = {"first": torch.zeros(3), "wide": torch.zeros(3, 1).expand(3, 4)}
-    with pytest.raises(laststep.Mismatch, match="state/wide: the live tensor is expanded"):
+    with pytest.raises(laststep.MismatchError, match="state/wide: the live tensor is expanded"):
         carry({"state": source}, {"state": target})
     assert target["first"].tolist() == [0, 0, 0]
     restored = carry({"state": source}, {"state": target}, strict=False)
@@ -382,7 +382,7 @@ def test_a_module_that_is_switched_off_in_this_start_stays_off(carry: Carry) -> 
 @pytest.mark.parametrize("allow_pickle", [False, True])
 def test_what_stands_for_nothing_is_never_saved(tmp_path: Path, *, allow_pickle: bool) -> None:
     for state in ({"x": laststep.ABSENT}, {"x": [Stateful(laststep.ABSENT)]}):
-        with pytest.raises(laststep.Usage):
+        with pytest.raises(laststep.UsageError):
             laststep.save(state, tmp_path / "folder", allow_pickle=allow_pickle)
     assert copy.deepcopy([laststep.ABSENT])[0] is copy.copy(laststep.ABSENT) is laststep.ABSENT
 
@@ -415,15 +415,12 @@ OBJECT = "the stored one is a plain value"
     ],
 )
 def test_the_state_of_an_object_is_no_plain_value_and_the_other_way_round(
-    carry: Carry,
-    stored: Callable[[], object],
-    live: Callable[[], object],
-    said: str,
+    carry: Carry, stored: Callable[[], object], live: Callable[[], object], said: str
 ) -> None:
     here, expected = live(), live()
     source = {"s": schedule(3), "o": stored(), "t": full(1)}
     target = {"s": schedule(), "o": here, "t": full(0)}
-    with pytest.raises(laststep.Mismatch, match=said) as caught:
+    with pytest.raises(laststep.MismatchError, match=said) as caught:
         carry({"x": source}, {"x": target})
     assert len(caught.value.problems.mismatched) <= 1
     assert target["s"].last_epoch == 0
@@ -439,9 +436,9 @@ def test_the_state_of_an_object_is_no_plain_value_and_the_other_way_round(
 
 def test_an_item_that_was_an_object_is_no_plain_dict_and_the_other_way_round(carry: Carry) -> None:
     live: dict[str, object] = {}
-    with pytest.raises(laststep.Mismatch, match=PLAIN):
+    with pytest.raises(laststep.MismatchError, match=PLAIN):
         carry({"x": schedule()}, {"x": live})
-    with pytest.raises(laststep.Mismatch, match=OBJECT):
+    with pytest.raises(laststep.MismatchError, match=OBJECT):
         carry({"x": {"hello": 1}}, {"x": schedule()})
     assert not live
 

@@ -174,13 +174,13 @@ def test_plain_entries_that_are_stored_come_back(session: Session) -> None:
         (lambda: {"more": schedule(), "n": 1}, ("extra/new/more",)),
     ],
     ids=["schedule", "empty", "module", "optimizer", "nested"],
-)  # fmt: skip
+)
 def test_an_object_that_is_not_stored_is_missing_and_stays(
     session: Session, make: Callable[[], object], names: tuple[str, ...]
 ) -> None:
     session.stored()
     new = session.extra["new"] = make()
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         session.checkpointer.restore()
     assert caught.value.problems.missing == names
     assert caught.value.problems.mismatched == caught.value.problems.unexpected == ()
@@ -192,17 +192,16 @@ def test_an_object_that_is_not_stored_is_missing_and_stays(
 
 @pytest.mark.parametrize(
     ("make", "names"),
-    [(schedule, {"extra/old"}),
-     (lambda: nn.Linear(1, 1), {"extra/old/weight", "extra/old/bias"})],
+    [(schedule, {"extra/old"}), (lambda: nn.Linear(1, 1), {"extra/old/weight", "extra/old/bias"})],
     ids=["schedule", "module"],
-)  # fmt: skip
+)
 def test_a_stored_object_that_is_not_live_is_unexpected_and_no_plain_entry(
     session: Session, make: Callable[[], object], names: set[str]
 ) -> None:
     session.extra["old"] = make()
     session.stored()
     del session.extra["old"]
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         session.checkpointer.restore()
     assert set(caught.value.problems.unexpected) == names
     session.checkpointer.restore(strict=False)

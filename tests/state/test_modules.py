@@ -330,7 +330,7 @@ def test_a_hook_for_the_end_of_loading_that_raises_is_a_mismatch(
         raise ValueError("not with me")
 
     target.register_load_state_dict_post_hook(refuse)
-    with pytest.raises(laststep.Mismatch, match="not with me"):
+    with pytest.raises(laststep.MismatchError, match="not with me"):
         carry({"model": network(0)}, {"model": target})
 
 
@@ -379,12 +379,12 @@ def test_data_swapped_under_a_parameter_between_saves_is_followed(tmp_path: Path
 
 
 def test_a_lazy_parameter_that_was_never_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="not initialised"):
+    with pytest.raises(laststep.UsageError, match="not initialised"):
         laststep.save(nn.LazyLinear(3), tmp_path / "one")
 
 
 def test_a_module_on_meta_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=r"meta tensor.*to_empty"):
+    with pytest.raises(laststep.UsageError, match=r"meta tensor.*to_empty"):
         laststep.save(nn.Linear(2, 2, device="meta"), tmp_path / "one")
 
 

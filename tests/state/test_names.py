@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from laststep.errors import Corrupt, Usage
-from laststep.state.names import name_of, names_in, path_of
+from laststep.errors import CorruptError, UsageError
+from laststep.state.tree import name_of, names_in, path_of
 
 texts = st.text(st.characters() | st.sampled_from("~/#012345"), max_size=6)
 scalars = (
@@ -60,7 +60,7 @@ def test_names_in_a_container_are_those_of_the_paths_in_it(
 def test_any_text_is_a_name_or_corrupt(name: str) -> None:
     try:
         path = path_of(name)
-    except Corrupt:
+    except CorruptError:
         return
     assert name_of(path) == name
 
@@ -86,14 +86,34 @@ def test_names_are_as_the_format_says(path: tuple[object, ...], name: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["#007", "#-0", "#", "#x", "#+1", "~9", "a~", "a//b", "/", "~3", "~3 true", "~31", "~3{",
-     "__metadata__", "a/__metadata__", "#" + "9" * 5000, "#٣", "\ud800", "~2~", "~4x"],
-)  # fmt: skip
+    [
+        "#007",
+        "#-0",
+        "#",
+        "#x",
+        "#+1",
+        "~9",
+        "a~",
+        "a//b",
+        "/",
+        "~3",
+        "~3 true",
+        "~31",
+        "~3{",
+        "__metadata__",
+        "a/__metadata__",
+        "#" + "9" * 5000,
+        "#٣",
+        "\ud800",
+        "~2~",
+        "~4x",
+    ],
+)
 def test_what_no_path_has_for_a_name_is_corrupt(name: str) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         path_of(name)
 
 
 def test_a_key_without_a_name_is_refused() -> None:
-    with pytest.raises(Usage, match="cannot name a tensor"):
+    with pytest.raises(UsageError, match="cannot name a tensor"):
         name_of((object(),))

@@ -251,11 +251,11 @@ def test_other_parameters_or_groups_than_the_stored_are_listed(
     model, other = network(0), network(1)
     source = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]
-    with pytest.raises(laststep.Mismatch, match="2 parameter groups, stored are 1"):
+    with pytest.raises(laststep.MismatchError, match="2 parameter groups, stored are 1"):
         carry(source, {"model": other, "optimizer": torch.optim.AdamW(groups)})
     fewer = torch.optim.AdamW(other[0].parameters())
     with pytest.raises(
-        laststep.Mismatch, match=r"optimizer/state/1\.bias is not in the live state"
+        laststep.MismatchError, match=r"optimizer/state/1\.bias is not in the live state"
     ):
         carry(source, {"model": other, "optimizer": fewer})
 
@@ -268,7 +268,7 @@ def test_stored_state_without_a_parameter_is_told_of_a_per_rank_optimizer_too(
     step(model, optimizer, 0)
     fewer = torch.optim.AdamW(other[0].parameters())
     with pytest.raises(
-        laststep.Mismatch, match=r"optimizer/state/1\.bias is not in the live state"
+        laststep.MismatchError, match=r"optimizer/state/1\.bias is not in the live state"
     ):
         carry(
             {"model": model, "optimizer": laststep.PerRank(optimizer)},
@@ -284,7 +284,7 @@ def test_a_part_of_the_moments_does_not_make_half_an_optimizer(
     step(model, optimizer, 0)
     source = {"model": model, "optimizer": optimizer}
     target = {"model": other, "optimizer": fresh}
-    with pytest.raises(laststep.Mismatch, match="exp_avg"):
+    with pytest.raises(laststep.MismatchError, match="exp_avg"):
         carry(source, target, only=["optimizer/*exp_avg"])
     assert not fresh.state
     step(other, fresh, 5)
@@ -311,7 +311,7 @@ def test_the_state_of_another_kind_of_optimizer_does_not_fit(tmp_path: Path) -> 
         tmp_path / "run", model=model, optimizer=sgd, flush="thread"
     ) as checkpointer:
         with pytest.raises(
-            laststep.Mismatch, match="is of class SGD, the stored one of class AdamW"
+            laststep.MismatchError, match="is of class SGD, the stored one of class AdamW"
         ):
             checkpointer.restore()
         assert sgd.param_groups[0]["lr"] == 0.1
@@ -341,11 +341,13 @@ def test_moments_of_a_parameter_of_another_shape_are_refused_before_the_first_st
     with laststep.Checkpointer(tmp_path, opt=fresh, **items) as ckpt:
         if only != ["opt/*exp_avg"]:
             with pytest.raises(
-                laststep.Mismatch, match=r"float32\[16, 8\], live is float32\[8, 16"
+                laststep.MismatchError, match=r"float32\[16, 8\], live is float32\[8, 16"
             ):
                 ckpt.restore(only=only)
             assert not fresh.state
-            with pytest.raises(laststep.Mismatch, match="nothing of the checkpoint fits") as raised:
+            with pytest.raises(
+                laststep.MismatchError, match="nothing of the checkpoint fits"
+            ) as raised:
                 ckpt.restore(only=only, strict=False)
             problems = raised.value.problems
             assert sum("state of" in text for text in problems.mismatched) == 2
@@ -365,7 +367,9 @@ def test_moments_of_a_parameter_of_another_dtype_are_refused(tmp_path: Path) -> 
     fresh = torch.optim.AdamW(half.parameters())
     with (
         laststep.Checkpointer(tmp_path, opt=fresh) as ckpt,
-        pytest.raises(laststep.Mismatch, match=r"stored for float32\[4, 4\], live is bfloat16"),
+        pytest.raises(
+            laststep.MismatchError, match=r"stored for float32\[4, 4\], live is bfloat16"
+        ),
     ):
         ckpt.restore()
 
@@ -393,7 +397,7 @@ def test_an_imported_positional_state_says_what_it_is(tmp_path: Path) -> None:
         ckpt.save(0)
     with (
         laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
-        pytest.raises(laststep.Mismatch, match="by position"),
+        pytest.raises(laststep.MismatchError, match="by position"),
     ):
         ckpt.restore()
 
@@ -408,7 +412,7 @@ def test_a_state_of_dcps_by_names_says_how_it_is_loaded(tmp_path: Path) -> None:
         ckpt.save(0)
     with (
         laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
-        pytest.raises(laststep.Mismatch, match=r"stored by DCP.*Reader.*set_state_dict"),
+        pytest.raises(laststep.MismatchError, match=r"stored by DCP.*Reader.*set_state_dict"),
     ):
         ckpt.restore()
 
@@ -452,8 +456,10 @@ def test_state_of_weights_in_a_dict_goes_into_the_module_that_has_them(
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     live = torch.optim.AdamW(list(other.parameters())[::-1])
-    carry({"model": dict(model.named_parameters()), "optimizer": optimizer},
-          {"model": other, "optimizer": live})  # fmt: skip
+    carry(
+        {"model": dict(model.named_parameters()), "optimizer": optimizer},
+        {"model": other, "optimizer": live},
+    )
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert same(optimizer.state[ours], live.state[theirs])
@@ -505,11 +511,12 @@ def test_state_does_not_go_to_another_key_of_a_dict_that_ends_in_the_same(
     live = with_momentum([target["l2.weight"]])
     said = "has no stored state for its parameter l2.weight"
     strict = how.get("strict", True)
-    with pytest.raises(laststep.Mismatch, match=said) if strict else contextlib.nullcontext():
+    with pytest.raises(laststep.MismatchError, match=said) if strict else contextlib.nullcontext():
         carry(
             {"x": source, "opt": with_momentum([source["l1.weight"]], 5.0)},
-            {"x": target, "opt": live}, **how,
-        )  # fmt: skip
+            {"x": target, "opt": live},
+            **how,
+        )
     assert not live.state
 
 
@@ -520,8 +527,9 @@ def test_names_in_a_dict_are_the_same_when_an_object_comes_to_it(
     live = with_momentum(reversed(target.values()))
     carry(
         {"x": source, "opt": with_momentum(source.values(), 5.0)},
-        {"x": {**target, "tag": Tag()}, "opt": live}, only=["opt"],
-    )  # fmt: skip
+        {"x": {**target, "tag": Tag()}, "opt": live},
+        only=["opt"],
+    )
     assert momenta(live) == [5.0, 5.0]
 
 
@@ -540,7 +548,7 @@ def test_state_does_not_go_to_the_parameters_of_another_item(
     target = items("critic")
     x = "x." if grouped else ""
     said = f"is of the parameters of {x}critic, the stored one of those of {x}gen"
-    with pytest.raises(laststep.Mismatch, match=said):
+    with pytest.raises(laststep.MismatchError, match=said):
         carry(items("gen", 5.0), target)
     assert said in str(carry(items("gen", 5.0), target, strict=False).problems)
     assert not optimizer(target).state
@@ -581,7 +589,7 @@ def test_options_go_to_the_groups_that_have_the_same_parameters(
     for group in target["opt"].param_groups:
         group["weight_decay"] = 0.0
     source = items(["weight", "bias", "scale"])
-    with pytest.raises(laststep.Mismatch, match="in other groups than the stored one"):
+    with pytest.raises(laststep.MismatchError, match="in other groups than the stored one"):
         carry(source, target)
     carry(source, target, strict=False)
     assert decays(target) == [0.2, 0.1, 0.3]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from laststep.state.pieces import Collected
+    from laststep.state.provider import Collected
 
 
 class Marked(torch.Tensor):
@@ -78,17 +78,27 @@ class World:
         self.train()
         ordered = OrderedDict(a=torch.zeros(2), b=torch.ones(2))
         self.plain: dict[object, object] = {
-            "square": torch.randn(3, 3), "complex": torch.randn(3, dtype=torch.complex64),
-            "empty": torch.empty(0), "n": 1, "deep": [1, (torch.ones(2), {"x": [torch.zeros(1)]})],
-            "ordered": ordered, 1: torch.zeros(5), "log": [0.5], "strided": torch.randn(4, 4)[::2],
+            "square": torch.randn(3, 3),
+            "complex": torch.randn(3, dtype=torch.complex64),
+            "empty": torch.empty(0),
+            "n": 1,
+            "deep": [1, (torch.ones(2), {"x": [torch.zeros(1)]})],
+            "ordered": ordered,
+            1: torch.zeros(5),
+            "log": [0.5],
+            "strided": torch.randn(4, 4)[::2],
             "tied": None,
-        }  # fmt: skip
+        }
         self.plain |= {keys[0]: torch.zeros(2) for keys in EQUAL_KEYS}
         self.own = Counting()
 
     def items(self) -> dict[str, object]:
-        return {"model": self.model, "optimizer": self.optimizer, "plain": self.plain,
-                "own": self.own}  # fmt: skip
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "plain": self.plain,
+            "own": self.own,
+        }
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -250,8 +260,11 @@ class World:
         self.plain[True if type(key) is int else 1] = self.plain.pop(key)
 
     def key_that_is_equal_and_another(self) -> None:
-        of = {name: other for one, two in EQUAL_KEYS for name, other in
-              ((repr(one), two), (repr(two), one))}  # fmt: skip
+        of = {
+            name: other
+            for one, two in EQUAL_KEYS
+            for name, other in ((repr(one), two), (repr(two), one))
+        }
         entries = [(of.get(repr(key), key), value) for key, value in self.plain.items()]
         self.plain.clear()
         self.plain.update(entries)
@@ -291,11 +304,24 @@ CHANGES = sorted(
 
 
 SAVED = [
-    "parameter_replaced_in_the_optimizer_too", "data_replaced", "data_transposed", "halved",
-    "resized", "set_to_another", "parameter_added", "parameter_removed", "parameter_renamed",
-    "module_swapped", "hook_on_state_dict", "untied", "moments_made_anew", "options_changed",
-    "nested_value_changed", "subclass_put_in_place", "of_a_provider_replaced",
-]  # fmt: skip
+    "parameter_replaced_in_the_optimizer_too",
+    "data_replaced",
+    "data_transposed",
+    "halved",
+    "resized",
+    "set_to_another",
+    "parameter_added",
+    "parameter_removed",
+    "parameter_renamed",
+    "module_swapped",
+    "hook_on_state_dict",
+    "untied",
+    "moments_made_anew",
+    "options_changed",
+    "nested_value_changed",
+    "subclass_put_in_place",
+    "of_a_provider_replaced",
+]
 """Those that are tried with files too."""
 
 
@@ -304,7 +330,7 @@ def taken(
 ) -> TakenState | str:
     try:
         return take_state(providers, caches, None, None, allow_pickle=False)
-    except laststep.Usage as error:
+    except laststep.UsageError as error:
         return str(error)
 
 
@@ -316,7 +342,7 @@ def leaf_by_leaf(items: dict[str, object]) -> dict[str, Collected] | str:
             with naming(name):
                 state = provider.describe()
                 found[name] = collect(state.value, volatile=state.volatile)
-    except laststep.Usage as error:
+    except laststep.UsageError as error:
         return str(error)
     return found
 

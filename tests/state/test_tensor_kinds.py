@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laststep
-from laststep.errors import Corrupt
-from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
-from laststep.state.pieces import Piece
-from laststep.state.stored_items import TensorSpec, decode_item, encode_item
-from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, local_parts
+from laststep.errors import CorruptError
+from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
+from laststep.state.provider import Piece
+from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, live
+from laststep.state.tree import TensorSpec, decode_item, encode_item
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ def test_every_dtype_comes_back_bit_by_bit_dense_strided_scalar_and_empty(
         source[f"{name} strided"] = random_bits(dtype, 4, 6).t()
         source[f"{name} columns"] = random_bits(dtype, 4, 6)[:, 1:3]
     target = {
-        key: torch.empty(t.shape, dtype=t.dtype) if "strided" not in key
+        key: torch.empty(t.shape, dtype=t.dtype)
+        if "strided" not in key
         else torch.empty(tuple(reversed(t.shape)), dtype=t.dtype).t()
         for key, t in source.items()
-    }  # fmt: skip
+    }
     expected = {
         # The bits of a strided tensor without relying on copies of that dtype.
         key: bits_of(t)
@@ -85,7 +86,7 @@ def test_every_dtype_of_torch_that_can_be_stored_is_known() -> None:
 def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         tensor = torch._empty_affine_quantized([2], scale=1.0, zero_point=0, dtype=torch.qint8)
-    with pytest.raises(laststep.Usage, match="qint8"):
+    with pytest.raises(laststep.UsageError, match="qint8"):
         laststep.save({"q": tensor}, tmp_path / "one")
 
 
@@ -137,14 +138,10 @@ def test_tensors_are_restored_into_views_of_any_kind(carry: Callable[..., object
 
 @pytest.mark.parametrize("elements", [3, 20 << 20])  # copied through torch; by address
 @pytest.mark.parametrize(
-    ("dtype", "mark"),
-    [(torch.float32, torch._neg_view), (torch.complex64, torch.conj)],
+    ("dtype", "mark"), [(torch.float32, torch._neg_view), (torch.complex64, torch.conj)]
 )
 def test_what_is_marked_as_negated_or_conjugated_after_a_save_is_stored_by_its_value(
-    elements: int,
-    dtype: torch.dtype,
-    mark: Callable[[torch.Tensor], torch.Tensor],
-    tmp_path: Path,
+    elements: int, dtype: torch.dtype, mark: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     live = torch.full((elements,), 1 + 2j).to(dtype) if dtype.is_complex else torch.ones(elements)
     with laststep.Checkpointer(tmp_path / "run", s={"t": live}) as run:
@@ -162,9 +159,7 @@ def test_a_lone_conjugate_view_is_restored_in_place(carry: Callable[..., object]
     assert torch.equal(memory, torch.tensor([1 - 2j, -3j]))
 
 
-def test_tied_and_overlapping_tensors_are_stored_once_and_share_again(
-    tmp_path: Path,
-) -> None:
+def test_tied_and_overlapping_tensors_are_stored_once_and_share_again(tmp_path: Path) -> None:
     memory = torch.arange(1000.0)
     state = {
         "whole": memory,
@@ -252,8 +247,8 @@ def test_sparse_tensors_come_back_whatever_the_live_one_holds(
     dense = torch.zeros(4, 6)
     dense[0, 1], dense[2, 3], dense[3, 5] = 1.5, -2.0, 3.0
     source = make(dense)
-    for live in (make(torch.zeros(4, 6)), make(torch.ones(4, 6)), None):
-        target = {"t": live}
+    for current in (make(torch.zeros(4, 6)), make(torch.ones(4, 6)), None):
+        target = {"t": current}
         carry({"s": {"t": source}}, {"s": target}, saves=2)
         assert target["t"].layout == source.layout
         assert torch.equal(target["t"].to_dense(), dense)
@@ -290,7 +285,7 @@ def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
 
     monkeypatch.setattr(kinds, "_HANDLERS", {})
     value = Pair(torch.arange(3.0), torch.ones(2))
-    with pytest.raises(laststep.Usage, match=r"subclass Pair.*register_tensor_type"):
+    with pytest.raises(laststep.UsageError, match=r"subclass Pair.*register_tensor_type"):
         laststep.save({"t": value}, tmp_path / "one")
     laststep.register_tensor_type(
         Pair,
@@ -303,14 +298,14 @@ def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
     assert type(loaded) is Pair
     assert loaded.a.tolist() == [0, 1, 2]
     monkeypatch.setattr(kinds, "_HANDLERS", {})
-    with pytest.raises(laststep.Usage, match=r"'tests.Pair'.*register"):
+    with pytest.raises(laststep.UsageError, match=r"'tests.Pair'.*register"):
         laststep.load(tmp_path / "one")
-    with pytest.raises(laststep.Usage, match="subclass Stranger"):
+    with pytest.raises(laststep.UsageError, match="subclass Stranger"):
         laststep.save({"t": torch.zeros(1).as_subclass(Stranger)}, tmp_path / "two")
 
 
 def test_a_meta_tensor_is_refused_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=r"meta tensor.*a\['b'\]"):
+    with pytest.raises(laststep.UsageError, match=r"meta tensor.*a\['b'\]"):
         laststep.save({"a": {"b": torch.empty(2, device="meta")}}, tmp_path / "one")
 
 
@@ -339,7 +334,7 @@ def test_a_view_that_leaves_its_base_is_corrupt(view: tuple[object, ...]) -> Non
         return decode_item([(data, "here")], name="i", kind="value", tensors=tensors)
 
     decode(("base", "float32", (4,), (1,), 0))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode(view)
 
 
@@ -374,10 +369,10 @@ class GivenMesh:
 
 
 def test_meshes_that_are_no_longer_used_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_parts, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(live, "_MOST_KNOWN", 3)
     meshes = [GivenMesh() for _ in range(8)]
     first = weakref.ref(meshes[0])
     for mesh in meshes:
-        assert local_parts.mesh_of(mesh).sizes == (2,)
+        assert live.mesh_of(mesh).sizes == (2,)
     del mesh, meshes
     assert first() is None

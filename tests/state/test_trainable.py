@@ -44,29 +44,31 @@ def trained(seed: int) -> tuple[Adapted, torch.optim.Optimizer]:
 
 def how(model: Adapted, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return {
-        "model": laststep.trainable(model), "optimizer": optimizer, "flush": "thread",
-        "progress": False, "host_memory_bytes": 64 << 20,
-    }  # fmt: skip
+        "model": laststep.trainable(model),
+        "optimizer": optimizer,
+        "flush": "thread",
+        "progress": False,
+        "host_memory_bytes": 64 << 20,
+    }
 
 
-def test_what_is_trained_is_stored_under_its_plain_names_and_nothing_else(
-    run_folder: Path,
-) -> None:
+def test_what_is_trained_is_stored_under_its_plain_names_and_nothing_else(run_folder: Path) -> None:
     model, optimizer = trained(1)
     wrapped = nn.DataParallel(model)
     with laststep.Checkpointer(run_folder, **how(wrapped, optimizer)) as ckpt:
         ckpt.save(1)
     stored = laststep.open(run_folder).latest().tensors()
     assert [name for name in stored if name.startswith("model/")] == [
-        "model/base.1.running_mean", "model/base.1.running_var", "model/base.1.num_batches_tracked",
-        "model/adapter.weight", "model/adapter.scale",
-    ]  # fmt: skip
+        "model/base.1.running_mean",
+        "model/base.1.running_var",
+        "model/base.1.num_batches_tracked",
+        "model/adapter.weight",
+        "model/adapter.scale",
+    ]
     assert "optimizer/state/adapter.weight/exp_avg" in stored
 
 
-def test_a_restore_brings_back_what_was_trained_and_leaves_the_base_alone(
-    run_folder: Path,
-) -> None:
+def test_a_restore_brings_back_what_was_trained_and_leaves_the_base_alone(run_folder: Path) -> None:
     model, optimizer = trained(1)
     with laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt:
         ckpt.save(1)
@@ -90,7 +92,7 @@ def test_what_is_thawed_later_is_saved_from_then_on(run_folder: Path) -> None:
     with laststep.Checkpointer(run_folder, **how(other, its)) as ckpt:
         assert ckpt.restore().step == 2
         assert torch.equal(other.base[0].weight, model.base[0].weight)
-        with pytest.raises(laststep.Mismatch, match=r"base\.0\.weight"):
+        with pytest.raises(laststep.MismatchError, match=r"base\.0\.weight"):
             ckpt.restore(1)  # what it was then, nobody knows
     with laststep.Checkpointer(run_folder, **how(*trained(2))) as ckpt:
         assert ckpt.restore(1).step == 1
@@ -120,10 +122,10 @@ def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:
     model.requires_grad_(False)
     with (
         laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt,
-        pytest.raises(laststep.Usage, match="nothing of the module is trained"),
+        pytest.raises(laststep.UsageError, match="nothing of the module is trained"),
     ):
         ckpt.save(1)
-    with pytest.raises(laststep.Usage, match="takes a module"):
+    with pytest.raises(laststep.UsageError, match="takes a module"):
         laststep.trainable({"w": torch.zeros(2)})  # type: ignore[arg-type]
 
 

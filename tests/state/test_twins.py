@@ -166,7 +166,7 @@ def poke(tensor: torch.Tensor) -> None:
 def test_two_that_differ_are_not_made_one(carry: Carry) -> None:
     source, target = Training(Apart(0), 3), Training(Tied(1), 2)
     poke(source.model.head.weight)
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry(source.items(), target.items())
     assert caught.value.problems.mismatched == (
         "model/head.weight: is one with embed.weight here, but was stored apart and differs",
@@ -177,7 +177,7 @@ def test_two_that_differ_are_not_made_one(carry: Carry) -> None:
 def test_two_whose_moments_differ_are_not_made_one(carry: Carry) -> None:
     source, target = Training(Apart(0), 3), Training(Tied(1))
     poke(source.optimizer.state[source.model.head.weight]["exp_avg_sq"])
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry(source.items(), target.items())
     (text,) = caught.value.problems.mismatched
     assert text == (
@@ -193,7 +193,7 @@ def test_two_whose_plain_values_are_equal_and_not_the_same_are_not_made_one(carr
         state["note"] = float("nan")
     carry(source.items(), target.items())
     states[0]["note"], states[1]["note"] = 1, True
-    with pytest.raises(laststep.Mismatch, match=r"state of head\.weight: .* differs"):
+    with pytest.raises(laststep.MismatchError, match=r"state of head\.weight: .* differs"):
         carry(source.items(), target.items())
 
 
@@ -218,7 +218,7 @@ def test_one_that_was_stepped_and_one_that_was_not_are_told_before_anything_is_t
     source, target = Training(Apart(0), 3), Training(Tied(1), 2)
     source.optimizer.state.pop(source.model.head.weight)
     before = target.state()
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry(source.items(), target.items())
     (text,) = caught.value.problems.mismatched
     assert text == (
@@ -238,7 +238,7 @@ def test_bytes_are_compared_so_nan_is_the_same_as_itself_and_zero_has_a_sign(car
     assert target.embed.weight[0].isnan().tolist() == [True, False, False, False]
     with torch.no_grad():
         source.head.weight[0, 1] = 0.0
-    with pytest.raises(laststep.Mismatch, match="differs"):
+    with pytest.raises(laststep.MismatchError, match="differs"):
         carry({"model": source}, {"model": target})
 
 
@@ -332,7 +332,7 @@ def test_an_optimizer_that_does_not_say_which_model_needs_both_to_agree(carry: C
     for ours, theirs in zip(source.trainings, target.trainings, strict=True):
         assert_same(ours, theirs)
     source = Two(Tied(0), Apart(1), together=False, steps=2)
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry(source.items(), target.items())
     assert caught.value.problems.mismatched == (
         "opt has no stored state for its parameter head.weight",
@@ -343,7 +343,9 @@ def test_a_new_parameter_of_the_optimizer_is_still_missing(carry: Carry) -> None
     source, target = Training(Apart(0), 2), Training(Apart(1))
     frozen = [p for n, p in source.model.named_parameters() if n != "head.weight"]
     source.optimizer = torch.optim.AdamW(frozen)
-    with pytest.raises(laststep.Mismatch, match=r"no stored state for its parameter head\.weight"):
+    with pytest.raises(
+        laststep.MismatchError, match=r"no stored state for its parameter head\.weight"
+    ):
         carry(source.items(), target.items())
 
 
@@ -353,7 +355,7 @@ def test_a_parameter_that_the_live_model_has_no_more_is_still_unexpected(carry: 
     left = [p for p in target.model.parameters() if p.requires_grad]
     target.optimizer = torch.optim.AdamW(left)
     with pytest.raises(
-        laststep.Mismatch, match=r"optimizer/state/head\.weight is not in the live state"
+        laststep.MismatchError, match=r"optimizer/state/head\.weight is not in the live state"
     ):
         carry(source.items(), target.items())
 
@@ -362,7 +364,7 @@ def test_tensors_that_merely_overlap_do_not_fit_what_was_stored_apart(carry: Car
     memory = torch.zeros(6)
     target = {"a": memory[:4], "b": memory[2:], "c": memory[:4]}
     source = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)}
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry({"state": source}, {"state": target})
     assert caught.value.problems.mismatched == (
         "state/b: shares memory with a, but was stored apart",
@@ -378,5 +380,5 @@ def test_windows_of_one_stored_memory_are_compared_where_they_lie(carry: Carry) 
     carry({"state": source}, {"state": target})
     assert shared.tolist() == [0, 1]
     memory[5] = 7
-    with pytest.raises(laststep.Mismatch, match="state/b: is one with a here"):
+    with pytest.raises(laststep.MismatchError, match="state/b: is one with a here"):
         carry({"state": source}, {"state": target})

@@ -354,7 +354,7 @@ def test_arrays_of_any_memory_order_come_back(
 def test_what_cannot_be_stored_faithfully_is_refused_by_its_path(
     value: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="inner"):
+    with pytest.raises(laststep.UsageError, match="inner"):
         laststep.save({"outer": {"inner": value}}, tmp_path / "one")
     assert not list(tmp_path.iterdir())
 
@@ -362,7 +362,7 @@ def test_what_cannot_be_stored_faithfully_is_refused_by_its_path(
 def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
     state: dict[str, object] = {}
     state["self"] = state
-    with pytest.raises(laststep.Usage, match="contains itself"):
+    with pytest.raises(laststep.UsageError, match="contains itself"):
         laststep.save(state, tmp_path / "one")
 
 
@@ -453,7 +453,7 @@ def test_a_provider_of_ones_own_describes_checks_and_restores(carry: Callable[..
     carry({"table": Table(5)}, {"table": target})
     assert target.rows == 5
     assert target.data.tolist() == [5.0] * 5
-    with pytest.raises(laststep.Mismatch, match="table has no rows"):
+    with pytest.raises(laststep.MismatchError, match="table has no rows"):
         carry({"table": Table(0)}, {"table": target})
 
 
@@ -461,18 +461,18 @@ def test_a_provider_of_ones_own_describes_checks_and_restores(carry: Callable[..
 def test_an_item_that_cannot_change_is_refused_at_construction(
     item: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match="cannot be restored in place"):
+    with pytest.raises(laststep.UsageError, match="cannot be restored in place"):
         laststep.Checkpointer(tmp_path / "run", thing=item)
 
 
 @pytest.mark.parametrize("name", ["shared", "a/b", "", ".hidden", "x" * 65, "a b"])
 def test_a_name_that_is_no_file_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="file's name"):
+    with pytest.raises(laststep.UsageError, match="file's name"):
         laststep.Checkpointer(tmp_path / "run", items={name: {"a": 1}})
 
 
 def test_no_items_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="nothing to save"):
+    with pytest.raises(laststep.UsageError, match="nothing to save"):
         laststep.Checkpointer(tmp_path / "run")
 
 
@@ -482,7 +482,7 @@ def test_pickles_are_made_and_opened_only_when_both_sides_allow_it(
     import fractions
 
     source, target = {"f": fractions.Fraction(1, 3)}, {"f": None}
-    with pytest.raises(laststep.Usage, match=r"cannot save a fractions\.Fraction"):
+    with pytest.raises(laststep.UsageError, match=r"cannot save a fractions\.Fraction"):
         carry({"s": source}, {"s": target})
     carry({"s": source}, {"s": target}, allow_pickle=True)
     assert target["f"] == fractions.Fraction(1, 3)
@@ -499,9 +499,9 @@ class Bomb:
 
 def test_a_pickle_in_a_checkpoint_is_never_executed_unless_allowed(tmp_path: Path) -> None:
     laststep.save({"a": Bomb()}, tmp_path / "one", allow_pickle=True)
-    with pytest.raises(laststep.Usage, match="pickled object"):
+    with pytest.raises(laststep.UsageError, match="pickled object"):
         laststep.load(tmp_path / "one")
-    with pytest.raises(laststep.Usage, match="pickled object"):
+    with pytest.raises(laststep.UsageError, match="pickled object"):
         laststep.load(tmp_path / "one", into={"a": 1})
     with laststep.Checkpointer(tmp_path / "other", s={"a": 1}) as checkpointer:
         checkpointer.restore()
@@ -511,5 +511,5 @@ def test_a_pickle_in_a_checkpoint_is_never_executed_unless_allowed(tmp_path: Pat
 
 
 def test_what_cannot_be_pickled_is_refused_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match=r"cannot pickle.*inner"):
+    with pytest.raises(laststep.UsageError, match=r"cannot pickle.*inner"):
         laststep.save({"inner": lambda: None}, tmp_path / "one", allow_pickle=True)

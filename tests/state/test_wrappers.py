@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.state.wrappers import layers_of
+from laststep.state.modules import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_the_state_of_one_class_is_not_put_into_another_whatever_is_around_them(
 ) -> None:
     model, optimizer = training(torch.optim.AdamW, 0, steps=2)
     other, target = training(torch.optim.SGD, 1, steps=0)
-    with pytest.raises(laststep.Mismatch) as caught:
+    with pytest.raises(laststep.MismatchError) as caught:
         carry(
             {"model": model, "optimizer": there(optimizer)},
             {"model": other, "optimizer": here(target)},
@@ -142,7 +142,7 @@ def test_schedules_behind_wrappers_are_told_apart_by_their_classes(
     for stored in (step, Delegate("scheduler", step)):
         carry({"schedule": stored}, {"schedule": wrap(same)})
         assert (same.last_epoch, same.step_size) == (7, 2)
-        with pytest.raises(laststep.Mismatch, match="is of class ExponentialLR"):
+        with pytest.raises(laststep.MismatchError, match="is of class ExponentialLR"):
             carry({"schedule": stored}, {"schedule": wrap(other)})
 
 
@@ -265,16 +265,20 @@ def test_a_wrapper_that_gets_a_state_of_its_own_is_an_error_at_the_next_save(
     with laststep.Checkpointer(tmp_path / "run", model=model, late=late, own=own) as run:
         run.save(1)
         late.own = {"mine": 1}
-        with pytest.raises(laststep.Usage, match=r"(?s)a wrapper that had no state.*item 'late'"):
+        with pytest.raises(
+            laststep.UsageError, match=r"(?s)a wrapper that had no state.*item 'late'"
+        ):
             run.save(2)
         late.own = {}
         own.state[model.weight] = {"slow": torch.ones(2, 3)}
-        with pytest.raises(laststep.Usage, match=r"(?s)a wrapper that had no state.*item 'own'"):
+        with pytest.raises(
+            laststep.UsageError, match=r"(?s)a wrapper that had no state.*item 'own'"
+        ):
             run.save(2)
         own.state.clear()
         run.save(2)
         own.optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(laststep.Usage, match=r"(?s)holds something else.*item 'own'"):
+        with pytest.raises(laststep.UsageError, match=r"(?s)holds something else.*item 'own'"):
             run.save(3)
 
 
@@ -290,5 +294,5 @@ def test_what_accelerate_prepares_is_what_it_was(carry: Carry) -> None:
     assert layers_of(prepared[2])[-1] is schedule
     other, target = training(torch.optim.SGD, 1, steps=0)
     names = ("model", "optimizer")
-    with pytest.raises(laststep.Mismatch, match="of class AdamW"):
+    with pytest.raises(laststep.MismatchError, match="of class AdamW"):
         carry(dict(zip(names, prepared, strict=False)), {"model": other, "optimizer": target})

@@ -97,9 +97,15 @@ class Server:
     connections: list[socket.socket] = field(default_factory=list)
 
     def fail(
-        self, kind: str, method: str, times: int = 1, *, key: str = "", query: str = "",
+        self,
+        kind: str,
+        method: str,
+        times: int = 1,
+        *,
+        key: str = "",
+        query: str = "",
         after: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.faults.append(Fault(kind, method, times, key, query, after))
 
     def hang_up(self) -> None:
@@ -112,8 +118,12 @@ class Server:
         """The fault that hits this request; "" for none."""
         with self.mutex:
             for fault in self.faults:
-                if (fault.times and fault.method in (method, "*") and fault.key in key
-                        and fault.query in query):  # fmt: skip
+                if (
+                    fault.times
+                    and fault.method in (method, "*")
+                    and fault.key in key
+                    and fault.query in query
+                ):
                     if fault.after:
                         fault.after -= 1
                         continue
@@ -232,14 +242,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self._multipart(state, key, query, body, meta)
         if self.command == "PUT":
             there = state.objects.get(key)
-            if (self.headers.get("if-none-match") and there is not None
-                    and "if-none-match" not in state.lacks):  # fmt: skip
+            if (
+                self.headers.get("if-none-match")
+                and there is not None
+                and "if-none-match" not in state.lacks
+            ):
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             wanted = self.headers.get("if-match")
             if wanted and there is None and "if-match" not in state.lacks:
                 return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}  # as Amazon does
-            if (wanted and there is not None and there.tag != wanted
-                    and "if-match" not in state.lacks):  # fmt: skip
+            if (
+                wanted
+                and there is not None
+                and there.tag != wanted
+                and "if-match" not in state.lacks
+            ):
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             state.objects[key] = kept = Kept(body, meta, time.time())
             return 200, b"", {"ETag": kept.tag}
@@ -267,9 +284,13 @@ class _Handler(BaseHTTPRequestHandler):
         return 206, kept.data[low:high], headers
 
     def _multipart(
-        self, state: Server, key: str, query: dict[str, list[str]], body: bytes,
+        self,
+        state: Server,
+        key: str,
+        query: dict[str, list[str]],
+        body: bytes,
         meta: dict[str, str],
-    ) -> tuple[int, bytes, dict[str, str]]:  # fmt: skip
+    ) -> tuple[int, bytes, dict[str, str]]:
         name = query.get("uploadId", [""])[0]
         if self.command == "GET":
             return 200, _uploads_listed(state, query), {}
@@ -370,8 +391,10 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with running() as state:
         monkeypatch.setattr("laststep.storage.objects._probed", set())
         for name, value in {
-            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hidden-from-all",
-            "AWS_ENDPOINT_URL": state.endpoint, "AWS_REGION": "x",
-        }.items():  # fmt: skip
+            "AWS_ACCESS_KEY_ID": "me",
+            "AWS_SECRET_ACCESS_KEY": "hidden-from-all",
+            "AWS_ENDPOINT_URL": state.endpoint,
+            "AWS_REGION": "x",
+        }.items():
             monkeypatch.setenv(name, value)
         yield state

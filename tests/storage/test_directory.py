@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import Exists, NotFound, StorageFailed, Usage
+from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
 from laststep.testing.stores import SharedStoreConformance, aligned, write_file, write_piece
 
@@ -182,7 +182,7 @@ def test_a_failing_disk_is_reported_with_path_and_remedy(
 ) -> None:
     disk = FailingDisk(1, number, kinds=frozenset({kind}), lasting=True)
     store = DirectoryStore(tmp_path, disk=disk)
-    with pytest.raises(StorageFailed) as caught:
+    with pytest.raises(StorageError) as caught:
         write_file(store, "x", bytes(10_000))
     error = caught.value
     assert error.where == str(tmp_path / "x")
@@ -198,7 +198,7 @@ def test_a_failed_write_keeps_no_hold_of_the_bytes_it_was_given(tmp_path: Path) 
     writer = store.open_writer("f", expected_bytes=0)
     with mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
         writer.write_at(0, view)
-        with pytest.raises(StorageFailed, match="No space left") as raised:
+        with pytest.raises(StorageError, match="No space left") as raised:
             writer.write_at(0, view)
     assert raised.value.__cause__ is not None  # which holds every frame that had a view
     writer.close()
@@ -207,7 +207,7 @@ def test_a_failed_write_keeps_no_hold_of_the_bytes_it_was_given(tmp_path: Path) 
 def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     disk = FailingDisk(1, errno.ENOSPC, kinds=frozenset({Kind.ALLOCATE}))
     store = DirectoryStore(tmp_path, disk=disk)
-    with pytest.raises(StorageFailed, match="room for 1048576 bytes"):
+    with pytest.raises(StorageError, match="room for 1048576 bytes"):
         store.open_writer("x", expected_bytes=1 << 20)
     assert store.list("") == []
 
@@ -226,7 +226,7 @@ def test_create_is_all_or_nothing_whichever_call_fails(tmp_path: Path) -> None:
         store = DirectoryStore(folder, disk=disk)
         try:
             store.create("x", b"whole")
-        except StorageFailed:
+        except StorageError:
             failures += 1
         there = [entry.name for entry in store.list("")]
         if "x" in there:
@@ -240,9 +240,9 @@ def test_create_is_all_or_nothing_whichever_call_fails(tmp_path: Path) -> None:
 def test_a_file_in_the_way_of_the_root_is_an_error_of_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = DirectoryStore(tmp_path / "file" / "run")
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         store.create("x", b"1")
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         store.list("")
 
 
@@ -252,7 +252,7 @@ def test_without_links_and_exclusive_renames_create_refuses(tmp_path: Path) -> N
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     store = DirectoryStore(tmp_path, disk=Nothing())
-    with pytest.raises(StorageFailed, match="only if its name is free"):
+    with pytest.raises(StorageError, match="only if its name is free"):
         store.create("x", b"1")
     assert "x" not in [entry.name for entry in store.list("")]
 
@@ -273,8 +273,13 @@ def test_create_makes_bytes_durable_before_the_name(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, disk=disk)
     store.create("x", b"1")
     assert [change.kind for change in disk.changes] == [
-        Kind.CREATE_FILE, Kind.WRITE, Kind.SYNC, Kind.LINK, Kind.SYNC_FOLDER, Kind.UNLINK,
-    ]  # fmt: skip
+        Kind.CREATE_FILE,
+        Kind.WRITE,
+        Kind.SYNC,
+        Kind.LINK,
+        Kind.SYNC_FOLDER,
+        Kind.UNLINK,
+    ]
 
 
 def test_a_deleted_folder_loses_its_manifest_and_its_name_durably_first(tmp_path: Path) -> None:
@@ -284,9 +289,13 @@ def test_a_deleted_folder_loses_its_manifest_and_its_name_durably_first(tmp_path
     disk = RecordingDisk()
     DirectoryStore(tmp_path, disk=disk).delete_folder("a", first="manifest")
     assert [change.kind for change in disk.changes] == [
-        Kind.UNLINK, Kind.SYNC_FOLDER, Kind.RENAME, Kind.SYNC_FOLDER, Kind.UNLINK,
+        Kind.UNLINK,
+        Kind.SYNC_FOLDER,
+        Kind.RENAME,
+        Kind.SYNC_FOLDER,
+        Kind.UNLINK,
         Kind.REMOVE_FOLDER,
-    ]  # fmt: skip
+    ]
     assert disk.changes[0].path == str(tmp_path / "a" / "manifest")
     assert list(tmp_path.iterdir()) == []
 
@@ -301,7 +310,7 @@ def test_deleting_a_folder_never_follows_a_symlink(tmp_path: Path) -> None:
     store.delete_folder("a")
     (tmp_path / "s" / "b").symlink_to(outside)
     for name in ("b", "b/c"):
-        with pytest.raises(Usage, match="symbolic link"):
+        with pytest.raises(UsageError, match="symbolic link"):
             store.delete_folder(name, first="precious")
     assert (outside / "precious").read_bytes() == b"1"
     assert not (tmp_path / "s" / "a").exists()
@@ -311,7 +320,7 @@ def test_a_folder_that_lost_its_name_takes_no_new_files(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.make_folder("a")
     store.delete_folder("a")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         store.create("a/manifest", b"1")
 
 
@@ -325,9 +334,11 @@ def test_links_are_told_from_what_they_point_to(tmp_path: Path) -> None:
     (tmp_path / "through a file").symlink_to(tmp_path / "file" / "x")
     found = [(entry.name, entry.is_folder, entry.is_link) for entry in store.list("")]
     assert found == [
-        ("file", False, False), ("folder", True, False),
-        ("to file", False, True), ("to folder", True, True),
-    ]  # fmt: skip
+        ("file", False, False),
+        ("folder", True, False),
+        ("to file", False, True),
+        ("to folder", True, True),
+    ]
     assert store.list("")[2].size_bytes == 5
     assert sorted(store.file_names("")) == ["file", "to file"]
 
@@ -336,7 +347,7 @@ def test_a_folder_that_cannot_be_listed_is_a_failure(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.create("file", b"")
     for look in (store.list, store.file_names):
-        with pytest.raises(StorageFailed, match="cannot list"):
+        with pytest.raises(StorageError, match="cannot list"):
             look("file")
 
 
@@ -344,9 +355,9 @@ def test_a_broken_symlink_is_not_an_entry_and_blocks_its_name(tmp_path: Path) ->
     (tmp_path / "x").symlink_to(tmp_path / "nowhere")
     store = DirectoryStore(tmp_path)
     assert store.list("") == []
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         store.create("x", b"1")
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         store.open_writer("x", expected_bytes=0)
 
 
@@ -357,7 +368,7 @@ def test_writing_to_an_address_that_is_not_aligned_is_a_mistake_of_the_caller(
     writer = store.open_writer("x", expected_bytes=0)
     if writer.alignment_bytes == 1:
         pytest.skip("no direct I/O here")
-    with aligned(3 * 4096) as view, pytest.raises(Usage, match="not aligned"):
+    with aligned(3 * 4096) as view, pytest.raises(UsageError, match="not aligned"):
         writer.write_at(0, view[1 : 1 + 4096])
     write_piece(writer, 0, b"fine")
     writer.finish(4)
@@ -383,7 +394,7 @@ def test_nothing_is_changed_behind_a_link_within_the_store(tmp_path: Path) -> No
             store.delete,
             store.delete_folder,
         ):
-            with pytest.raises(Usage, match="behind a symbolic link"):
+            with pytest.raises(UsageError, match="behind a symbolic link"):
                 change(f"{place}/precious")
     assert sorted(outside.rglob("*")) == before
     assert store.read("link/precious", limit_bytes=9) == b"1"
@@ -401,7 +412,7 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
 def test_a_folder_whose_name_could_not_be_made_durable_is_not_there(tmp_path: Path) -> None:
     disk = FailingDisk(1, errno.EIO, kinds=frozenset({Kind.SYNC_FOLDER}))
     store = DirectoryStore(tmp_path, disk=disk)
-    with pytest.raises(StorageFailed, match="make a folder"):
+    with pytest.raises(StorageError, match="make a folder"):
         store.make_folder("a")
     assert store.list("") == []
     store.make_folder("a")

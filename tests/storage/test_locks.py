@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import Exists, StorageFailed
+from laststep.errors import AlreadyExistsError, StorageError
 from laststep.storage import locks
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import in_child
@@ -159,7 +159,7 @@ def test_a_link_in_the_place_of_a_lock_is_refused(store: DirectoryStore, tmp_pat
     for name, target in (("a", "nowhere"), ("b", "there")):
         (tmp_path / "there").write_bytes(b"")
         (tmp_path / "s" / "epochs" / name).symlink_to(tmp_path / target)
-        with pytest.raises(StorageFailed, match="open the lock"):
+        with pytest.raises(StorageError, match="open the lock"):
             store.lock(f"epochs/{name}")
     assert not (tmp_path / "nowhere").exists()
 
@@ -182,9 +182,9 @@ def test_where_there_are_record_locks_only_they_serve(store: DirectoryStore) -> 
     lock = store.lock("x.lock")
     assert store.is_locked("x.lock")
     assert seen_elsewhere(store)
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         store.lock("x.lock")
-    with pytest.raises(StorageFailed, match="mark a place"):
+    with pytest.raises(StorageError, match="mark a place"):
         lock.mark(1)
     assert seen_elsewhere(store)
     lock.close()

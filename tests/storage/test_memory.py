@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import laststep
 from laststep.adapters.dcp import Reader, Writer
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.cli import app
 from laststep.read.verify import verify_checkpoint

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import Exists, NotFound, StorageFailed, Usage
-from laststep.storage import leases, transfers
+from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
+from laststep.storage import objects, transfers
 from laststep.storage.objects import ObjectStore
 from laststep.testing.stores import SharedStoreConformance, in_child, write_file
 
@@ -63,7 +63,7 @@ class TestObjectStore(SharedStoreConformance):
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
         assert store.is_locked("x.lock")
-        with pytest.raises(Exists):
+        with pytest.raises(AlreadyExistsError):
             store.lock("x.lock")
         child.kill()
         child.communicate()
@@ -78,7 +78,7 @@ class TestObjectStore(SharedStoreConformance):
             lock.close()
             try:
                 store.is_locked("x.lock")
-            except Usage:
+            except UsageError:
                 return True
             return False
 
@@ -101,9 +101,9 @@ def test_who_slept_while_a_folder_was_deleted_cannot_bring_it_back(
     sleeper.create("a/deep/y", b"1")
     store.delete_folder("a")
     writer.write_at(0, memoryview(b"123"))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         writer.finish(3)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         sleeper.create("a/deep/z", b"1")
     assert store.list("") == store.list("a") == store.list("a/deep") == []
     assert store._bucket.below(store._bucket.prefix) == []
@@ -117,7 +117,7 @@ def test_a_folder_that_was_made_again_is_not_the_one_that_a_sleeper_knew(
     sleeper.create("a/x", b"1")
     store.delete_folder("a")
     store.make_folder("a")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         sleeper.create("a/manifest", b"1")
     assert store.list("a") == []
 
@@ -156,21 +156,21 @@ def test_what_a_dead_deleter_left_is_listed_as_temporary_and_can_be_deleted(
 
 
 def test_the_name_of_a_marker_is_refused(store: ObjectStore) -> None:
-    with pytest.raises(Usage, match="means a folder"):
+    with pytest.raises(UsageError, match="means a folder"):
         store.create(".a.folder", b"1")
 
 
 def test_a_lease_that_is_not_renewed_ends_by_the_clock_of_the_server(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases.Holder, "is_gone", False)
+    monkeypatch.setattr(objects.Holder, "is_gone", False)
     lock = store.lock("x.lock")
     other = ObjectStore(store.url)
     now = other._leases._clock.now_s()
     monkeypatch.setattr("time.time", lambda: now + 1e6)  # our own clock has no say
     assert other.is_locked("x.lock")
     with monkeypatch.context() as later:
-        later.setattr(leases.ServerClock, "now_s", lambda self: now + leases.DEAD_S + 2)
+        later.setattr(objects.ServerClock, "now_s", lambda self: now + objects.DEAD_S + 2)
         assert not other.is_locked("x.lock")
         taken = other.lock("x.lock")
     lock._renew_now()
@@ -231,9 +231,11 @@ def test_bytes_that_come_twice_do_not_make_a_part_whole(store: ObjectStore) -> N
     writer = store.open_writer("x", expected_bytes=2 * part)
     view = memoryview(data)
     for start, stop in (
-        (part, 2 * part - 4096), (2 * part - 8192, 2 * part - 4096), (2 * part - 4096, 2 * part),
+        (part, 2 * part - 4096),
+        (2 * part - 8192, 2 * part - 4096),
+        (2 * part - 4096, 2 * part),
         (0, part),
-    ):  # fmt: skip
+    ):
         writer.write_at(start, view[start:stop])
     writer.finish(2 * part)
     assert store.read("x", limit_bytes=2 * part) == data
@@ -267,14 +269,14 @@ def test_without_keys_to_sign_with_a_file_is_kept_on_the_disk_and_then_uploaded(
     for name, content in (("large", data), ("small", data[:100])):
         write_file(store, f"f/{name}", content)
         assert store.read(f"f/{name}", limit_bytes=len(data)) == content
-        with pytest.raises(Exists):
+        with pytest.raises(AlreadyExistsError):
             store.open_writer(f"f/{name}", expected_bytes=1)
     store.delete_folder("f")
     assert store.list("") == []
 
 
 def test_a_bucket_that_the_server_does_not_have_is_named(s3: str) -> None:
-    with pytest.raises(StorageFailed, match="404 NoSuchBucket") as caught:
+    with pytest.raises(StorageError, match="404 NoSuchBucket") as caught:
         ObjectStore("s3://nowhere/run").list("")
     assert "make the bucket" in str(caught.value)
 

@@ -15,10 +15,10 @@ import fake_s3
 import pytest
 from obstore import exceptions
 
-from laststep.errors import NotFound, StorageFailed
-from laststep.storage import leases, retrying, transfers
+from laststep.errors import NotFoundError, StorageError
+from laststep.storage import bucket, objects, transfers
+from laststep.storage.bucket import Patience, Trouble, persist
 from laststep.storage.objects import ObjectStore
-from laststep.storage.retrying import Patience, Trouble, persist
 from laststep.testing.stores import write_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -62,7 +62,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         def monotonic() -> float:
             return time.monotonic() + sum(waited)
 
-    monkeypatch.setattr(retrying, "time", Clock)
+    monkeypatch.setattr(bucket, "time", Clock)
     return waited
 
 
@@ -87,7 +87,7 @@ def test_a_bucket_that_is_not_there_or_elsewhere_is_named_at_once(
 ) -> None:
     for method in ("PUT", "POST", "GET", "DELETE"):
         server.fail(kind, method, 1000)
-    with pytest.raises(StorageFailed, match=said) as caught:
+    with pytest.raises(StorageError, match=said) as caught:
         CALLS[call](store)
     assert not caught.value.transient
     assert caught.value.remedy is not None
@@ -98,7 +98,7 @@ def test_a_file_that_is_deleted_while_it_is_read_is_not_found(store: ObjectStore
     store.create("x", b"123")
     reader = store.open_reader("x")
     store.delete("x")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         reader.read_into(0, memoryview(bytearray(3)))
 
 
@@ -109,7 +109,7 @@ def test_a_part_of_an_upload_that_somebody_has_aborted_fails_with_that(
     part = memoryview(bytes(transfers.PART_BYTES))
     writer.write_at(0, part)
     server.uploads.clear()
-    with pytest.raises(StorageFailed, match="404 NoSuchUpload"):
+    with pytest.raises(StorageError, match="404 NoSuchUpload"):
         writer.write_at(transfers.PART_BYTES, part)
     writer.close()
 
@@ -296,7 +296,7 @@ def test_a_lease_whose_renewal_came_through_though_it_failed_is_not_lost(
     hasty = ObjectStore(URL, Patience(deadline_s=0.0, request_s=60, idle_s=30))
     lock = hasty.lock("x.lock")
     server.fail("lost", "PUT", 1, key="x.lock")
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         lock._renew_now()
     lock._renew_now()
     assert not lock.is_lost
@@ -318,7 +318,7 @@ def test_a_folder_for_temporary_files_that_is_not_there_is_a_failure_of_storage(
 ) -> None:
     monkeypatch.setattr("laststep.storage.s3.of_bucket", lambda bucket: None)
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(StorageFailed, match="/nowhere"):
+    with pytest.raises(StorageError, match="/nowhere"):
         store.open_writer("x", expected_bytes=1)
 
 
@@ -326,7 +326,7 @@ def test_a_folder_for_temporary_files_that_is_not_there_is_a_failure_of_storage(
 def test_a_server_that_does_not_tell_the_time_is_a_failure_of_storage(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, date: str | None
 ) -> None:
-    monkeypatch.setattr(leases.Holder, "is_gone", False)
+    monkeypatch.setattr(objects.Holder, "is_gone", False)
     lock = store.lock("x.lock")
 
     def send_header(self: object, name: str, value: str) -> None:
@@ -338,7 +338,7 @@ def test_a_server_that_does_not_tell_the_time_is_a_failure_of_storage(
 
     sent = fake_s3._Handler.send_header
     monkeypatch.setattr(fake_s3._Handler, "send_header", send_header)
-    with closing(lock), pytest.raises(StorageFailed, match="ask for the time"):
+    with closing(lock), pytest.raises(StorageError, match="ask for the time"):
         ObjectStore(URL).is_locked("x.lock")
 
 
@@ -346,7 +346,7 @@ def test_a_file_that_cannot_be_looked_up_is_named_once(
     server: fake_s3.Server, store: ObjectStore
 ) -> None:
     server.fail("denied", "HEAD", 1)
-    with pytest.raises(StorageFailed, match=r"(?<! at) at s3://bucket/run/first:"):
+    with pytest.raises(StorageError, match=r"(?<! at) at s3://bucket/run/first:"):
         store.open_reader("first")
 
 
@@ -357,11 +357,8 @@ def test_without_credentials_that_is_said_of_every_call(
         raise exceptions.UnauthenticatedError("no keys: hidden-from-all")
 
     monkeypatch.setattr("obstore.sign", sign)
-    for call in (
-        lambda: store.open_writer("x", expected_bytes=1),
-        store._leases._clock.now_s,
-    ):
-        with pytest.raises(StorageFailed, match="access denied") as caught:
+    for call in (lambda: store.open_writer("x", expected_bytes=1), store._leases._clock.now_s):
+        with pytest.raises(StorageError, match="access denied") as caught:
             call()
         assert "hidden" not in str(caught.value)
 
@@ -373,7 +370,7 @@ def test_pauses_grow_and_differ_between_clients(pauses: list[float]) -> None:
     def fail() -> None:
         raise Trouble("down", transient=True)
 
-    with pytest.raises(StorageFailed, match=r"down, \d+ times"):
+    with pytest.raises(StorageError, match=r"down, \d+ times"):
         persist(fail, what="ask", where="there", patience=Patience(deadline_s=58.0))
     longest = [min(0.1 * 2**turn, 10.0) for turn in range(len(pauses))]
     assert all(most / 2 <= pause <= most for most, pause in zip(longest, pauses, strict=True))
@@ -391,6 +388,6 @@ def test_what_is_asked_within_a_request_ends_with_its_deadline(pauses: list[floa
             raise Trouble("down", transient=True)
         persist(inner, what="look", where="there", patience=patience)
 
-    with pytest.raises(StorageFailed, match="cannot look"):
+    with pytest.raises(StorageError, match="cannot look"):
         persist(outer, what="write", where="there", patience=patience)
     assert 90 <= sum(pauses) <= 100

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import laststep
 from laststep import events
 from laststep.cli import app
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.tiers import draining
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,10 +38,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
 
 def test_verify_reports_the_denial_and_no_damage(server: fake_s3.Server) -> None:
     server.fail("denied", "GET", ALWAYS, key=".safetensors")
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         laststep.open(URL).latest().verify()
     ended = CliRunner().invoke(app, ["verify", URL])
-    assert isinstance(ended.exception, StorageFailed)
+    assert isinstance(ended.exception, StorageError)
     assert "DAMAGED" not in ended.output
 
 
@@ -50,7 +50,7 @@ def test_copy_reports_the_denial_and_no_damage(
     server: fake_s3.Server, tmp_path: Path, after: int
 ) -> None:
     server.fail("denied", "GET", ALWAYS, key=".safetensors", after=after)
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         laststep.copy(URL, tmp_path / "copy")
     server.faults.clear()
     laststep.copy(URL, tmp_path / "copy")
@@ -64,9 +64,12 @@ def test_a_replication_that_was_denied_is_tried_again(
     heard: list[events.Event] = []
     replica = tmp_path / "replica"
     with laststep.Checkpointer(
-        tiers=[URL, str(replica)], s=torch.zeros(100), progress=False, flush="thread",
+        tiers=[URL, str(replica)],
+        s=torch.zeros(100),
+        progress=False,
+        flush="thread",
         subscribers=[heard.append],
-    ) as ckpt:  # fmt: skip
+    ) as ckpt:
         ckpt.restore()
         wait_until(lambda: any(is_of(event, 1) for event in heard))
         server.fail("denied", "GET", 2, key="step-00000002.2-1/shared.safetensors", after=1)

@@ -13,12 +13,11 @@ import fake_s3
 import pytest
 import weed
 
-from laststep.errors import Exists, StorageFailed, Usage
-from laststep.storage import objects, retrying, transfers
-from laststep.storage.objects import ObjectStore
-from laststep.storage.probe import probe
+from laststep.errors import AlreadyExistsError, StorageError, UsageError
+from laststep.storage import bucket, objects, transfers
+from laststep.storage.bucket import Patience
+from laststep.storage.objects import ObjectStore, probe
 from laststep.storage.registry import open_store
-from laststep.storage.retrying import Patience
 from laststep.testing.stores import race_to_create, write_file
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def test_a_server_that_lacks_something_is_refused_and_that_is_named(
     server: fake_s3.Server, lacks: str, named: str
 ) -> None:
     server.lacks.add(lacks)
-    with pytest.raises(StorageFailed, match=named) as caught:
+    with pytest.raises(StorageError, match=named) as caught:
         ObjectStore(URL).create("x", b"1")
     assert not caught.value.transient
     assert caught.value.remedy is not None
@@ -102,7 +101,7 @@ def test_the_same_bytes_of_somebody_else_are_not_taken_for_ones_own(
 ) -> None:
     ObjectStore(URL).create("x", b"same")
     server.fail("reset", "PUT", key="run/x")
-    with pytest.raises(Exists):
+    with pytest.raises(AlreadyExistsError):
         store.create("x", b"same")
 
 
@@ -113,7 +112,7 @@ def test_of_many_exactly_one_creates_though_answers_get_lost(server: fake_s3.Ser
         server.fail("lost", "PUT", 3, key=f"x{turn}")
         won, lost = race_to_create(stores, f"x{turn}")
         assert won == [server.objects[f"run/x{turn}"].data]
-        assert {type(error) for error in lost} == {Exists}
+        assert {type(error) for error in lost} == {AlreadyExistsError}
 
 
 def test_an_upload_whose_last_answer_got_lost_is_complete(
@@ -189,10 +188,10 @@ def test_what_fails_for_too_long_says_how_often_and_how_long_it_was_tried(
     clock = SimpleNamespace(
         sleep=waited.append, monotonic=lambda: time.monotonic() + sum(waited)
     )  # nothing waits
-    monkeypatch.setattr(retrying, "time", clock)
+    monkeypatch.setattr(bucket, "time", clock)
     store = ObjectStore(URL, Patience(deadline_s=120, request_s=60, idle_s=30))
     server.fail("503", "*", 1000)
-    with pytest.raises(StorageFailed, match=r"503 SlowDown, \d+ times in \d+\.\d s") as caught:
+    with pytest.raises(StorageError, match=r"503 SlowDown, \d+ times in \d+\.\d s") as caught:
         store.read("x", limit_bytes=9)
     assert caught.value.transient
     assert len(server.asked) == len(waited) + 1 > 2
@@ -204,7 +203,7 @@ def test_a_failed_part_fails_the_write_and_close_aborts_the_upload(
     server.fail("denied", "PUT", 1, query="partNumber=2")
     writer = store.open_writer("x", expected_bytes=4 * transfers.PART_BYTES)
     memory = mmap.mmap(-1, 3 * transfers.PART_BYTES)
-    with memoryview(memory) as view, pytest.raises(StorageFailed, match="403") as caught:
+    with memoryview(memory) as view, pytest.raises(StorageError, match="403") as caught:
         writer.write_at(0, view)
     assert caught.value.__traceback__ is not None
     memory.close()  # while somebody handles the error, whose frames hold no view of it
@@ -232,7 +231,7 @@ def test_no_error_and_no_log_has_a_key_or_a_signature(
         lambda: writer.write_at(0, memoryview(bytes(transfers.PART_BYTES))),
         lambda: ObjectStore("s3://other/run").make_folder("x"),
     ):
-        with pytest.raises(StorageFailed, match="403") as caught:
+        with pytest.raises(StorageError, match="403") as caught:
             call()
         error: BaseException | None = caught.value
         told = [caplog.text]
@@ -249,14 +248,14 @@ def test_no_error_and_no_log_has_a_key_or_a_signature(
     "url", ["s3://me:hidden@bucket/run", "gs://hidden@bucket", "az://a:hidden@b"]
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(Usage, match="user or a password") as caught:
+    with pytest.raises(UsageError, match="user or a password") as caught:
         open_store(url)
     assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "s3://bucket/run?x=1", "s3://bucket/a/../b"])
 def test_a_url_that_names_no_place_is_refused(url: str) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(UsageError):
         open_store(url)
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import laststep
+from laststep.catalog.lineage import parse_folder
 from laststep.catalog.listing import Scanner
-from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.storage.objects import ObjectStore
 from laststep.storage.registry import open_store
 
@@ -52,7 +52,7 @@ def test_a_run_is_not_begun_anew_however_many_listings_are_wrong(server: fake_s3
             with opened(state) as ckpt:
                 assert ckpt.restore().step == 2
             assert bool((state["w"] == 22).all())
-        except StorageFailed:
+        except StorageError:
             failures += 1
         server.faults.clear()
     assert failures
@@ -60,7 +60,7 @@ def test_a_run_is_not_begun_anew_however_many_listings_are_wrong(server: fake_s3
 
 def test_a_save_without_a_restore_does_not_begin_the_run_anew(server: fake_s3.Server) -> None:
     server.fail("html", "GET", ALWAYS, query="list-type")
-    with opened({"w": torch.zeros(100)}) as ckpt, pytest.raises(StorageFailed):
+    with opened({"w": torch.zeros(100)}) as ckpt, pytest.raises(StorageError):
         ckpt.save(0).result()
     server.faults.clear()
     assert laststep.open(URL).latest().step == 2
@@ -71,7 +71,7 @@ def test_a_wrong_listing_of_one_folder_does_not_hide_the_newest_checkpoint(
     server: fake_s3.Server, folder: str
 ) -> None:
     server.fail("html", "GET", ALWAYS, query=f"prefix=run%2F{folder}")
-    with opened({"w": torch.zeros(100)}) as ckpt, pytest.raises(StorageFailed):
+    with opened({"w": torch.zeros(100)}) as ckpt, pytest.raises(StorageError):
         ckpt.restore()
     assert any(asked.lists and folder in asked.query for asked in server.asked)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import Exists
+from laststep.errors import AlreadyExistsError
 from laststep.storage import objects, transfers
 from laststep.storage.objects import ObjectStore
 from laststep.testing.stores import race_to_create, write_file
@@ -66,7 +66,7 @@ def test_of_many_exactly_one_creates_though_answers_get_lost(
         proxy.fail("lost", "PUT", 2, key=f"x{turn}")
         won, lost = race_to_create(stores, f"x{turn}")
         assert won == [stores[0].read(f"x{turn}", limit_bytes=999)]
-        assert {type(error) for error in lost} == {Exists}
+        assert {type(error) for error in lost} == {AlreadyExistsError}
 
 
 def test_an_upload_whose_last_answer_got_lost_is_complete(

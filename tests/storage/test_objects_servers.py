@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import weed
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.storage import objects
 from laststep.storage.objects import ObjectStore
 
@@ -20,9 +20,11 @@ pytestmark = pytest.mark.long
 def refused(command: list[str], port: int, folder: Path, patched: pytest.MonkeyPatch) -> str:
     """What is said of a server that runs meanwhile."""
     settings = {
-        "AWS_ACCESS_KEY_ID": "S3RVER", "AWS_SECRET_ACCESS_KEY": "S3RVER", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "S3RVER",
+        "AWS_SECRET_ACCESS_KEY": "S3RVER",
+        "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-    }  # fmt: skip
+    }
     for name, value in settings.items():
         patched.setenv(name, value)
     patched.setattr(objects, "_probed", set())
@@ -30,7 +32,7 @@ def refused(command: list[str], port: int, folder: Path, patched: pytest.MonkeyP
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         weed.wait_until_it_answers(settings["AWS_ENDPOINT_URL"], server, folder / "log")
-        with pytest.raises(StorageFailed, match="cannot keep a run") as caught:
+        with pytest.raises(StorageError, match="cannot keep a run") as caught:
             ObjectStore("s3://bucket/run").make_folder("f")
         return str(caught.value)
     finally:

@@ -12,7 +12,7 @@ import torch
 
 import laststep
 from laststep.catalog.run import Run
-from laststep.errors import Aborted
+from laststep.errors import AbortedError
 from laststep.storage.objects import ObjectStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,6 +43,6 @@ def test_a_writer_that_was_taken_over_in_the_middle_of_a_file_is_told_so(
         del server.objects["run/epochs/00000001.lock"]
     Run.open(ObjectStore(URL)).claim_epoch(None)
     server.released.set()
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         handle.result()
     ckpt.close()

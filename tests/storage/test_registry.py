@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.storage import registry
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.memory import MemoryStore
@@ -61,7 +61,7 @@ def test_the_url_of_a_file_is_decoded_and_a_path_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["file://elsewhere/run", "file://", "file://run"])
 def test_the_url_of_another_machines_file_is_refused(place: str) -> None:
-    with pytest.raises(Usage, match="this is a URL"):
+    with pytest.raises(UsageError, match="this is a URL"):
         open_store(place)
 
 
@@ -78,7 +78,7 @@ def test_the_url_of_another_machines_file_is_refused(place: str) -> None:
 def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
     use: Callable[[str], object],
 ) -> None:
-    with pytest.raises(Usage) as caught:
+    with pytest.raises(UsageError) as caught:
         use("ftp://bucket/run")
     assert caught.value.what == "no store is registered for ftp://"
     assert "file://, gs://, memory://, s3://" in str(caught.value)
@@ -98,7 +98,7 @@ def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
     ],
 )
 def test_what_cannot_open_a_store_is_not_registered(scheme: str, opener: object) -> None:
-    with pytest.raises(Usage, match="cannot register"):
+    with pytest.raises(UsageError, match="cannot register"):
         register_store(scheme, opener)  # type: ignore[arg-type]
     assert scheme not in registry._openers
 
@@ -115,12 +115,12 @@ def test_a_store_is_opened_with_its_url_whoever_registered_it(shelf: str, tmp_pa
 
 def test_what_cannot_be_imported_says_so() -> None:
     register_store("shelf", "no_such_module:open")
-    with pytest.raises(Usage, match="cannot import what opens this store"):
+    with pytest.raises(UsageError, match="cannot import what opens this store"):
         open_store("shelf://x")
 
 
 def test_a_whole_store_has_no_parent() -> None:
-    with pytest.raises(Usage, match="a whole store"):
+    with pytest.raises(UsageError, match="a whole store"):
         open_parent("memory://here")
 
 
@@ -130,7 +130,7 @@ def test_an_installed_package_brings_its_scheme_along(
     point = EntryPoint(name="shelf", value=shelf, group="laststep.stores")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point])
     assert open_store(f"shelf:/{tmp_path}/run").url == f"shelf:/{tmp_path}/run"
-    with pytest.raises(Usage, match="file://, gs://, memory://, s3://, shelf://"):
+    with pytest.raises(UsageError, match="file://, gs://, memory://, s3://, shelf://"):
         open_store("ftp://x")
 
 
@@ -147,17 +147,17 @@ def test_the_flushers_process_opens_a_store_of_somebody_elses(shelf: str, tmp_pa
     assert torch.equal(found["s"]["w"], state["w"])
     alone = laststep.load(f"{url}/step-00000003.1-1")
     assert torch.equal(alone["s"]["w"], state["w"])
-    with pytest.raises(NotFound, match="this is one checkpoint"):
+    with pytest.raises(NotFoundError, match="this is one checkpoint"):
         laststep.open(f"{url}/step-00000003.1-1")
-    with pytest.raises(Usage, match=f"its run is {url}"):
+    with pytest.raises(UsageError, match=f"its run is {url}"):
         laststep.Checkpointer(f"{url}/step-00000003.1-1", s=state)
 
 
 def test_a_store_of_this_process_alone_is_refused_for_a_flusher_of_its_own() -> None:
-    with pytest.raises(Usage, match="pass flush='thread'"):
+    with pytest.raises(UsageError, match="pass flush='thread'"):
         laststep.Checkpointer("memory://refused", s={"a": 1})
 
 
 def test_what_is_written_to_a_folder_is_refused_for_a_store() -> None:
-    with pytest.raises(Usage, match="a folder on this machine"):
+    with pytest.raises(UsageError, match="a folder on this machine"):
         laststep.save({"a": 1}, "memory://one-off")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.memory import segments
 from laststep.storage import shared_memory
 from laststep.storage.registry import open_parent, open_store
@@ -73,7 +73,7 @@ def test_it_lies_in_a_folder_that_nobody_else_can_look_into(base: Path) -> None:
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert (own / "runs" / "team" / "gpt" / "x").read_bytes() == b"1"
     own.chmod(0o755)
-    with pytest.raises(StorageFailed, match="into which others can look"):
+    with pytest.raises(StorageError, match="into which others can look"):
         SharedMemoryStore("shm://team/gpt")
 
 
@@ -85,13 +85,13 @@ def test_a_run_is_no_segment(base: Path) -> None:
 def test_a_machine_without_shared_memory_says_so(base: Path) -> None:
     base.rmdir()
     store = SharedMemoryStore("shm://gpt")
-    with pytest.raises(StorageFailed, match="there is no shared memory"):
+    with pytest.raises(StorageError, match="there is no shared memory"):
         store.create("x", b"1")
 
 
 @pytest.mark.parametrize("url", ["shm://", "shm:///mnt/tmpfs/gpt", "shm://a/../../b", "shm://a//b"])
 def test_what_names_no_run_is_refused(url: str) -> None:
-    with pytest.raises(Usage, match="this names no run in shared memory"):
+    with pytest.raises(UsageError, match="this names no run in shared memory"):
         open_store(url)
 
 

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from laststep.storage.signing import Keys, authorization, known_keys
+from laststep.storage.s3 import Keys, authorization, known_keys
 
 if TYPE_CHECKING:
     import pytest
@@ -18,14 +18,16 @@ NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 def test_a_request_is_signed_as_in_amazons_example() -> None:
     """ "GET Object" of "Signature Calculations for the Authorization Header" in the S3 API."""
     keys = Keys(
-        name="AKIAIOSFODNN7EXAMPLE", secret="wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",  # noqa: S106
+        name="AKIAIOSFODNN7EXAMPLE",
+        secret="wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",  # noqa: S106
         session=None,
-    )  # fmt: skip
+    )
     headers = {
-        "host": "examplebucket.s3.amazonaws.com", "range": "bytes=0-9",
+        "host": "examplebucket.s3.amazonaws.com",
+        "range": "bytes=0-9",
         "x-amz-content-sha256": hashlib.sha256(b"").hexdigest(),
         "x-amz-date": "20130524T000000Z",
-    }  # fmt: skip
+    }
     signed = authorization(keys, "us-east-1", "GET\n/test.txt\n", headers)
     assert signed.endswith("f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41")
     assert "SECRET" not in repr(keys)

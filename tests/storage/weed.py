@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 KEYS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIbPxRfiCYEXAMPLE"}
 BUCKET = "runs"
 _PORTS = (
-    *(f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer", "admin")
-      for kind in ("", ".grpc")),
-    "s3.port.iceberg", "s3.port.lance",
-)  # fmt: skip
+    *(
+        f"{part}.port{kind}"
+        for part in ("s3", "master", "volume", "filer", "admin")
+        for kind in ("", ".grpc")
+    ),
+    "s3.port.iceberg",
+    "s3.port.lance",
+)
 _STARTS_S = 120.0
 _TRIES = 3
 
@@ -94,9 +98,13 @@ def wait_until_it_answers(endpoint: str, server: subprocess.Popen[bytes], log: P
 def _wait_for_bucket(endpoint: str) -> None:
     """The server answers before it has made the bucket."""
     client = S3Store(
-        BUCKET, endpoint=endpoint, region="x", client_options={"allow_http": True},
-        access_key_id=KEYS["AWS_ACCESS_KEY_ID"], secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-    )  # fmt: skip
+        BUCKET,
+        endpoint=endpoint,
+        region="x",
+        client_options={"allow_http": True},
+        access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+        secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+    )
     deadline = time.monotonic() + _STARTS_S
     while True:
         try:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 def job(base: Path, run: Path, state: torch.Tensor, *further: Path) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[f"shm://{base}", *map(str, (run, *further))], items={"state": {"all": state}},
-        progress=False, host_memory_bytes=160 << 20, flush="thread",
-    )  # fmt: skip
+        tiers=[f"shm://{base}", *map(str, (run, *further))],
+        items={"state": {"all": state}},
+        progress=False,
+        host_memory_bytes=160 << 20,
+        flush="thread",
+    )
 
 
 def fail_after(

@@ -44,9 +44,14 @@ def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
     if stuck:
         server.open_store = Stuck  # the flusher's: to all others it is a folder
     with laststep.Checkpointer(
-        tiers=[f"shm://{base}", run], state=state, host_memory_bytes=160 << 20, progress=False,
-        flush="thread" if stuck else "process", subscribers=[tell], keep=laststep.Keep(last=3),
-    ) as ckpt:  # fmt: skip
+        tiers=[f"shm://{base}", run],
+        state=state,
+        host_memory_bytes=160 << 20,
+        progress=False,
+        flush="thread" if stuck else "process",
+        subscribers=[tell],
+        keep=laststep.Keep(last=3),
+    ) as ckpt:
         restored = ckpt.restore()
         found = {
             float(value) for tensor in state.values() for value in (tensor.min(), tensor.max())

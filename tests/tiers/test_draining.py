@@ -14,8 +14,8 @@ import torch
 
 import laststep
 from laststep import events
-from laststep.catalog.names import AttemptName
-from laststep.errors import StorageFailed
+from laststep.catalog.lineage import AttemptName
+from laststep.errors import StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers.draining import Drain
 from laststep.tiers.drains import Drained, DrainFailed, DrainOrder, Drains
@@ -285,9 +285,7 @@ def test_ranks_bring_their_own_files_and_the_first_commits(places: Places) -> No
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(
-    places: Places,
-) -> None:
+def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(places: Places) -> None:
     with laststep.Checkpointer(places.home, state=places.state) as ckpt:
         ckpt.restore()
         older, newer = (attempt_of(places.save(ckpt, step)) for step in (1, 2))
@@ -346,7 +344,7 @@ class Half:
 
     def commit(self, _: str) -> None:
         if self.looks:
-            raise StorageFailed("it is not whole")
+            raise StorageError("it is not whole")
 
     def is_under_way(self, _: str) -> bool:
         self.looks -= 1
@@ -403,7 +401,7 @@ def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_its_restore(
         places.save(ckpt, 1)
 
     def fail(_: str) -> DirectoryStore:
-        raise StorageFailed("the network is down")
+        raise StorageError("the network is down")
 
     monkeypatch.setattr("laststep.tiers.further.open_store", fail)
     with places.open() as ckpt:

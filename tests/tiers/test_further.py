@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.tiers import further
 from waiting import wait_until
 
@@ -60,7 +60,7 @@ class Job:
         return values.pop()
 
     def far_has(self, step: int) -> bool:
-        with contextlib.suppress(laststep.NotFound):  # it is being made
+        with contextlib.suppress(laststep.NotFoundError):  # it is being made
             return step in steps(self.far)
         return False
 
@@ -219,12 +219,12 @@ def test_a_home_without_checkpoints_is_no_new_run_while_a_tier_cannot_be_asked(
     job.lose_home()
 
     def fail(_: str) -> DirectoryStore:
-        raise StorageFailed("the key is wrong")
+        raise StorageError("the key is wrong")
 
     with monkeypatch.context() as patch:
         patch.setattr(further, "open_store", fail)
         for _ in range(2):  # whoever starts it again is told so again
-            told = pytest.raises(StorageFailed, match="far may have some")
+            told = pytest.raises(StorageError, match="far may have some")
             with job.open() as ckpt, told:
                 ckpt.restore()
     assert job.back() == 1
@@ -238,7 +238,7 @@ def test_a_tier_that_does_not_answer_holds_up_no_start_for_long(
 
     def stuck(_: str) -> DirectoryStore:
         answers.wait()
-        raise StorageFailed("too late")
+        raise StorageError("too late")
 
     monkeypatch.setattr(further, "BRIEF_S", 0.1)
     monkeypatch.setattr(further, "open_store", stuck)
@@ -257,7 +257,7 @@ def test_a_tier_of_another_run_is_refused_where_home_has_nothing(job: Job) -> No
     job.far.with_name("other").rename(job.far)
     for folder in job.home.glob("step-*"):
         shutil.rmtree(folder)
-    with job.open() as ckpt, pytest.raises(laststep.Usage, match="another run"):
+    with job.open() as ckpt, pytest.raises(laststep.UsageError, match="another run"):
         ckpt.restore()
 
 
@@ -328,7 +328,10 @@ def test_damage_everywhere_is_no_new_run(job: Job, spoil: object) -> None:
     job.start(1)
     spoil(job.newest(job.far))  # type: ignore[operator]
     job.lose_home()
-    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none of the 1 checkpoints"):
+    with (
+        job.open() as ckpt,
+        pytest.raises(laststep.CorruptError, match="none of the 1 checkpoints"),
+    ):
         ckpt.restore()
 
 

@@ -170,7 +170,7 @@ def test_what_memory_has_damaged_is_read_at_a_further_tier(
 
 
 def is_at(place: Path, step: int) -> bool:
-    with contextlib.suppress(laststep.NotFound):  # it is being made
+    with contextlib.suppress(laststep.NotFoundError):  # it is being made
         return step in laststep.open(place).steps()
     return False
 

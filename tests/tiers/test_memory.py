@@ -18,9 +18,9 @@ import torch
 
 import laststep
 from laststep.catalog.run import Run
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.memory import segments
-from laststep.memory.shared import Mapping
+from laststep.memory.segments import Mapping
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
@@ -241,7 +241,7 @@ def damage_memory(base: str) -> None:
     (segment,) = segments.found(base)
     (save,) = sealed.saves_in(segment)
     with Path(segment.pool_path).open("r+b") as pool:
-        for slot in save.slots:
+        for slot in save.needed_slots:
             pool.seek(slot * (16 << 20) + 5)
             pool.write(b"\x01")
 
@@ -386,8 +386,9 @@ def test_what_is_rounded_is_rounded_in_memory_too(base: str, run_folder: Path) -
 def test_a_state_that_does_not_fit_is_saved_and_not_kept(
     base: str, run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(base, run_folder, {"w": torch.ones(24 << 20)}, host_memory_bytes=64 * MB,
-                flush="thread") as ckpt:  # fmt: skip
+    with opened(
+        base, run_folder, {"w": torch.ones(24 << 20)}, host_memory_bytes=64 * MB, flush="thread"
+    ) as ckpt:
         ckpt.restore()
         for step in range(3):
             assert set(ckpt.save(step).result().tiers) == {str(run_folder)}
@@ -469,7 +470,7 @@ def test_nobody_else_can_look_into_a_segment(base: str, run_folder: Path) -> Non
         place = Path(segment.folder)
         assert [oct(path.stat().st_mode & 0o777) for path in (place, place.parent)] == ["0o700"] * 2
     place.parent.chmod(0o755)
-    with pytest.raises(StorageFailed, match="into which others can look"):
+    with pytest.raises(StorageError, match="into which others can look"):
         opened(base, run_folder, state_of())
 
 
@@ -479,7 +480,7 @@ def test_a_container_with_little_shared_memory_is_told_what_to_do(
     place = tmp_path / "small"
     place.mkdir()
     mount(place, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
-    with pytest.raises(StorageFailed, match=r"too little shared memory.*--shm-size"):
+    with pytest.raises(StorageError, match=r"too little shared memory.*--shm-size"):
         opened(str(place), run_folder, state_of())
 
 
@@ -487,7 +488,7 @@ def test_a_container_with_little_shared_memory_is_told_what_to_do(
     "tiers", [[], ["shm://"], ["runs/a", "shm://"], ["shm://", "shm://", "runs/a"], [3], "runs/a"]
 )
 def test_tiers_that_make_no_sense_are_refused(tiers: object) -> None:
-    with pytest.raises(Usage, match=re.compile("tier")):
+    with pytest.raises(UsageError, match=re.compile("tier")):
         laststep.Checkpointer(tiers=tiers, state={"a": torch.ones(1)})  # type: ignore[arg-type]
 
 

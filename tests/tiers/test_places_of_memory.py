@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.memory import segments
 from laststep.storage.directory import DirectoryStore
 
@@ -31,9 +31,12 @@ class Places:
 
     def trainer(self, run: Path) -> laststep.Checkpointer:
         return laststep.Checkpointer(
-            tiers=[f"shm://{self.base}", str(run)], items={"state": {"all": self.state}},
-            progress=False, host_memory_bytes=160 * MB, flush="thread",
-        )  # fmt: skip
+            tiers=[f"shm://{self.base}", str(run)],
+            items={"state": {"all": self.state}},
+            progress=False,
+            host_memory_bytes=160 * MB,
+            flush="thread",
+        )
 
     def restored(self, run: Path) -> tuple[int | None, float]:
         self.state.zero_()
@@ -54,13 +57,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         ckpt.save(1).result()
 
     def full(*_: object, **__: object) -> None:
-        raise StorageFailed("no room is left")
+        raise StorageError("no room is left")
 
     with monkeypatch.context() as patched, places.trainer(places.real / "run") as ckpt:
         ckpt.restore()
         patched.setattr(DirectoryStore, "open_writer", full)
         places.state.fill_(2)
-        assert isinstance(ckpt.save(2).exception(), StorageFailed)
+        assert isinstance(ckpt.save(2).exception(), StorageError)
     assert places.steps(places.real / "run") == [1]
     assert len(segments.found(str(places.base))) == 1
     return places

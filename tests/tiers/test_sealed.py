@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.memory.landing import Landing
+from laststep.memory.slots import Landing
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 from laststep.tiers import sealed
@@ -43,7 +43,7 @@ def checkpoint(base: Path, run_folder: Path) -> Iterator[SealedCheckpoint]:
 
 
 def of_tensors(checkpoint: SealedCheckpoint) -> SealedReader:
-    (name,) = [file.name for file in checkpoint.files.values() if file.tensor_bytes]
+    (name,) = [name for name, stored in checkpoint.layouts.items() if stored.layout.tensor_bytes]
     return checkpoint.reader(name)
 
 
@@ -104,7 +104,7 @@ def test_memory_that_was_cut_is_read(base: Path, checkpoint: SealedCheckpoint) -
         file.truncate(0)
     reader = of_tensors(checkpoint)
     assert reader.in_place(reader.header_bytes, 1) is None
-    with pytest.raises(laststep.Corrupt, match="shorter"):
+    with pytest.raises(laststep.CorruptError, match="shorter"):
         reader.read_into(reader.header_bytes, memoryview(bytearray(1)))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.tiers.tier import Tier, arranged
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_place_that_is_named_twice_is_refused(folder: Path, places: tuple[str, ...]) -> None:
     named = [place.format(folder=folder) for place in places]
-    with pytest.raises(Usage, match=r"two tiers are the same place at .*name each place once"):
+    with pytest.raises(UsageError, match=r"two tiers are the same place at .*name each place once"):
         arranged(None, ["shm://", *named], None)
 
 
 def test_retention_of_a_tier_never_comes_to_the_home_by_a_link(folder: Path) -> None:
     tiers = ["real/run", Tier("link/run", keep=laststep.Keep(last=1))]
-    with pytest.raises(Usage, match="two tiers are the same place"):
+    with pytest.raises(UsageError, match="two tiers are the same place"):
         laststep.Checkpointer(tiers=tiers, state={"step": 1})
 
 
@@ -52,7 +52,7 @@ def test_retention_of_a_tier_never_comes_to_the_home_by_a_link(folder: Path) -> 
 def test_a_tier_in_a_folder_that_a_run_needs_for_itself_is_refused(
     folder: Path, inner: str, order: int
 ) -> None:
-    with pytest.raises(Usage, match="a tier lies in what another keeps of its run"):
+    with pytest.raises(UsageError, match="a tier lies in what another keeps of its run"):
         arranged(None, ["real/run", inner][::order], None)
 
 
@@ -72,12 +72,12 @@ def test_places_of_their_own_are_taken(folder: Path, places: tuple[str, ...]) ->
 @pytest.mark.parametrize("place", ["s3://key:hidden@bucket/run", "gs://hidden@bucket/run"])
 def test_a_url_with_a_secret_is_refused_and_not_told(place: str, tmp_path: Path) -> None:
     for tier in (place, Tier(place)):
-        with pytest.raises(laststep.Usage, match="a user or a password") as told:
+        with pytest.raises(laststep.UsageError, match="a user or a password") as told:
             laststep.Checkpointer(tiers=[str(tmp_path / "home"), tier], state={})
         assert "hidden" not in str(told.value)
 
 
 @pytest.mark.parametrize("place", ["s3:/bucket/run", "s3:bucket", "shm:/dev/shm"])
 def test_a_url_that_lacks_a_slash_is_no_folder(place: str, tmp_path: Path) -> None:
-    with pytest.raises(laststep.Usage, match="looks like a URL"):
+    with pytest.raises(laststep.UsageError, match="looks like a URL"):
         laststep.Checkpointer(tiers=[str(tmp_path / "home"), place], state={})

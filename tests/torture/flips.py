@@ -1,10 +1,11 @@
 """Flip single bits in the files of a checkpoint, and judge what a restore then does.
 
 Every byte that docs/format.md puts under a digest is mapped before anything is flipped. After a
-flip in one of these a restore falls back to the older checkpoint and says so, or raises `Corrupt`,
-and `verify` finds the damage. Only a flip outside of all of them may go unnoticed, and then the
-restore gives the state of the newest checkpoint bit by bit. Nothing else ever happens.
-"""
+flip in one of these a restore falls back to the older checkpoint and says so, or raises
+`CorruptError`, and `verify` finds the damage. Restores do not read the headers of data files: a
+flip in one of those hurts none, and `verify` names the header. Only a flip outside of all of them
+may go unnoticed, and then the restore gives the state of the newest checkpoint bit by bit. Nothing
+else ever happens."""
 
 from __future__ import annotations
 
@@ -15,15 +16,14 @@ from tally import Tally, Violation
 
 import laststep
 import state
+from laststep.catalog.indexes import read_index
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format import manifest
-from laststep.read.blocks import Extent
-from laststep.read.coded import CodedExtent
-from laststep.read.files import open_file
+from laststep.format.index import RAW
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
+from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +35,8 @@ OLDER, NEWER = 4, 5
 EXACT = "exact"
 OUTSIDE = "exact, the byte is under no digest"
 SPARE = "exact, the bit means nothing in what is encoded"
+IN_A_HEADER = "exact, and verify names the header"
+HEADER = "a header"
 ENCODED = "an encoded block"
 """A digest covers what it decodes to; a few bits of zstandard's frames are ignored by all."""
 
@@ -75,51 +77,39 @@ def flip(run: Path, seed: int, tally: Tally, *, flips: int) -> None:
 
 
 def covered_bytes(folder: Path, name: str) -> tuple[Covered, ...]:
-    """What of a file of a sound checkpoint is under a digest, by the manifest and the headers; of
-    a file that is lent, what the others need of it."""
+    """What of a file of a sound checkpoint is under a digest, by the manifest and the index; of a
+    file that was written for an earlier checkpoint, what this one needs of it."""
+    size = (folder / name).stat().st_size
     decided = manifest.decode((folder / MANIFEST_NAME).read_bytes(), where=str(folder))
     if not isinstance(decided, manifest.Commit):
         raise Violation("wrong", f"{folder} is no checkpoint")
-    if name == MANIFEST_NAME:
-        # Its digest covers the content, and the document is that content and its digest, no more.
-        return (Covered(0, (folder / name).stat().st_size, "the manifest"),)
-    records = {record.name: record for record in decided.files}
-    if name not in records:
+    if name in (MANIFEST_NAME, "index-r00000"):
+        # A manifest is its content and the digest of that, and so is an index: no more.
+        return (Covered(0, size, name),)
+    index = read_index(DirectoryStore(folder.parent), folder.name, decided, 0)
+    number = next((n for n, file in enumerate(index.files) if file.name == name), None)
+    if number is None:
         return ()  # the format knows no such file
-    ranges = [Covered(0, records[name].header_bytes, "the header")]
-    for record in records.values():
-        if record.lent:
-            continue
-        store = DirectoryStore(folder.parent)
-        file = open_file(store, folder.name, record, records).sound()
-        size = file.header.tensor_bytes
-        blocks = [file.blocks(at, min(at + 1, size)) for at in range(0, size, BLOCK_BYTES)]
-        extents = [*blocks, *map(file.object, file.header.objects)]
-        extents += [
-            extent._anchor(number)
-            for extent in blocks
-            if isinstance(extent, CodedExtent)
-            for number, block in enumerate(extent._blocks)
-            if block.anchor is not None
-        ]
-        file.close()
-        ranges += [
-            Covered(extent.start, extent.stop, extent.what or f"block {extent.first}")
-            for extent in extents
-            if isinstance(extent, Extent) and extent.file == name
-        ]
-        ranges += [
-            Covered(*extent._place(block), ENCODED)
-            for extent in extents
-            if isinstance(extent, CodedExtent) and extent._file.record.name == name
-            for block in extent._blocks
-        ]
-    return tuple(ranges)
+    ranges: set[Covered] = set()
+    if name.endswith(".safetensors"):
+        length = int.from_bytes((folder / name).read_bytes()[:8], "little")
+        ranges.add(Covered(0, 8 + length, HEADER))
+    for stored in index.layouts:
+        refs = stored.refs()
+        for ref in [*refs, *(ref.base.block for ref in refs if ref.base is not None)]:
+            if ref.file == number:
+                what = "a block" if ref.encoding == RAW else ENCODED
+                ranges.add(Covered(ref.offset, ref.offset + ref.size_bytes, what))
+    return tuple(sorted(ranges))
 
 
 def _judge(outcome: str, byte: int, covered: tuple[Covered, ...]) -> str:
     """The outcome, if it is one that a flip of that byte may have."""
     under = [part.what for part in covered if part.start <= byte < part.stop]
+    if under == [HEADER]:
+        if outcome != EXACT:
+            raise Violation("wrong", f"{outcome}, but the byte is in {under}")
+        return IN_A_HEADER
     if outcome != EXACT:
         return outcome
     if under == [ENCODED]:
@@ -173,7 +163,7 @@ def _explicit(folder: Path) -> str:
     """Ask for the damaged one by its step: there is nothing to fall back to."""
     try:
         live, restored = _restore(folder, NEWER)
-    except Corrupt:
+    except CorruptError:
         return "asked for: Corrupt"
     _must_be_exact(live, restored, NEWER)
     return EXACT
@@ -183,7 +173,7 @@ def _newest(folder: Path, newer: Path) -> str:
     """Ask for the newest good one."""
     try:
         live, restored = _restore(folder, None)
-    except Corrupt:
+    except CorruptError:
         return "newest: Corrupt"
     if restored.step == NEWER:
         _must_be_exact(live, restored, NEWER)
@@ -204,3 +194,5 @@ def _agree_with_verify(folder: Path, newer: Path, outcome: str) -> None:
     damage = verify_checkpoint(DirectoryStore(folder), newer.name, threads=2).damage
     if bool(damage) == (outcome in (OUTSIDE, SPARE)):
         raise Violation("wrong", f"{outcome}, but verify finds {damage or 'no damage'}")
+    if (outcome == IN_A_HEADER) != ([wrong.what for wrong in damage] == ["header"]):
+        raise Violation("wrong", f"{outcome}, but verify finds {damage}")

@@ -9,84 +9,27 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from laststep.codecs.digests import digest, digest_text
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, MANIFEST_NAME, align_up
+from laststep.codecs.digests import DIGEST_BYTES, digest, digest_text
+from laststep.format import index as index_format
+from laststep.plan.files import TABLE_NAME
+from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 Json = Any
-_TABLE = "~6table"
+_VALUES = 5
+"""The place of the values in an index."""
 
 
 def to_json(value: Json) -> bytes:
     """Compact, and whatever Python holds: lone surrogates, huge numbers, NaN."""
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-@dataclass(slots=True)
-class DataFile:
-    """A data file, taken apart."""
-
-    path: Path
-    entries: dict[str, Json]
-    """Of safetensors, without the metadata."""
-    document: dict[str, Json]
-    """What laststep says of it."""
-    data: bytes
-
-    @classmethod
-    def read(cls, path: Path) -> DataFile:
-        whole = path.read_bytes()
-        at = 8 + int.from_bytes(whole[:8], "little")
-        entries = json.loads(whole[8:at])
-        document = json.loads(entries.pop("__metadata__")["laststep"])
-        return cls(path, entries, document, whole[at:])
-
-    def object(self, name: str) -> bytes:
-        start, stop = self.entries[name]["data_offsets"]
-        return self.data[start:stop]
-
-    def replace_object(self, name: str, data: bytes) -> None:
-        """Other bytes for an object, and other places for those behind it."""
-        kept = {one: self.object(one) for one in self.document["objects"]} | {name: data}
-        at = self.document["tensor_bytes"]
-        self.data = self.data[:at]
-        for one, its in kept.items():
-            stop = at + len(its)
-            self.entries[one] = {"dtype": "U8", "shape": [len(its)], "data_offsets": [at, stop]}
-            self.data, at = self.data + its, stop
-
-    def digest_again(self) -> None:
-        """Put the digests of blocks and objects right, where there is something to be digested."""
-        size = self.document.get("tensor_bytes")
-        packed = {"lent", "coding"} & self.document.keys()  # whose blocks are not the tensors
-        if isinstance(size, int) and 0 <= size <= len(self.data) and not packed:
-            parts = (
-                self.data[at : min(at + BLOCK_BYTES, size)] for at in range(0, size, BLOCK_BYTES)
-            )
-            self.document["blocks"] = base64.b64encode(b"".join(map(digest, parts))).decode()
-        objects = self.document.get("objects")
-        for name in objects if isinstance(objects, dict) else ():
-            match self.entries.get(name):
-                case {"data_offsets": [int(start), int(stop)]}:
-                    objects[name] = digest(self.data[max(start, 0) : max(stop, 0)]).hex()
-
-    def write(self) -> Json:
-        """Write it, and return what a manifest has to say of it."""
-        metadata = {"format": "pt", "laststep": to_json(self.document).decode()}
-        text = to_json({"__metadata__": metadata, **self.entries})
-        size = align_up(8 + len(text), ALIGN_BYTES)
-        region = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
-        self.path.write_bytes(region + self.data)
-        return {"size_bytes": size + len(self.data), "header_bytes": size,
-                "header_digest": digest_text(region)}  # fmt: skip
 
 
 def sealed(content: bytes, member: str) -> bytes:
@@ -111,76 +54,82 @@ def change_epoch(path: Path, change: Callable[[Json], Json]) -> None:
     )
 
 
-def change_file(path: Path, change: Callable[[DataFile], None], *, right: bool = True) -> None:
-    """Change a data file of a checkpoint; with `right`, its inner digests are right again too."""
-    file = DataFile.read(path)
-    change(file)
-    if right:
-        file.digest_again()
-    said = file.write()
-    change_record(path, said)
+def change_index(folder: Path, change: Callable[[Json], Json], rank: int = 0) -> None:
+    """Change an index, as the plain lists that it is written as: its format, rank, files,
+    encodings, layouts and values. What msgpack cannot hold (huge numbers, lone surrogates) is
+    changed again."""
+    path = folder / f"index-r{rank:05d}"
+    payload = path.read_bytes()[DIGEST_BYTES:]
+    told = b""
+    while not told:
+        with contextlib.suppress(OverflowError, UnicodeEncodeError, RecursionError, TypeError):
+            told = msgspec.msgpack.encode(change(msgspec.msgpack.decode(payload)))
+    _write_index(path, told, rank)
 
 
-def change_record(path: Path, said: Json) -> None:
-    """Have the manifest, or that of a group, say this of a data file."""
-    folder = path.parent
-
-    def tell(manifest: Json) -> Json:
-        for record in manifest["files"]:
-            if record["name"] == path.name:
-                record.update(said)
-        return manifest
-
-    groups = folder / "groups"
-    if not groups.is_dir():
-        change_manifest(folder, tell)
-        return
-    for group in sorted(groups.iterdir()):
-        change_group(folder, group, tell)
-
-
-def change_group(folder: Path, path: Path, change: Callable[[Json], Json]) -> None:
-    """Change the manifest of a group, and what the root says of it."""
-    told = change(json.loads(path.read_bytes())["group"])
-    content = to_json(told)
-    path.write_bytes(sealed(content, "group"))
+def _write_index(path: Path, payload: bytes, rank: int) -> None:
+    """Write an index, and have the manifest say its digest."""
+    path.write_bytes(digest(payload) + payload)
 
     def tell(manifest: Json) -> Json:
-        for record in manifest["groups"]:
-            if record["name"] == f"groups/{path.name}":
-                record["digest"] = digest_text(content)
-                files = told.get("files") if isinstance(told, dict) else None
-                if isinstance(files, list):
-                    record["files"] = len(files)
-                    sizes = [one.get("size_bytes") for one in files if isinstance(one, dict)]
-                    record["size_bytes"] = sum(n for n in sizes if isinstance(n, int))
+        known = bytearray(base64.b64decode(manifest["written"]["indexes"]))
+        known[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES] = digest(payload)
+        manifest["written"]["indexes"] = base64.b64encode(known).decode()
         return manifest
 
-    change_manifest(folder, tell)
+    change_manifest(path.parent, tell)
+
+
+def digest_again(folder: Path) -> None:
+    """Put the digests of blocks right that lie as they are in the files of the first index."""
+    path = folder / "index-r00000"
+    index = index_format.decode(path.read_bytes(), where=str(path))
+    files = [(folder / file.name).read_bytes() for file in index.files]
+    layouts = []
+    for stored in index.layouts:
+        digests = bytearray(stored.digests)
+        for number, ref in enumerate(stored.refs()):
+            if ref.encoding == index_format.RAW:
+                block = files[ref.file][ref.offset : ref.offset + ref.size_bytes]
+                digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = digest(block)
+        layouts.append(msgspec.structs.replace(stored, digests=bytes(digests)))
+    data = index_format.encode(msgspec.structs.replace(index, layouts=tuple(layouts)))
+    _write_index(path, data[DIGEST_BYTES:], 0)
+
+
+def header_of(path: Path) -> Json:
+    """The header of a data file, parsed."""
+    whole = path.read_bytes()
+    return json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+
+
+def write_header(path: Path, header: Json) -> None:
+    """Write another header over that of a data file; what is too long is cut."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole[:8] + to_json(header)[:length].ljust(length) + whole[8 + length :])
 
 
 def change_tree(folder: Path, item: str, change: Callable[[Json], Json]) -> None:
     """Change the tree of an item: typed JSON."""
 
-    def act(file: DataFile) -> None:
-        name = f"{item}/~6tree"
-        file.replace_object(name, to_json(change(json.loads(file.object(name)))))
+    def act(index: Json) -> Json:
+        index[_VALUES][item] = to_json(change(json.loads(index[_VALUES][item])))
+        return index
 
-    change_file(folder / "shared.safetensors", act)
+    change_index(folder, act)
 
 
 def change_table(folder: Path, change: Callable[[Json], Json]) -> None:
-    """Change the table of a class of ranks, and what the manifest says of it. What msgpack cannot
-    hold (huge numbers, lone surrogates) is changed again."""
+    """Change the table of a class of ranks, and what the manifest says of it."""
     was = told = b""
 
-    def act(file: DataFile) -> None:
+    def act(index: Json) -> Json:
         nonlocal was, told
-        was = file.object(_TABLE)
-        while not told:
-            with contextlib.suppress(OverflowError, UnicodeEncodeError, RecursionError):
-                told = msgspec.msgpack.encode(change(msgspec.msgpack.decode(was)))
-        file.replace_object(_TABLE, told)
+        was = index[_VALUES][TABLE_NAME]
+        told = msgspec.msgpack.encode(change(msgspec.msgpack.decode(was)))
+        index[_VALUES][TABLE_NAME] = told
+        return index
 
     def tell(manifest: Json) -> Json:
         for record in manifest["classes"]:
@@ -188,27 +137,36 @@ def change_table(folder: Path, change: Callable[[Json], Json]) -> None:
                 record["table"] = digest(told).hex()
         return manifest
 
-    change_file(folder / "shared-r00000.safetensors", act)
+    change_index(folder, act)
     change_manifest(folder, tell)
 
 
-def into_groups(folder: Path) -> None:
-    """Make a checkpoint of one rank one of two ranks, each a group, who share its files."""
-    path = folder / MANIFEST_NAME
-    manifest = json.loads(path.read_bytes())["manifest"]
-    (folder / "groups").mkdir()
-    records = []
-    for rank, some in enumerate((manifest["files"][:1], manifest["files"][1:])):
-        group = {"format": 1, "step": manifest["step"], "epoch": manifest["epoch"],
-                 "attempt": manifest["attempt"], "first": rank, "ranks": 1,
-                 "files": [{**one, "rank": rank} for one in some]}  # fmt: skip
-        content = to_json(group)
-        name = f"groups/r{rank:05d}.json"
-        (folder / name).write_bytes(sealed(content, "group"))
-        size = sum(one["size_bytes"] for one in some)
-        records.append({"name": name, "digest": digest_text(content), "first": rank, "ranks": 1,
-                        "files": len(some), "size_bytes": size})  # fmt: skip
-    items = [{**item, "per_rank": False} for item in manifest["items"]]
-    del manifest["files"]
-    told = {**manifest, "items": items, "ranks": 2, "groups": records}
-    change_manifest(folder, lambda _: told)
+def into_ranks(folder: Path) -> None:
+    """Make a checkpoint of one rank one of two ranks, each with some of its data files."""
+    path = folder / "index-r00000"
+    index = index_format.decode(path.read_bytes(), where=str(path))
+    indexes = []
+    for rank, some in enumerate((index.layouts[:1], index.layouts[1:])):
+        (first, *_) = (stored.runs[0].file for stored in some)
+        layouts = tuple(
+            msgspec.structs.replace(
+                stored,
+                runs=tuple(
+                    msgspec.structs.replace(run, file=run.file - first) for run in stored.runs
+                ),
+            )
+            for stored in some
+        )
+        files = index.files[first : first + len(some)]
+        values = {} if rank else index.values
+        one = msgspec.structs.replace(index, rank=rank, files=files, layouts=layouts, values=values)
+        indexes.append(index_format.encode(one))
+        (folder / f"index-r{rank:05d}").write_bytes(indexes[-1])
+
+    def tell(manifest: Json) -> Json:
+        digests = b"".join(map(index_format.digest_of, indexes))
+        manifest["written"]["indexes"] = base64.b64encode(digests).decode()
+        items = [{**item, "per_rank": False} for item in manifest["items"]]
+        return {**manifest, "items": items, "ranks": 2}
+
+    change_manifest(folder, tell)

@@ -90,21 +90,33 @@ def items() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     base = torch.arange(10.0)
     state = {
-        "a": [1, (2, 3.5)], "sparse": torch.eye(3).to_sparse(), "csr": rows,
-        "one": base[2:], "two": base[:5], "array": np.arange(4, dtype=">i2"),
+        "a": [1, (2, 3.5)],
+        "sparse": torch.eye(3).to_sparse(),
+        "csr": rows,
+        "one": base[2:],
+        "two": base[:5],
+        "array": np.arange(4, dtype=">i2"),
         "zero": torch.tensor(1.0),
-        "scalar": np.float32(2), "dtype": torch.float16, "size": torch.Size((1, 2)), 3: {"x": None},
-        "long": b"x" * 5000, (1, "k"): torch.ones(2, dtype=torch.complex128),
-    }  # fmt: skip
+        "scalar": np.float32(2),
+        "dtype": torch.float16,
+        "size": torch.Size((1, 2)),
+        3: {"x": None},
+        "long": b"x" * 5000,
+        (1, "k"): torch.ones(2, dtype=torch.complex128),
+    }
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return {
-        "model": model, "optimizer": optimizer,
+        "model": model,
+        "optimizer": optimizer,
         "schedule": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-        "scaler": torch.amp.GradScaler("cpu"), "rng": laststep.RNG(), "state": state,
-        "loader": Loader(), "group": {"head": nn.Linear(2, 2), "n": 4},
-    }  # fmt: skip
+        "scaler": torch.amp.GradScaler("cpu"),
+        "rng": laststep.RNG(),
+        "state": state,
+        "loader": Loader(),
+        "group": {"head": nn.Linear(2, 2), "n": 4},
+    }
 
 
 def items_of(run: Path) -> dict[str, Any]:
@@ -116,16 +128,17 @@ def items_of(run: Path) -> dict[str, Any]:
 
 
 def make(folder: Path) -> None:
-    """A run of two checkpoints, one more of two ranks in groups, one of a real job with layouts and
-    their table, one that is encoded, and what `import` reads."""
+    """A run of two checkpoints, one more of two ranks, one of a real job with layouts and their
+    table, one that is encoded, and what `import` reads."""
     live = items()
-    shutil.copytree(GOLDEN / "version-1" / "fsdp2", folder / "job")
-    shutil.copytree(GOLDEN / "version-3" / "coded", folder / "coded")
+    for name, golden in (("job", "fsdp2"), ("coded", "coded")):
+        (source,) = GOLDEN.glob(f"version-*/{golden}")
+        shutil.copytree(source, folder / name)
     for name, saves in (("run", 2), ("ranks", 1)):
         with laststep.Checkpointer(folder / name, items=live, **_SETTINGS) as checkpointer:
             for step in range(saves):
                 checkpointer.save(step, metrics={"loss": 0.5}, metadata={"k": [1]}).wait()
-    forging.into_groups(max((folder / "ranks").glob("step-*")))
+    forging.into_ranks(max((folder / "ranks").glob("step-*")))
     foreign = folder / "foreign"
     foreign.mkdir()
     state = {"model": live["model"]["a"].state_dict(), "epoch": 3, "list": [torch.ones(2), "x"]}
@@ -164,35 +177,47 @@ def in_a_tree(folder: Path, chance: random.Random) -> str:
     return f"tree of {item}: {told}"
 
 
-def in_a_header(folder: Path, chance: random.Random) -> str:
-    step = _step(folder, chance, "run", "run", "job", "coded", "coded")
-    path = chance.choice(sorted(step.glob("*.safetensors")))
-    told, right = "", chance.random() < 0.8
+def in_an_index(folder: Path, chance: random.Random) -> str:
+    run = chance.choice(("run", "ranks", "job", "coded", "coded"))
+    step = _step(folder, chance, run)
+    rank = chance.randrange(len(list(step.glob("index-r*"))))
+    told = ""
 
-    def change(file: forging.DataFile) -> None:
+    def change(index: Any) -> Any:
         nonlocal told
-        if chance.random() < 0.4:
-            changed, told = mutating.mutate(file.document, chance)
-            file.document = changed if isinstance(changed, dict) else {"version": changed}
+        if chance.random() < 0.5:  # the files, the encodings or the layouts
+            place = chance.choice((2, 3, 4, 4))
+            index[place], told = mutating.mutate(index[place], chance)
         else:
-            changed, told = mutating.mutate(file.entries, chance)
-            file.entries = changed if isinstance(changed, dict) else {"a": changed}
+            index, told = mutating.mutate(index, chance)
+        return index
 
-    forging.change_file(path, change, right=right)
-    return f"header of {path.name}: {told}"
+    forging.change_index(step, change, rank)
+    return f"index {rank} of {run}: {told}"
+
+
+def in_a_header(folder: Path, chance: random.Random) -> str:
+    step = _step(folder, chance, "run", "job", "coded")
+    path = chance.choice(sorted(step.glob("*.safetensors")) or [step / "index-r00000"])
+    if path.suffix:
+        header, told = mutating.mutate(forging.header_of(path), chance)
+        forging.write_header(path, header)
+    else:
+        data, told = mutating.mutate_bytes(path.read_bytes(), chance)
+        path.write_bytes(data)
+    return f"{path.name}: {told}"
 
 
 def in_the_data(folder: Path, chance: random.Random) -> str:
-    path = chance.choice(sorted(_step(folder, chance).glob("*.safetensors")))
-    told = ""
-
-    def change(file: forging.DataFile) -> None:
-        nonlocal told
-        size = file.document["tensor_bytes"]
-        data, told = mutating.mutate_bytes(file.data[:size], chance)
-        file.data = (data + bytes(size))[:size] + file.data[size:]
-
-    forging.change_file(path, change)
+    step = _step(folder, chance, "run", "coded")
+    path = chance.choice([*step.glob("*.safetensors"), *step.glob("*.pack")])
+    whole = path.read_bytes()
+    at = 8 + int.from_bytes(whole[:8], "little") if path.suffix == ".safetensors" else 0
+    data, told = mutating.mutate_bytes(whole[at:], chance)
+    size = len(whole) - at
+    path.write_bytes(whole[:at] + (data + bytes(size))[:size])
+    if chance.random() < 0.8:
+        forging.digest_again(step)
     return f"data of {path.name}: {told}"
 
 
@@ -208,19 +233,6 @@ def in_a_manifest(folder: Path, chance: random.Random) -> str:
 
     forging.change_manifest(_step(folder, chance, *RUNS), change)
     return f"manifest: {told}"
-
-
-def in_a_group(folder: Path, chance: random.Random) -> str:
-    step = _step(folder, chance, "ranks")
-    told = ""
-
-    def change(group: Any) -> Any:
-        nonlocal told
-        group, told = mutating.mutate(group, chance)
-        return group
-
-    forging.change_group(step, chance.choice(sorted((step / "groups").iterdir())), change)
-    return f"group: {told}"
 
 
 def in_a_table(folder: Path, chance: random.Random) -> str:
@@ -253,11 +265,12 @@ def in_an_epoch(folder: Path, chance: random.Random) -> str:
 
 def in_the_folder(folder: Path, chance: random.Random) -> str:
     """Links, fifos, folders and odd names where files should be."""
-    there = sorted(p for p in (folder / "run").rglob("*") if p.is_file() or "step-" in p.name)
+    run = folder / chance.choice(("run", "coded"))
+    there = sorted(p for p in run.rglob("*") if p.is_file() or "step-" in p.name)
     path = chance.choice(there)
     how = chance.choice(("link", "dangling", "loop", "fifo", "folder", "empty", "gone", "outside"))
     if how == "outside":  # a whole checkpoint that lies elsewhere
-        path = next(one for one in (path, *path.parents) if one.parent.name in ("run", "epochs"))
+        path = next(one for one in (path, *path.parents) if one.parent.name in (run.name, "epochs"))
         path.rename(folder / "elsewhere")
         path.symlink_to(folder / "elsewhere")
         return f"{path.name} is a link to where it is now"
@@ -324,10 +337,23 @@ def _change_archive(path: Path, chance: random.Random) -> str:
 
 
 CHANGE: tuple[Callable[[Path, random.Random], str], ...] = (
-    in_a_tree, in_a_tree, in_a_tree, in_a_header, in_a_header, in_the_data, in_a_manifest,
-    in_a_manifest, in_a_group, in_a_table, in_a_table, in_an_epoch, in_the_folder,
-    in_what_import_reads, in_what_import_reads,
-)  # fmt: skip
+    in_a_tree,
+    in_a_tree,
+    in_a_tree,
+    in_an_index,
+    in_an_index,
+    in_an_index,
+    in_a_header,
+    in_the_data,
+    in_a_manifest,
+    in_a_manifest,
+    in_a_table,
+    in_a_table,
+    in_an_epoch,
+    in_the_folder,
+    in_what_import_reads,
+    in_what_import_reads,
+)
 
 
 def _step(folder: Path, chance: random.Random, *runs: str) -> Path:

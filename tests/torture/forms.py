@@ -15,11 +15,15 @@ Shape = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 FORMS: tuple[Shape, ...] = (
     {"w": (torch.float32, (64, 33)), "b": (torch.bfloat16, (7,)), "n": (torch.int64, ())},
-    {"w": (torch.float32, (64, 33)), "b": (torch.bfloat16, (7,)), "n": (torch.int64, ()),
-     "x": (torch.float64, (1000,))},
+    {
+        "w": (torch.float32, (64, 33)),
+        "b": (torch.bfloat16, (7,)),
+        "n": (torch.int64, ()),
+        "x": (torch.float64, (1000,)),
+    },
     {"w": (torch.float16, (64, 33)), "n": (torch.int64, ()), "e": (torch.uint8, (0, 4))},
     {"w": (torch.float32, (1300, 1000)), "t": (torch.bool, (13,)), "c": (torch.complex64, (5, 3))},
-)  # fmt: skip
+)
 """Of each tensor its dtype and shape. The last has more than one block of 1 MiB."""
 
 
@@ -72,10 +76,15 @@ def tensors(form: Form, mark: int) -> dict[str, torch.Tensor]:
 def plain(form: Form, mark: int) -> dict[str, object]:
     """The plain values."""
     return {
-        "mark": mark, "form": form, "half": mark / 2, "text": f"mark {mark}",
-        "pair": (mark, -0.0 if mark % 2 else 0.0), "flag": bool(mark % 2), "none": None,
+        "mark": mark,
+        "form": form,
+        "half": mark / 2,
+        "text": f"mark {mark}",
+        "pair": (mark, -0.0 if mark % 2 else 0.0),
+        "flag": bool(mark % 2),
+        "none": None,
         "nested": [{"a": mark, 1: [mark % 3 == 0]}, {mark % 5}],
-    }  # fmt: skip
+    }
 
 
 def differences(

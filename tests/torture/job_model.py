@@ -74,9 +74,13 @@ class Member:
         self.rank, self.ranks, self.way = rank, ranks, way
         self._lines, self._pipe = pipe.makefile("r"), pipe
         store = dist.TCPStore(
-            "127.0.0.1", port, None, False, timeout=timedelta(seconds=PATIENCE_S),
+            "127.0.0.1",
+            port,
+            None,
+            False,
+            timeout=timedelta(seconds=PATIENCE_S),
             wait_for_workers=False,
-        )  # fmt: skip
+        )
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=ranks
         )
@@ -110,9 +114,13 @@ class Member:
                 self.state[name] = whole
             else:
                 self.state[name] = DTensor.from_local(
-                    self.part(whole), self.mesh, self.placements(), run_check=False,
-                    shape=whole.shape, stride=whole.stride(),
-                )  # fmt: skip
+                    self.part(whole),
+                    self.mesh,
+                    self.placements(),
+                    run_check=False,
+                    shape=whole.shape,
+                    stride=whole.stride(),
+                )
         self.state["n"] = -1
 
     def become(self, version: int) -> None:
@@ -153,10 +161,14 @@ class Member:
     def do_open(self, run: str, structure: int, keep: int | None) -> int:
         self.lay_out(structure)
         self.checkpointer = laststep.Checkpointer(
-            run, state=self.state, progress=False, deadline_s=DEADLINE_S,
+            run,
+            state=self.state,
+            progress=False,
+            deadline_s=DEADLINE_S,
             mine=laststep.PerRank(self.mine, when_ranks_change="keep"),
-            keep=None if keep is None else laststep.Keep(last=keep), host_memory_bytes=64 << 20,
-        )  # fmt: skip
+            keep=None if keep is None else laststep.Keep(last=keep),
+            host_memory_bytes=64 << 20,
+        )
         return os.getpid()
 
     def do_structure(self, structure: int) -> None:
@@ -174,7 +186,7 @@ class Member:
         """Reads of tensors fail here."""
 
         def fail(reader: FileReader, offset: int, into: memoryview) -> int:
-            raise laststep.StorageFailed("cannot read", found="Input/output error (EIO)")
+            raise laststep.StorageError("cannot read", found="Input/output error (EIO)")
 
         with mock.patch.object(FileReader, "read_into", fail):
             self.checkpointer.restore()
@@ -299,7 +311,7 @@ class Model:
             for one in laststep.open(self.run):
                 try:
                     judged.append(self._judge(one))
-                except laststep.NotFound:
+                except laststep.NotFoundError:
                     if (self.run / one.folder / "manifest.json").exists():
                         raise
                     break  # a flusher's retention came between: what is there now?
@@ -472,7 +484,7 @@ class Job:
             rank.tell(*(("restore_badly",) if number == bad else ("restore", None, {})))
         for rank in self.ranks:
             kind, text = self.answer(rank.hear(), fails=True)
-            if kind != "StorageFailed" or "Input/output error" not in text:
+            if kind != "StorageError" or "Input/output error" not in text:
                 raise Violation("wrong", f"a rank that cannot read gives {kind}: {text}")
         self.restore(None)
 
@@ -536,9 +548,16 @@ def trial(folder: Path, seed: int, tally: Tally, *, starts: int = 3, deeds: int 
     versions = itertools.count(1)
     model = Model(folder / "run", rng.choice((None, None, 2, 3)), tally)
     chances = {
-        "save": 3, "burst": 2, "overwrite": 1, "apart": 2, "grow": 2, "wrong_step": 1,
-        "roll_back": 2, "restore_badly": 1, "stop": 2,
-    }  # fmt: skip
+        "save": 3,
+        "burst": 2,
+        "overwrite": 1,
+        "apart": 2,
+        "grow": 2,
+        "wrong_step": 1,
+        "roll_back": 2,
+        "restore_badly": 1,
+        "stop": 2,
+    }
     for _ in range(starts):
         job = Job(model, rng, tally, versions)
         try:

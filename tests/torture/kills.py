@@ -153,9 +153,13 @@ def _say(pipe: int, word: str, step: int, text: str = "") -> None:
 def _train(folder: Path, flush: str, pipe: int) -> None:
     live = state.new()
     checkpointer = laststep.Checkpointer(
-        str(folder), keep=laststep.Keep(last=3), flush=flush, progress=False,
-        compression=state.COMPRESSION, **live,
-    )  # fmt: skip
+        str(folder),
+        keep=laststep.Keep(last=3),
+        flush=flush,
+        progress=False,
+        compression=state.COMPRESSION,
+        **live,
+    )
     restored = checkpointer.restore()
     if restored.step is not None:
         wrong = state.wrong(live, restored.step)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Damage = Literal["flipped", "incomplete", "unreadable"]
-"""Bytes that changed; a data file that is missing or of another size; a manifest that is no more
-one. Retention sees the last two, a restore all of them."""
+"""Bytes that changed; a file that is missing, or a data file of another size; a manifest that is
+none any more. Retention sees the last two, a restore all of them."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -117,8 +117,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(writer=writers, step=steps, loss=losses, overwrite=st.booleans(), wait=st.booleans())
     def save(self, writer: int, step: int, loss: float, overwrite: bool, wait: bool) -> None:
-        self.do("save", writer % self.open, step=step, loss=loss, overwrite=overwrite,
-                wait=wait)  # fmt: skip
+        self.do("save", writer % self.open, step=step, loss=loss, overwrite=overwrite, wait=wait)
 
     @precondition(lambda self: self.open)
     @rule(writer=writers, first=steps, count=st.integers(2, 5))
@@ -149,14 +148,22 @@ class Model(RuleBasedStateMachine):
         self.do("close", writer % self.open)
 
     @precondition(lambda self: self.open)
-    @rule(writer=writers, step=st.integers(20, 40), how=st.sampled_from(
-        ("a value that cannot be stored", "its flusher is killed", "files are limited")
-    ))  # fmt: skip
+    @rule(
+        writer=writers,
+        step=st.integers(20, 40),
+        how=st.sampled_from(
+            ("a value that cannot be stored", "its flusher is killed", "files are limited")
+        ),
+    )
     def fail(self, writer: int, step: int, how: str) -> None:
         self.do("fail", writer % self.open, how=how, step=step)
 
-    @rule(which=st.integers(0, 9), file=st.integers(0, 3), place=st.floats(0, 0.999),
-          how=st.sampled_from(("flip", "flip", "truncate", "delete")))  # fmt: skip
+    @rule(
+        which=st.integers(0, 9),
+        file=st.integers(0, 3),
+        place=st.floats(0, 0.999),
+        how=st.sampled_from(("flip", "flip", "truncate", "delete")),
+    )
     def corrupt(self, which: int, file: int, place: float, how: str) -> None:
         self.do("corrupt", which, file=file, how=how, place=place)
 
@@ -176,12 +183,20 @@ class Model(RuleBasedStateMachine):
     def copy(self) -> None:
         self.do("copy")
 
-    @rule(rival=st.builds(
-        Rival, victim=st.sampled_from(("trainer", "trainer", "flusher", "both", "nobody")),
-        fresh=st.booleans(), form=forms, flush=flushes, rules=rules,
-        saves=st.integers(1, 6), at_start=st.booleans(), delay_ms=st.integers(0, 250),
-        hurried=st.booleans(),
-    ))  # fmt: skip
+    @rule(
+        rival=st.builds(
+            Rival,
+            victim=st.sampled_from(("trainer", "trainer", "flusher", "both", "nobody")),
+            fresh=st.booleans(),
+            form=forms,
+            flush=flushes,
+            rules=rules,
+            saves=st.integers(1, 6),
+            at_start=st.booleans(),
+            delay_ms=st.integers(0, 250),
+            hurried=st.booleans(),
+        )
+    )
     def rival(self, rival: Rival) -> None:
         self._write(f"{rival!r}.act(subject, nursery)")
         with self._finding():
@@ -201,9 +216,14 @@ def trial(
     """Some runs, each with a random history."""
     place = Place(folder=folder, tally=tally, nursery=Nursery(train))
     chosen = settings(
-        max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
-        phases=phases, suppress_health_check=list(HealthCheck), print_blob=False,
-    )  # fmt: skip
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
     try:
         machine = seed(number)(type("Model", (Model,), {"place": place}))
         run_state_machine_as_test(machine, settings=chosen)

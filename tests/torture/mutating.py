@@ -1,4 +1,7 @@
-"""Change a piece of JSON, or a row of bytes, in one way that an attacker or a bug might."""
+"""Change a piece of JSON, or a row of bytes, in one way that an attacker or a bug might.
+
+The JSON may hold bytes, as msgpack does.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,101 @@ if TYPE_CHECKING:
 Json = Any
 
 _SCALARS: tuple[Json, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 624, 625, 255, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 40,
-    (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63), 10**30,
-    0.0, -0.0, 0.5, 1e308, float("inf"), float("nan"), -1e-320,
-    "", "a", "..", ".", "/", "../../outside", "/etc/passwd", "outside/kept", "a/b", "~6tree",
-    "#0", "#-1", "~3", "~3true", "~", "$", "__metadata__", "\x00", "\ud800", "\u202e", "é" * 300,
-    "x" * 5000, "step-00000000.1-1", "F64", "I64", "U8", "float64", "complex128", "O", "S99999999",
-    "xxh3-128:" + "0" * 32, "0" * 32, "[1]",
-    [], {}, [[]], [None], [0, 1], [1, 0], [-1], [1 << 62, 1 << 62, 4], {"a": 1}, {"": None},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    624,
+    625,
+    255,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 40,
+    (1 << 62) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    1 << 64,
+    -(1 << 63),
+    10**30,
+    0.0,
+    -0.0,
+    0.5,
+    1e308,
+    float("inf"),
+    float("nan"),
+    -1e-320,
+    "",
+    "a",
+    "..",
+    ".",
+    "/",
+    "../../outside",
+    "/etc/passwd",
+    "outside/kept",
+    "a/b",
+    "~table",
+    "#0",
+    "#-1",
+    "~3",
+    "~3true",
+    "~",
+    "$",
+    "__metadata__",
+    "\x00",
+    "\ud800",
+    "\u202e",
+    "é" * 300,
+    "x" * 5000,
+    "step-00000000.1-1",
+    "F64",
+    "I64",
+    "U8",
+    "float64",
+    "complex128",
+    "O",
+    "S99999999",
+    "xxh3-128:" + "0" * 32,
+    "0" * 32,
+    "[1]",
+    [],
+    {},
+    [[]],
+    [None],
+    [0, 1],
+    [1, 0],
+    [-1],
+    [1 << 62, 1 << 62, 4],
+    {"a": 1},
+    {"": None},
+)
 _TAGGED: tuple[Json, ...] = (
-    {"$": "tuple", "items": []}, {"$": "tuple", "items": [1, 2]}, {"$": "set", "items": [1]},
-    {"$": "dict", "items": []}, {"$": "dict", "items": [1, 2]},
-    {"$": "dict", "items": [{"$": "tuple", "items": [1]}, 2]}, {"$": "ordereddict", "items": []},
-    {"$": "deque", "items": [1], "maxlen": None}, {"$": "range", "items": [0, 1 << 62, 1]},
-    {"$": "slice", "items": [None, None, None]}, {"$": "bytes", "base64": "AAAA"},
-    {"$": "int", "hex": "f" * 300}, {"$": "float", "bits": "7ff8000000000001"},
-    {"$": "complex", "re": 1.0, "im": 0.0}, {"$": "str", "base64": "7aCA"},
+    {"$": "tuple", "items": []},
+    {"$": "tuple", "items": [1, 2]},
+    {"$": "set", "items": [1]},
+    {"$": "dict", "items": []},
+    {"$": "dict", "items": [1, 2]},
+    {"$": "dict", "items": [{"$": "tuple", "items": [1]}, 2]},
+    {"$": "ordereddict", "items": []},
+    {"$": "deque", "items": [1], "maxlen": None},
+    {"$": "range", "items": [0, 1 << 62, 1]},
+    {"$": "slice", "items": [None, None, None]},
+    {"$": "bytes", "base64": "AAAA"},
+    {"$": "int", "hex": "f" * 300},
+    {"$": "float", "bits": "7ff8000000000001"},
+    {"$": "complex", "re": 1.0, "im": 0.0},
+    {"$": "str", "base64": "7aCA"},
     {"$": "namedtuple", "type": "P", "fields": ["x"], "items": [1]},
-    {"$": "tensor", "name": "nothing"}, {"$": "tensor", "name": ""},
-    {"$": "ext", "tag": "owned", "value": ["AdamW", {}]}, {"$": "ext", "tag": "owned", "value": 3},
+    {"$": "tensor", "name": "nothing"},
+    {"$": "tensor", "name": ""},
+    {"$": "ext", "tag": "owned", "value": ["AdamW", {}]},
+    {"$": "ext", "tag": "owned", "value": 3},
     {"$": "ext", "tag": "owned", "value": ["SGD", {"state": {}, "groups": []}]},
     {"$": "ext", "tag": "pickle", "value": {"$": "bytes", "base64": "gASVAAAAAAAAAAAu"}},
     {"$": "ext", "tag": "ndarray", "value": ["<f4", None]},
@@ -41,12 +119,16 @@ _TAGGED: tuple[Json, ...] = (
     {"$": "ext", "tag": "scalar", "value": ["<M8[ns]", {"$": "bytes", "base64": "AAAAAAAAAAA="}]},
     {"$": "ext", "tag": "sparse", "value": ["sparse_coo", [1 << 62, 1 << 62], {}]},
     {"$": "ext", "tag": "sparse", "value": ["load", [2], {"values": 1}]},
-    {"$": "ext", "tag": "dtype", "value": "load"}, {"$": "ext", "tag": "dtype", "value": "_dynamo"},
-    {"$": "ext", "tag": "device", "value": "cuda:99"}, {"$": "ext", "tag": "device", "value": 5},
-    {"$": "ext", "tag": "size", "value": ["a"]}, {"$": "ext", "tag": "counter", "value": [[]]},
-    {"$": "ext", "tag": "bytes", "value": "x"}, {"$": "ext", "tag": "subclass", "value": ["x", {}]},
+    {"$": "ext", "tag": "dtype", "value": "load"},
+    {"$": "ext", "tag": "dtype", "value": "_dynamo"},
+    {"$": "ext", "tag": "device", "value": "cuda:99"},
+    {"$": "ext", "tag": "device", "value": 5},
+    {"$": "ext", "tag": "size", "value": ["a"]},
+    {"$": "ext", "tag": "counter", "value": [[]]},
+    {"$": "ext", "tag": "bytes", "value": "x"},
+    {"$": "ext", "tag": "subclass", "value": ["x", {}]},
     {"$": "ext", "tag": "unknown", "value": None},
-)  # fmt: skip
+)
 
 
 class Place:
@@ -159,7 +241,7 @@ def _nest(place: Place, _: list[Place], chance: random.Random) -> None:
 
 def _truncate(place: Place, _: list[Place], chance: random.Random) -> None:
     value = place.value
-    if isinstance(value, str | list) and value:
+    if isinstance(value, str | bytes | list) and value:
         place.value = value[: chance.randrange(len(value))]
     elif isinstance(value, dict) and value:
         place.value = dict(list(value.items())[: chance.randrange(len(value))])
@@ -167,12 +249,35 @@ def _truncate(place: Place, _: list[Place], chance: random.Random) -> None:
         place.value = None
 
 
+def _change_bytes(place: Place, there: list[Place], chance: random.Random) -> None:
+    rows = [one for one in there if isinstance(one.value, bytes)]
+    if not rows:
+        _retype(place, there, chance)
+        return
+    one = chance.choice(rows)
+    one.value, _ = mutate_bytes(one.value, chance)
+
+
 def _splice(place: Place, there: list[Place], chance: random.Random) -> None:
     place.value = copy.deepcopy(chance.choice(there).value)
 
 
-_WAYS = (_delete, _duplicate, _swap, _retype, _retype, _retag, _retag, _rename, _overflow,
-         _overflow, _nest, _truncate, _splice)  # fmt: skip
+_WAYS = (
+    _delete,
+    _duplicate,
+    _swap,
+    _retype,
+    _retype,
+    _retag,
+    _retag,
+    _rename,
+    _overflow,
+    _overflow,
+    _nest,
+    _truncate,
+    _change_bytes,
+    _splice,
+)
 
 
 def mutate_bytes(data: bytes, chance: random.Random) -> tuple[bytes, str]:

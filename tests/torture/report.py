@@ -37,8 +37,11 @@ def table(results: Mapping[str, Result], *, seed: int, seconds: float) -> str:
         rows += [(f"  {what}", f"{count:,}") for what, count in sorted(tally.faults.items())]
     rows += [("", ""), ("notes", "")]
     rows += [(f"  {what}", f"{count:,}") for what, count in sorted(total.notes.items())]
-    rows += [("", ""), ("faults injected", f"{total.faults.total():,}"),
-             ("checkpoints compared", f"{total.compared:,}")]  # fmt: skip
+    rows += [
+        ("", ""),
+        ("faults injected", f"{total.faults.total():,}"),
+        ("checkpoints compared", f"{total.compared:,}"),
+    ]
     rows += [(_plural(kind), f"{count}") for kind, count in found(total).items()]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value:>12}".rstrip() for name, value in rows]

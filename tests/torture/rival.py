@@ -51,11 +51,16 @@ class Rival:
         form = last[0].form if last else self.form
         marks = [next(subject._marks) for _ in range(self.saves)]
         others = set(descendants(os.getpid()))
-        child = nursery.child({
-            "path": str(subject.path), "fresh": self.fresh, "form": form, "flush": self.flush,
-            "keep": self.rules and [self.rules.last, self.rules.every, self.rules.best],
-            "marks": marks,
-        })  # fmt: skip
+        child = nursery.child(
+            {
+                "path": str(subject.path),
+                "fresh": self.fresh,
+                "form": form,
+                "flush": self.flush,
+                "keep": self.rules and [self.rules.last, self.rules.every, self.rules.best],
+                "marks": marks,
+            }
+        )
         try:
             self._kill(subject, child)
             if self.hurried and self.victim == "trainer":
@@ -93,13 +98,19 @@ class Rival:
 def train(say: Say, arguments: dict[str, object]) -> None:
     """The other process."""
     live = Live(arguments["form"], 0)
-    keep = arguments["keep"] and Rules(**dict(zip(("last", "every", "best"), arguments["keep"],
-                                                  strict=True)))  # fmt: skip
+    keep = arguments["keep"] and Rules(
+        **dict(zip(("last", "every", "best"), arguments["keep"], strict=True))
+    )
     try:
         checkpointer = laststep.Checkpointer(
-            arguments["path"], items=live.items, flush=arguments["flush"], progress=False,
-            keep=as_keep(keep), host_memory_bytes=64 << 20, new_lineage=True,
-        )  # fmt: skip
+            arguments["path"],
+            items=live.items,
+            flush=arguments["flush"],
+            progress=False,
+            keep=as_keep(keep),
+            host_memory_bytes=64 << 20,
+            new_lineage=True,
+        )
         first = 100
         if not arguments["fresh"]:
             restored = checkpointer.restore()
@@ -162,8 +173,11 @@ def _hurry(subject: Subject, child: Child, form: int, *, promises: bool) -> None
     with laststep.Checkpointer(subject.path, items=live.items, progress=False) as checkpointer:
         checkpointer.restore()
     if live.plain["mark"] < max(sure):
-        raise Violation("wrong", f"a restore right after the death of a trainer gives mark "
-                                 f"{live.plain['mark']}, {max(sure)} was promised")  # fmt: skip
+        raise Violation(
+            "wrong",
+            f"a restore right after the death of a trainer gives mark "
+            f"{live.plain['mark']}, {max(sure)} was promised",
+        )
 
 
 def _judge(subject: Subject, child: Child, form: int, marks: list[int], rival: Rival) -> None:
@@ -174,13 +188,14 @@ def _judge(subject: Subject, child: Child, form: int, marks: list[int], rival: R
     for kind, text in child.said("told"):
         allowed, damaged = ledger.of_newest()
         nothing_left = damaged and all(entry.may_go for entry in allowed)
-        if not (kind == "StorageFailed" and rival.victim == "flusher") and not (
-            kind in ("Corrupt", "Mismatch") and nothing_left and not rival.fresh
+        if not (kind == "StorageError" and rival.victim == "flusher") and not (
+            kind in ("CorruptError", "MismatchError") and nothing_left and not rival.fresh
         ):
             raise Violation("wrong", f"the other process was told {kind}: {text}")
     head = _restored(subject, child)
-    begun = [Pending(step=step, form=form, mark=mark, loss=0.5)
-             for step, mark in child.said("saving")]  # fmt: skip
+    begun = [
+        Pending(step=step, form=form, mark=mark, loss=0.5) for step, mark in child.said("saving")
+    ]
     sure = {mark for words in child.said("committed") for mark in words}
     if rival.victim == "trainer" and rival.flush == "process":
         sure |= {mark for words in child.said("promised") for mark in words}

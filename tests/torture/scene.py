@@ -49,9 +49,13 @@ class Trainer:
         self.step = 0
         with self.told("restore", -1):
             self.checkpointer = laststep.Checkpointer(
-                run, progress=False, host_memory_bytes=64 << 20, compression=state.COMPRESSION,
-                **settings, **self.live,
-            )  # fmt: skip
+                run,
+                progress=False,
+                host_memory_bytes=64 << 20,
+                compression=state.COMPRESSION,
+                **settings,
+                **self.live,
+            )
             restored = self.checkpointer.restore()
             self.step = restored.next_step
             if restored.step is not None and (wrong := state.wrong(self.live, restored.step)):
@@ -207,8 +211,9 @@ class Scene:
                     raise Violation("wrong", f"afterwards: {rest[0]}")
             if child.heard[-1:] != [["end"]]:
                 raise Violation("crash", f"the judge died; it said {child.heard}")
-            lineage, restored, saved = (child.said(word)[0][0] for word in
-                                        ("lineage", "restored", "saved"))  # fmt: skip
+            lineage, restored, saved = (
+                child.said(word)[0][0] for word in ("lineage", "restored", "saved")
+            )
         finally:
             child.close()
         there = set(lineage)

@@ -19,8 +19,16 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
 
-OPS = {"write": 1, "fsync": 2, "link": 4, "rename": 8, "open": 16, "mkdir": 32, "read": 64,
-       "unlink": 128}  # fmt: skip
+OPS = {
+    "write": 1,
+    "fsync": 2,
+    "link": 4,
+    "rename": 8,
+    "open": 16,
+    "mkdir": 32,
+    "read": 64,
+    "unlink": 128,
+}
 WHOSE = {"any": 0, "trainer": 1, "flusher": 2}
 _MODES = {"fail": 1, "short": 2, "slow": 3}
 _PLACE = "LASTSTEP_SHIM_FOLDER"
@@ -50,10 +58,20 @@ def build(folder: Path) -> Path | None:
         return None
     library = folder / "shim.so"
     subprocess.run(
-        [compiler, "-O1", "-Wall", "-Wno-nonnull-compare", "-shared", "-fPIC", "-o", str(library),
-         str(SOURCE), "-ldl"],
+        [
+            compiler,
+            "-O1",
+            "-Wall",
+            "-Wno-nonnull-compare",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(library),
+            str(SOURCE),
+            "-ldl",
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return library
 
 
@@ -67,13 +85,26 @@ class _Fields(ctypes.Structure):
     """As in shim.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in (
-            "armed", "ops", "whose", "trainer", "start", "count", "error", "mode", "delay_us",
-            "calls", "fired", "pad",
-        )),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "armed",
+                "ops",
+                "whose",
+                "trainer",
+                "start",
+                "count",
+                "error",
+                "mode",
+                "delay_us",
+                "calls",
+                "fired",
+                "pad",
+            )
+        ),
         ("clock_offset_s", ctypes.c_int64),
         ("prefix", ctypes.c_char * 4096),
-    )  # fmt: skip
+    )
 
 
 class Control:

@@ -22,8 +22,7 @@ from tally import Violation
 
 import laststep
 import state
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
@@ -138,9 +137,13 @@ def _live_long(say: Say, run: Path, seed: int, until: float) -> None:
 
 def _open(run: Path, live: state.Live) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        str(run), keep=laststep.Keep(last=5, best=1, metric="loss"), progress=False,
-        host_memory_bytes=64 << 20, compression=state.COMPRESSION, **live,
-    )  # fmt: skip
+        str(run),
+        keep=laststep.Keep(last=5, best=1, metric="loss"),
+        progress=False,
+        host_memory_bytes=64 << 20,
+        compression=state.COMPRESSION,
+        **live,
+    )
 
 
 def _restore(
@@ -150,7 +153,7 @@ def _restore(
     while True:
         try:
             restored = checkpointer.restore(step)
-        except (laststep.StorageFailed, laststep.Aborted) as error:
+        except (laststep.StorageError, laststep.AbortedError) as error:
             say("told", type(error).__name__)
             continue
         if restored.step is not None:
@@ -163,16 +166,20 @@ def _restore(
 
 
 def _roll_back(
-    checkpointer: laststep.Checkpointer, live: state.Live, run: Path, chance: random.Random,
-    say: Say, step: int,
-) -> int:  # fmt: skip
+    checkpointer: laststep.Checkpointer,
+    live: state.Live,
+    run: Path,
+    chance: random.Random,
+    say: Say,
+    step: int,
+) -> int:
     checkpointer.wait(PATIENCE_S)
     steps = laststep.open(run).steps() if run.exists() else []
     if not steps:
         return step
     try:
         return _restore(checkpointer, live, say, chance.choice(steps))
-    except laststep.NotFound:
+    except laststep.NotFoundError:
         return _restore(checkpointer, live, say)  # deleted by another's retention meanwhile
 
 
@@ -234,7 +241,7 @@ def _live_shortly(run: Path, chance: random.Random, tally: Tally) -> None:
         step = _restore(checkpointer, live, say)
         for number in range(step, step + 50):
             state.advance(live, number)
-            with contextlib.suppress(laststep.Aborted):
+            with contextlib.suppress(laststep.AbortedError):
                 checkpointer.save(number, overwrite=True, metrics={"loss": 0.5})
 
     child = Child.fork(live_shortly)

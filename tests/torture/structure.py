@@ -46,9 +46,13 @@ class _Trial:
         }
         tally.step(f"{self.world.device}, {'large' if large else 'small'}, {options}")
         self.checkpointer = laststep.Checkpointer(
-            self.folder, model=self.world.model, optimizer=self.world.optimizer,
-            extra=self.world.extra, progress=False, **options,
-        )  # fmt: skip
+            self.folder,
+            model=self.world.model,
+            optimizer=self.world.optimizer,
+            extra=self.world.extra,
+            progress=False,
+            **options,
+        )
         self.expected: dict[int, dict[str, object]] = {}
         self.failed: set[int] = set()
         self.handles: dict[int, laststep.SaveHandle] = {}
@@ -81,7 +85,7 @@ class _Trial:
         change(self.world)
         try:
             self._hear(number)
-        except laststep.Usage as error:
+        except laststep.UsageError as error:
             self.tally.note("refused by name")
             if not error.where or "extra" not in error.where:
                 raise Violation("foreign error", f"not named: {error}") from error
@@ -114,7 +118,7 @@ class _Trial:
             told = [n for n, one in self.handles.items() if n not in self.failed and _failed(one)]
             try:
                 return self.checkpointer.save(number)
-            except laststep.Torn as error:
+            except laststep.TornCaptureError as error:
                 if not told:
                     raise Violation("wrong", f"torn though nothing changed: {error}") from error
                 self.failed.update(told[:1])
@@ -124,7 +128,7 @@ class _Trial:
         try:
             if not handle.wait(PATIENCE_S):
                 raise Violation("hang", f"save({number}) is not over after {PATIENCE_S} s")
-        except laststep.Torn:
+        except laststep.TornCaptureError:
             self.failed.add(number)
 
     def _compare(self) -> None:

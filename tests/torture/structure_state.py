@@ -14,8 +14,17 @@ from torch import nn
 if TYPE_CHECKING:
     import random
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8,
-          torch.uint8, torch.bool, torch.complex64]  # fmt: skip
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 LARGE = 6 << 20
 """Elements of a large tensor: more than one slot."""
 

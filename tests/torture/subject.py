@@ -23,8 +23,7 @@ from tally import Tally, Violation
 from typer.testing import CliRunner
 
 import laststep
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import parse_folder
+from laststep.catalog.lineage import Seen, parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import app
 from laststep.errors import LaststepError
@@ -102,10 +101,15 @@ class Subject:
         """One more."""
         live = Live(form, next(self._marks))
         checkpointer = laststep.Checkpointer(
-            self.path, items=live.items, flush=flush, keep=as_keep(rules), progress=False,
-            host_memory_bytes=64 << 20, new_lineage=True,
+            self.path,
+            items=live.items,
+            flush=flush,
+            keep=as_keep(rules),
+            progress=False,
+            host_memory_bytes=64 << 20,
+            new_lineage=True,
             compression="max" if form % 2 else "none",
-        )  # fmt: skip
+        )
         self.writers.append(Writer(checkpointer=checkpointer, live=live, rules=rules))
 
     def close(self, writer: int) -> None:
@@ -139,8 +143,9 @@ class Subject:
         if one.seen is None:
             one.seen = self._newest_point()
         try:
-            pending.handle = one.checkpointer.save(step, overwrite=overwrite,
-                                                   metrics={"loss": loss})  # fmt: skip
+            pending.handle = one.checkpointer.save(
+                step, overwrite=overwrite, metrics={"loss": loss}
+            )
         except LaststepError as error:
             self._settle(one)
             self._failed(one, pending, error)
@@ -271,18 +276,22 @@ class Subject:
     ) -> set[str]:
         """One more commit, and the retention after it; what that drops."""
         self.ledger.entries[folder] = Entry(
-            folder=folder, step=pending.step, form=pending.form, mark=pending.mark,
-            epoch=_point(folder)[0], loss=pending.loss,
-        )  # fmt: skip
+            folder=folder,
+            step=pending.step,
+            form=pending.form,
+            mark=pending.mark,
+            epoch=_point(folder)[0],
+            loss=pending.loss,
+        )
         return self.ledger.retain(rules, resumed_from=resumed, abandoned=False)
 
     def _failed(self, one: Writer, pending: Pending, error: LaststepError) -> None:
         """It failed: may it?"""
         taken_over = self._is_taken_over(one)
         allowed = (
-            (isinstance(error, laststep.Exists) and pending.exists)
-            or (isinstance(error, laststep.Aborted) and taken_over)
-            or (isinstance(error, laststep.StorageFailed) and pending.harmed)
+            (isinstance(error, laststep.AlreadyExistsError) and pending.exists)
+            or (isinstance(error, laststep.AbortedError) and taken_over)
+            or (isinstance(error, laststep.StorageError) and pending.harmed)
         )
         if not allowed:
             raise Violation("wrong", f"step {pending.step} failed: {error!r}")
@@ -365,15 +374,22 @@ class Subject:
         one = self.writers[writer]
         sure = [entry for entry in allowed if not entry.may_go]
         fits = (
-            (isinstance(error, laststep.NotFound) and step is not None and not sure and not damaged)
-            or (isinstance(error, laststep.Corrupt) and not sure and bool(damaged))
-            or (isinstance(error, laststep.Mismatch)
-                and any(entry.form != before[0] for entry in (*allowed, *damaged)))
-        )  # fmt: skip
+            (
+                isinstance(error, laststep.NotFoundError)
+                and step is not None
+                and not sure
+                and not damaged
+            )
+            or (isinstance(error, laststep.CorruptError) and not sure and bool(damaged))
+            or (
+                isinstance(error, laststep.MismatchError)
+                and any(entry.form != before[0] for entry in (*allowed, *damaged))
+            )
+        )
         if not fits:
             raise Violation("wrong", f"restore({step}) of {_names(allowed)}: {error!r}")
         self._check_remedy(error)
-        if isinstance(error, laststep.Corrupt):
+        if isinstance(error, laststep.CorruptError):
             # The live state may be mixed now, and the next save refused: that is another's story.
             self.writers.pop(writer)
             one.checkpointer.close()
@@ -385,7 +401,8 @@ class Subject:
     # What others do to the run
 
     def corrupt(self, which: int, *, file: int, how: str, place: float) -> None:
-        """Damage one file of a checkpoint."""
+        """Damage one file of a checkpoint, in a way that hurts a restore: headers of data files are
+        for others to read, and are left alone."""
         self.settle()
         self.look()
         there = [entry for entry in self.ledger.there() if entry.is_sound and not entry.may_go]
@@ -405,9 +422,13 @@ class Subject:
         elif how == "truncate":
             chosen.write_bytes(data[: int(place * len(data))])
         else:
-            data[int(place * len(data))] ^= 1 << int(place * 1009) % 8
+            length = int.from_bytes(data[:8], "little")
+            start = 8 + length if chosen.suffix == ".safetensors" else 0
+            data[start + int(place * (len(data) - start))] ^= 1 << int(place * 1009) % 8
             chosen.write_bytes(data)
-        damage: Damage = "flipped" if how == "flip" else "incomplete"
+        # A listing sees that an index is missing, but not how long it should be.
+        is_cut_index = how == "truncate" and chosen.name.startswith("index-r")
+        damage: Damage = "flipped" if how == "flip" or is_cut_index else "incomplete"
         entry.damage = "unreadable" if is_manifest else damage
         self.tally.fault(f"model: file damaged ({how})")
         # Retention may come after that, and then keeps an older one in the place of this.
@@ -430,9 +451,11 @@ class Subject:
         self.look()
         if not self.ledger.there():
             return
-        words = [f"--{name}={value}" for name, value in
-                 (("last", rules.last), ("every", rules.every), ("best", rules.best))
-                 if value is not None]  # fmt: skip
+        words = [
+            f"--{name}={value}"
+            for name, value in (("last", rules.last), ("every", rules.every), ("best", rules.best))
+            if value is not None
+        ]
         words += ["--metric=loss"] * (rules.best is not None) + ["--abandoned"] * abandoned
         newest = [entry for entry in self.ledger.lineage() if entry.is_whole][-1:]
         may_refuse = not newest or newest[0].damage is not None
@@ -467,7 +490,7 @@ class Subject:
         report = plan_copy(here.url, there.url).execute()
         stayed = {item.folder for item in before} & {item.folder for item in self.listed()}
         for folder in stayed:  # retention may take others at any time
-            with contextlib.suppress(laststep.NotFound):
+            with contextlib.suppress(laststep.NotFoundError):
                 if is_sound(here, folder) != (folder in report.copied):
                     raise Violation("wrong", f"{folder} of {here.url}: {report}")
         if not all(is_sound(there, folder) for folder in report.copied):
@@ -489,7 +512,7 @@ class Subject:
         """All that is committed."""
         try:
             return self.run().checkpoints()
-        except laststep.NotFound:
+        except laststep.NotFoundError:
             return ()
 
     def look(self) -> None:

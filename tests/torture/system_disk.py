@@ -30,10 +30,20 @@ _CLONE_NEWNS = 0x00020000
 # Paths
 
 ODD = (
-    "with spaces  ", "new\nline", "tab\tand\rreturn", "ünïcödé ☃ 検",
-    "x" * 255, "run.", "run...", "-rf", "~", "%s {x} $HOME", "step-00000001.1-1", "'\"`;&|",
+    "with spaces  ",
+    "new\nline",
+    "tab\tand\rreturn",
+    "ünïcödé ☃ 検",
+    "x" * 255,
+    "run.",
+    "run...",
+    "-rf",
+    "~",
+    "%s {x} $HOME",
+    "step-00000001.1-1",
+    "'\"`;&|",
     "/".join(["d" * 200] * 12),
-)  # fmt: skip
+)
 
 
 @fault("an odd path")
@@ -154,8 +164,9 @@ def full(scene: Scene) -> None:
             ballast = place / "ballast"
             status = os.statvfs(place)
             with ballast.open("wb") as file, contextlib.suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0,
-                                   max(1, status.f_bavail * status.f_bsize - leave))  # fmt: skip
+                os.posix_fallocate(
+                    file.fileno(), 0, max(1, status.f_bavail * status.f_bsize - leave)
+                )
             trainer.save(3)
             ballast.unlink()
             trainer.save()
@@ -237,21 +248,36 @@ def _register_failing(op: str, most: int) -> None:
     @fault(f"a call that fails: {op}")
     def failing(scene: Scene) -> None:
         _saves_that_fail(
-            scene, ops=(op,), error=scene.chance.choice(ERRORS), whose=scene.chance.choice(
-                ("any", "any", "flusher", "trainer")),
-            start=scene.chance.randrange(1, most + 1), count=scene.chance.choice((1, 1, 2, -1)),
-        )  # fmt: skip
+            scene,
+            ops=(op,),
+            error=scene.chance.choice(ERRORS),
+            whose=scene.chance.choice(("any", "any", "flusher", "trainer")),
+            start=scene.chance.randrange(1, most + 1),
+            count=scene.chance.choice((1, 1, 2, -1)),
+        )
 
 
-for _op, _most in (("write", 12), ("fsync", 12), ("link", 4), ("open", 16), ("mkdir", 4),
-                   ("unlink", 4), ("read", 6)):  # fmt: skip
+for _op, _most in (
+    ("write", 12),
+    ("fsync", 12),
+    ("link", 4),
+    ("open", 16),
+    ("mkdir", 4),
+    ("unlink", 4),
+    ("read", 6),
+):
     _register_failing(_op, _most)
 
 
 @fault("calls interrupted (EINTR)")
 def interrupted(scene: Scene) -> None:
-    _saves_that_fail(scene, ops=("write", "fsync", "open", "read"), error=errno.EINTR,
-                     start=scene.chance.randrange(1, 20), count=5)  # fmt: skip
+    _saves_that_fail(
+        scene,
+        ops=("write", "fsync", "open", "read"),
+        error=errno.EINTR,
+        start=scene.chance.randrange(1, 20),
+        count=5,
+    )
 
 
 @fault("short writes and reads")
@@ -263,8 +289,13 @@ def short(scene: Scene) -> None:
 
 @fault("a slow disk")
 def slow(scene: Scene) -> None:
-    _saves_that_fail(scene, ops=("write", "fsync", "link", "open"), mode="slow",
-                     delay_us=scene.chance.choice((1000, 20_000, 200_000)), count=20)  # fmt: skip
+    _saves_that_fail(
+        scene,
+        ops=("write", "fsync", "link", "open"),
+        mode="slow",
+        delay_us=scene.chance.choice((1000, 20_000, 200_000)),
+        count=20,
+    )
 
 
 @fault("reads that fail during a restore")
@@ -272,10 +303,12 @@ def unreadable(scene: Scene) -> None:
     """It raises or restores the newest; that an older one comes back is what must not be."""
     control = _shim(scene)
     control.arm(
-        scene.run, ops=(scene.chance.choice(("read", "open")),),
+        scene.run,
+        ops=(scene.chance.choice(("read", "open")),),
         error=scene.chance.choice((errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM)),
-        start=scene.chance.randrange(1, 25), count=scene.chance.choice((1, 2, -1)),
-    )  # fmt: skip
+        start=scene.chance.randrange(1, 25),
+        count=scene.chance.choice((1, 2, -1)),
+    )
 
     def body(trainer: Trainer) -> None:
         trainer.say("struck", control.disarm())
@@ -286,8 +319,10 @@ def unreadable(scene: Scene) -> None:
 @fault("a clock that jumps")
 def clock(scene: Scene) -> None:
     control = _shim(scene)
-    jumps = [scene.chance.choice((-1, 1)) * scene.chance.choice((1, 4000, 86_400, 10**9))
-             for _ in range(4)]  # fmt: skip
+    jumps = [
+        scene.chance.choice((-1, 1)) * scene.chance.choice((1, 4000, 86_400, 10**9))
+        for _ in range(4)
+    ]
     scene.tally.step(f"the clock jumps by {jumps}")
 
     def body(trainer: Trainer) -> None:

@@ -65,7 +65,7 @@ def _refused(trainer: Trainer) -> None:
     """In a forked child: the parent's Checkpointer refuses to work there."""
     try:
         trainer.checkpointer.save(1)
-    except laststep.Usage:
+    except laststep.UsageError:
         return
     raise ValueError("a forked child could save with its parent's Checkpointer")
 
@@ -78,12 +78,15 @@ def forks(scene: Scene) -> None:
     def body(trainer: Trainer) -> None:
         for work in works:
             trainer.save(2, wait=False)
-            _fork_and_wait(trainer, *(
-                (lambda: None, "end"),
-                (lambda: _refused(trainer), "use its parent's Checkpointer"),
-                (lambda: torch.ones(100_000).add_(1), "add"),
-                (lambda: _save_elsewhere(elsewhere), "save elsewhere"),
-            )[work])  # fmt: skip
+            _fork_and_wait(
+                trainer,
+                *(
+                    (lambda: None, "end"),
+                    (lambda: _refused(trainer), "use its parent's Checkpointer"),
+                    (lambda: torch.ones(100_000).add_(1), "add"),
+                    (lambda: _save_elsewhere(elsewhere), "save elsewhere"),
+                )[work],
+            )
         trainer.settle()
         trainer.save()
 

@@ -102,8 +102,10 @@ def flusher_address_space(scene: Scene) -> None:
     def body(trainer: Trainer) -> None:
         trainer.save()
         helpers = tuple(children_of(os.getpid()))
-        sizes = [int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
-                 for pid in helpers]  # fmt: skip
+        sizes = [
+            int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
+            for pid in helpers
+        ]
         size = max(sizes, default=1 << 20) * resource.getpagesize()
         with limited(resource.RLIMIT_AS, size + more, helpers):
             trainer.save(3)

@@ -84,9 +84,11 @@ class Tally:
     def flaw(self, kind: Kind, what: str) -> None:
         """Something that must never happen did; the trial goes on, and tells it once."""
         if all(_alike(finding.what) != _alike(what) for finding in self.findings):
-            self.find(Finding(
-                part=self._part, seed=self._seed, kind=kind, what=what, steps=list(self.steps)
-            ))  # fmt: skip
+            self.find(
+                Finding(
+                    part=self._part, seed=self._seed, kind=kind, what=what, steps=list(self.steps)
+                )
+            )
 
     def find(self, finding: Finding) -> None:
         """A finding, kept."""
@@ -130,10 +132,12 @@ class Tally:
     def to_plain(self) -> dict[str, object]:
         """As values that JSON has."""
         return {
-            "trials": self.trials, "faults": dict(self.faults), "notes": dict(self.notes),
+            "trials": self.trials,
+            "faults": dict(self.faults),
+            "notes": dict(self.notes),
             "compared": self.compared,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_plain(cls, plain: dict[str, object]) -> Tally:

@@ -94,11 +94,15 @@ def _one(part: Part, options: argparse.Namespace, folder: Path) -> tuple[Tally, 
     timed = options.trials is None
     began = time.monotonic()
     tally = trials.run(
-        part.name, trial, folder, seed=options.seed,
+        part.name,
+        trial,
+        folder,
+        seed=options.seed,
         trials=1 if part.name == "soak" and timed else options.trials,
         seconds=options.minutes * 60 if timed else None,
-        limit_s=min(part.limit_s, options.minutes * 60 + 600), at_once=part.at_once,
-    )  # fmt: skip
+        limit_s=min(part.limit_s, options.minutes * 60 + 600),
+        at_once=part.at_once,
+    )
     return tally, time.monotonic() - began
 
 
@@ -108,9 +112,17 @@ def _all(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Tally, fl
     for part in PARTS:
         result = folder / f"{part.name}.json"
         command = [
-            sys.executable, str(HERE / "torture.py"), "--part", part.name, "--json", str(result),
-            "--seed", str(options.seed), "--minutes", str(options.minutes * part.share),
-        ]  # fmt: skip
+            sys.executable,
+            str(HERE / "torture.py"),
+            "--part",
+            part.name,
+            "--json",
+            str(result),
+            "--seed",
+            str(options.seed),
+            "--minutes",
+            str(options.minutes * part.share),
+        ]
         if options.folder is not None:
             command += ["--folder", str(options.folder)]
         if options.trials is not None:
@@ -127,10 +139,15 @@ def _heard(part: Part, result: Path, done: subprocess.CompletedProcess[str]) -> 
     if result.exists():
         return Tally.from_plain(json.loads(result.read_text())["parts"][part.name])
     tally = Tally()
-    tally.findings.append(Finding(
-        part=part.name, seed=0, kind="crash", what=f"the part ended with {done.returncode}",
-        steps=(done.stdout + done.stderr).splitlines()[-40:],
-    ))  # fmt: skip
+    tally.findings.append(
+        Finding(
+            part=part.name,
+            seed=0,
+            kind="crash",
+            what=f"the part ended with {done.returncode}",
+            steps=(done.stdout + done.stderr).splitlines()[-40:],
+        )
+    )
     return tally
 
 

@@ -111,9 +111,15 @@ def _start(part: str, trial: Trial, folder: Path, seed: int, limit_s: float) -> 
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     return _Running(
-        seed=seed, pid=pid, pidfd=os.pidfd_open(pid), deadline=time.monotonic() + limit_s,
-        limit_s=limit_s, place=place, log=log, dump=dump,
-    )  # fmt: skip
+        seed=seed,
+        pid=pid,
+        pidfd=os.pidfd_open(pid),
+        deadline=time.monotonic() + limit_s,
+        limit_s=limit_s,
+        place=place,
+        log=log,
+        dump=dump,
+    )
 
 
 def _in_child(part: str, trial: Trial, place: Path, log: Path, seed: int) -> None:
@@ -186,10 +192,15 @@ def _finish(part: str, one: _Running) -> Tally:
         what = f"the process of the trial ended with status {status}"
         if hangs:
             what = f"no end within {one.limit_s:.0f} s"
-        tally.findings.append(Finding(
-            part=part, seed=one.seed, kind="hang" if hangs else "crash", what=what,
-            steps=tally.steps + stacks,
-        ))  # fmt: skip
+        tally.findings.append(
+            Finding(
+                part=part,
+                seed=one.seed,
+                kind="hang" if hangs else "crash",
+                what=what,
+                steps=tally.steps + stacks,
+            )
+        )
     one.log.unlink()
     shutil.rmtree(one.place, ignore_errors=True)
     return tally

@@ -34,9 +34,11 @@ def main() -> None:
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
     request = {
-        "arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ),  # noqa: PTH109
+        "arguments": sys.argv[1:],
+        "folder": os.getcwd(),  # noqa: PTH109
+        "environment": dict(os.environ),
         "files": files,
-    }  # fmt: skip
+    }
     socket.send_fds(server, [json.dumps(request).encode()], files)
     status = int(server.recv(100) or 1)
     if status < 0:

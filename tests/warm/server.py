@@ -22,9 +22,13 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "numpy", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.run", "torch.nn.parallel", "laststep.cli",
-)  # fmt: skip
+    "numpy",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "laststep.cli",
+)
 REQUEST_BYTES = 1 << 20
 
 
@@ -35,7 +39,7 @@ def warm_up() -> None:
     import torch
 
     import laststep
-    from laststep.memory.shared import Mapping
+    from laststep.memory.segments import Mapping
 
     for name in laststep.__all__:
         getattr(laststep, name)

@@ -54,10 +54,15 @@ def test_a_script_has_its_arguments_streams_folder_and_environment(
     folder.mkdir()
     with script.open() as file:
         done = subprocess.run(
-            command(str(script), str(file.fileno()), "x", warm=warm), input="said", cwd=folder,
-            env={"A": "b", "LC_CTYPE": "C.UTF-8"}, pass_fds=[file.fileno()], text=True,
-            capture_output=True, check=False,
-        )  # fmt: skip
+            command(str(script), str(file.fileno()), "x", warm=warm),
+            input="said",
+            cwd=folder,
+            env={"A": "b", "LC_CTYPE": "C.UTF-8"},
+            pass_fds=[file.fileno()],
+            text=True,
+            capture_output=True,
+            check=False,
+        )
         first = f"__main__ {script} ['{file.fileno()}', 'x'] 3 __main__ {sys.executable}\n"
     second = f"said {folder} [('A', 'b'), ('LC_CTYPE', 'C.UTF-8')]\n"
     assert done.stdout == first + second

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.boxes import whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Sharded
 from laststep.state.optimizers import OptimizerProvider, is_optimizer_state
@@ -39,15 +39,16 @@ Entries = dict[str, object]
 
 
 def need(owner: object, name: str, tested: str) -> Any:
-    """An attribute of a framework's object, or `Usage` that says which versions have it."""
+    """An attribute of a framework's object, or `UsageError` that says which versions have it."""
     value: Any = getattr(owner, name, ABSENT)
     if value is ABSENT:
-        raise Usage(
+        raise UsageError(
             "cannot find out how the state lies over the ranks",
-            where=type(owner).__name__, expected=f"an attribute {name!r}, as in {tested}",
+            where=type(owner).__name__,
+            expected=f"an attribute {name!r}, as in {tested}",
             found="none",
             remedy="use such a version, or lay the state out by hand (docs/guides/resharding.md)",
-        )  # fmt: skip
+        )
     return value
 
 
@@ -202,9 +203,10 @@ class FlatOptimizer(StateProvider):
             return
         self._plain.restore(value)
         restored = {
-            name for name, entries in value["state"].items()
+            name
+            for name, entries in value["state"].items()
             if entries is not ABSENT and any(entry is not ABSENT for entry in entries.values())
-        }  # fmt: skip
+        }
         for members in self._holders:
             self._take_over(members, restored)
         for group, plain in zip(
@@ -278,11 +280,13 @@ def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
 
 def _elements(key: str, entry: torch.Tensor, member: FlatMember) -> object:
     if entry.numel() != member.size:
-        raise Usage(
+        raise UsageError(
             f"cannot save the entry {key!r} of an optimizer's state: it is no tensor over the "
             "elements of the parameters",
-            where=member.name, expected=f"{member.size} elements", found=str(entry.numel()),
-        )  # fmt: skip
+            where=member.name,
+            expected=f"{member.size} elements",
+            found=str(entry.numel()),
+        )
     part = entry.detach().view(-1)[member.first : member.last]
     return part.view(member.shape) if member.layout is None else Laid(part, member.layout)
 
@@ -301,11 +305,11 @@ def _joined(
     if live is ABSENT and _is_like(key, value, member):
         return _scattered(parts)
     if any(entry != value for _, entry in parts[1:]):
-        raise Usage(
+        raise UsageError(
             f"cannot restore {key!r}: parameters that share one flat parameter have different ones",
             where=", ".join(member.name for member, _ in parts[:3]),
             remedy="with FSDP1, wrap the model with use_orig_params=True",
-        )  # fmt: skip
+        )
     if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
         return live.copy_(value)
     return value

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt, Mismatch, Usage
+from laststep.errors import CorruptError, MismatchError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,31 +42,34 @@ class Framework:
 
     @property
     def version(self) -> str:
-        """That is installed; `Usage` where none is."""
+        """That is installed; `UsageError` where none is."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
-            raise Usage(
-                f"{self.package} is not installed", expected=self._tested(),
+            raise UsageError(
+                f"{self.package} is not installed",
+                expected=self._tested(),
                 remedy=f"pip install 'laststep[{self.extra}]'",
-            ) from None  # fmt: skip
+            ) from None
 
     def check(self) -> None:
-        """`Usage` where it is too old; the log tells of one that is newer than all that were tried,
-        whose seams are compared all the same."""
+        """`UsageError` where it is too old; the log tells of one that is newer than all that were
+        tried, whose seams are compared all the same."""
         installed = _numbers(self.version)
         if installed < _numbers(self.first):
-            raise Usage(
-                f"this version of {self.package} is too old", expected=self._tested(),
-                found=self.version, remedy=f"pip install 'laststep[{self.extra}]'",
-            )  # fmt: skip
+            raise UsageError(
+                f"this version of {self.package} is too old",
+                expected=self._tested(),
+                found=self.version,
+                remedy=f"pip install 'laststep[{self.extra}]'",
+            )
         last = _numbers(self.last)
         if installed[: len(last)] > last:
             log.warning("%s %s is newer than %s", self.package, self.version, self._tested())
 
     def seam(self, owner: type | ModuleType, method: str, *parameters: str) -> None:
-        """`Usage` where a method that the adapter overrides or calls is not there, or does not take
-        these parameters, `self` left out, as its first ones."""
+        """`UsageError` where a method that the adapter overrides or calls is not there, or does not
+        take these parameters, `self` left out, as its first ones."""
         function = inspect.getattr_static(owner, method, None)
         function = getattr(function, "__func__", function)
         found = "no such method"
@@ -75,42 +78,44 @@ class Framework:
             if names[: len(parameters)] == list(parameters):
                 return
             found = f"{method}({', '.join(names)})"
-        raise Usage(
+        raise UsageError(
             f"{owner.__name__}.{method} of {self.package} {self.version} is not the one that this "
             "adapter knows",
-            expected=f"{method}({', '.join(parameters)}), as in {self._tested()}", found=found,
+            expected=f"{method}({', '.join(parameters)}), as in {self._tested()}",
+            found=found,
             remedy=f"pip install 'laststep[{self.extra}]'",
-        )  # fmt: skip
+        )
 
     def stamp(self, **more: object) -> dict[str, object]:
         """The metadata of a save: whose it is, and what else the adapter has to know."""
         return {_STAMP: self.package, "version": self.version, **more}
 
     def own(self, metadata: object, where: str) -> dict[str, object]:
-        """The metadata of a checkpoint as `stamp` made it; `Mismatch` where it is not ours."""
+        """The metadata of a checkpoint as `stamp` made it; `MismatchError` where it is not ours."""
         stamped = metadata if isinstance(metadata, dict) else {}
         whose = stamped.get(_STAMP)
         if whose == self.package:
             return stamped
-        raise Mismatch(
-            f"this checkpoint was not saved by {self.package}", where=where,
+        raise MismatchError(
+            f"this checkpoint was not saved by {self.package}",
+            where=where,
             expected=f"one that laststep.{self.extra} has saved",
             found="one of a loop of its own" if whose is None else f"one of {whose}",
             remedy="choose another folder for this run; `laststep.load` reads single items",
-        )  # fmt: skip
+        )
 
     def resume(
         self, ckpt: Checkpointer, restore: Callable[[Peeked, dict[str, object]], Restored]
     ) -> Restored | None:
         """Let `restore` restore the newest checkpoint, which it is given with its stamp; where that
-        is damaged, the one before it, and the log says so. None in a new run; `Corrupt` in one
+        is damaged, the one before it, and the log says so. None in a new run; `CorruptError` in one
         of which nothing is sound."""
         found = ckpt.peek()
         while found is not None:
             stamp = self.own(found.metadata, f"{ckpt.path}, step {found.step}")
             try:
                 return restore(found, stamp)
-            except Corrupt as damage:
+            except CorruptError as damage:
                 older = ckpt.peek()
                 if older is None or older.folder == found.folder:
                     raise  # something else was damaged

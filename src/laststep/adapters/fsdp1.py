@@ -31,7 +31,7 @@ from laststep.adapters.flat_state import (
     only_holders,
     plain_name,
 )
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 from laststep.state.tensors import Laid
 
@@ -137,17 +137,26 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
     for name, parameter in model.named_parameters():
         if id(parameter) in group_of and id(parameter) not in known:
             size = parameter.numel()
-            members.append(FlatMember(
-                name=plain_name(name), group=group_of[id(parameter)], dtype=parameter.dtype,
-                shape=tuple(parameter.shape), holder=parameter, first=0, last=size, size=size,
-                layout=None,
-            ))  # fmt: skip
+            members.append(
+                FlatMember(
+                    name=plain_name(name),
+                    group=group_of[id(parameter)],
+                    dtype=parameter.dtype,
+                    shape=tuple(parameter.shape),
+                    holder=parameter,
+                    first=0,
+                    last=size,
+                    size=size,
+                    layout=None,
+                )
+            )
     lost = len(group_of.keys() - {id(member.holder) for member in members})
     if lost:
-        raise Usage(
-            "an optimizer has parameters that are none of the model's", found=str(lost),
+        raise UsageError(
+            "an optimizer has parameters that are none of the model's",
+            found=str(lost),
             remedy="make the optimizer from the parameters of the wrapped model",
-        )  # fmt: skip
+        )
     return members
 
 
@@ -159,21 +168,32 @@ def _member(original: _Original, unit: _Unit, holder: torch.Tensor, group: int) 
         # With use_orig_params a rank does not step what it holds nothing of.
         numbers = None if layout is None else only_holders(layout)
     return FlatMember(
-        name=name, group=group, dtype=unit.shard().dtype, shape=shape, holder=holder, first=first,
-        last=last, size=size, layout=layout, numbers=numbers,
-    )  # fmt: skip
+        name=name,
+        group=group,
+        dtype=unit.shard().dtype,
+        shape=shape,
+        holder=holder,
+        first=first,
+        last=last,
+        size=size,
+        layout=layout,
+        numbers=numbers,
+    )
 
 
 def _units(model: torch.nn.Module) -> list[_Unit]:
     wrapped = {
-        prefix: module for prefix, module in model.named_modules()
+        prefix: module
+        for prefix, module in model.named_modules()
         if type(module).__name__ == "FullyShardedDataParallel"
-    }  # fmt: skip
+    }
     if not wrapped:
-        raise Usage(
-            "there is no FSDP1 in this model", expected="a FullyShardedDataParallel",
-            found=type(model).__name__, remedy="pass a model of another kind as it is",
-        )  # fmt: skip
+        raise UsageError(
+            "there is no FSDP1 in this model",
+            expected="a FullyShardedDataParallel",
+            found=type(model).__name__,
+            remedy="pass a model of another kind as it is",
+        )
     handles = ((_need(module, "_handle"), prefix) for prefix, module in wrapped.items())
     return [_unit(handle, prefix) for handle, prefix in handles if handle is not None]
 
@@ -184,14 +204,19 @@ def _unit(handle: Any, prefix: str) -> _Unit:
     fqns, shapes, sizes, padding, here = (
         list(_need(flat, name))
         for name in (
-            "_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_shard_param_infos",
+            "_fqns",
+            "_shapes",
+            "_numels_with_padding",
+            "_is_padding_mask",
+            "_shard_param_infos",
         )
-    )  # fmt: skip
+    )
     _refuse_unusual(flat, fqns)
     starts = [
-        at for at, is_padding in zip(itertools.accumulate(sizes, initial=0), padding, strict=False)
+        at
+        for at, is_padding in zip(itertools.accumulate(sizes, initial=0), padding, strict=False)
         if not is_padding
-    ]  # fmt: skip
+    ]
     live = _need(flat, "_params") or [None] * len(fqns)
     originals = [
         _original(handle, _joined(prefix, name), tuple(shape), start, info, parameter)
@@ -224,29 +249,32 @@ def _original(
     first, last = flat_range(layout, dist.get_rank())
     said = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info[0] else (0, 0)
     if (first, last) != said:
-        raise Usage(
-            "cannot find out how the state lies over the ranks", where=name,
+        raise UsageError(
+            "cannot find out how the state lies over the ranks",
+            where=name,
             expected=f"elements {first} to {last} of the flat parameter, as {_TESTED} has it",
-            found=f"{said[0]} to {said[1]}", remedy="use that version",
-        )  # fmt: skip
+            found=f"{said[0]} to {said[1]}",
+            remedy="use that version",
+        )
     return _Original(name, shape, layout, first, last, live)
 
 
 def _refuse_unusual(flat: Any, names: list[str]) -> None:
-    """`Usage` for a parameter that was flattened in another order than its elements have, or is a
-    part of a tensor."""
+    """`UsageError` for a parameter that was flattened in another order than its elements have, or
+    is a part of a tensor."""
     for name, contiguous, extension in zip(
-        names, _need(flat, "_contiguities"), _need(flat, "_param_extensions"),
-        strict=True,
-    ):  # fmt: skip
+        names, _need(flat, "_contiguities"), _need(flat, "_param_extensions"), strict=True
+    ):
         if not contiguous:
-            raise Usage(
+            raise UsageError(
                 "cannot save a parameter that FSDP1 flattened in the order of its memory",
-                where=name, expected="a contiguous parameter",
+                where=name,
+                expected="a contiguous parameter",
                 remedy="make it contiguous before the model is wrapped, or use FSDP2",
-            )  # fmt: skip
+            )
         if extension is not None:
-            raise Usage(
-                "cannot save FSDP1 over tensor parallelism", where=name,
+            raise UsageError(
+                "cannot save FSDP1 over tensor parallelism",
+                where=name,
                 remedy="use FSDP2 (fully_shard), which needs no adapter",
-            )  # fmt: skip
+            )

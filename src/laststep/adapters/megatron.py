@@ -35,7 +35,7 @@ from laststep.adapters.flat_state import (
     Parameters,
     need,
 )
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.layouts import Flat, Mesh, Replicate, Shard
 from laststep.state.tensors import Laid
 
@@ -52,8 +52,10 @@ _need = functools.partial(need, tested=_TESTED)
 _STATE = "megatron.core.parallel_state"
 _CUTTING_AXIS = "tp"
 _SIZES_OF_PARTS = (
-    "output_size_per_partition", "input_size_per_partition", "num_embeddings_per_partition",
-)  # fmt: skip
+    "output_size_per_partition",
+    "input_size_per_partition",
+    "num_embeddings_per_partition",
+)
 
 
 def __getattr__(name: str) -> object:
@@ -77,10 +79,11 @@ def optimizer(
     """The state of the torch optimizer inside, by the names of the parameters."""
     chunks, parts = _chunks_of(model), _distributed(optimizer)
     if len(parts) > 1:
-        raise Usage(
-            "cannot take several Megatron optimizers as one", found=f"a chain of {len(parts)}",
+        raise UsageError(
+            "cannot take several Megatron optimizers as one",
+            found=f"a chain of {len(parts)}",
             remedy="pass optimizer.chained_optimizers as items of their own",
-        )  # fmt: skip
+        )
     return FlatOptimizer(_need(parts[0], "optimizer"), lambda: list(_members(parts[0], chunks)))
 
 
@@ -129,14 +132,15 @@ class _MegatronModule(FlatModule):
         return Parameters(laid, flattened)
 
     def _refuse_frozen_parts(self, flattened: set[int]) -> None:
-        """`Usage` for cut parameters that no optimizer has: they would be taken for whole ones."""
+        """`UsageError` for cut parameters that no optimizer has: they would be taken for whole
+        ones."""
         buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
         if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
             return
         model = _model_of(self._chunks)
         frozen = model.cut - flattened
         if frozen:
-            raise Usage(
+            raise UsageError(
                 "cannot save a frozen parameter that tensor parallelism has cut",
                 where=model.names[min(frozen)][0],
                 remedy="train it, or use Megatron's own checkpoints",
@@ -158,10 +162,16 @@ def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMemb
     for place in _places(optimizer, chunks):
         size = place.shard.numel()
         yield FlatMember(
-            name=place.names[0], group=group_of[id(place.shard)],
-            dtype=place.shard.dtype, shape=place.layout.shape, holder=place.shard, first=0,
-            last=size, size=size, layout=place.layout,
-        )  # fmt: skip
+            name=place.names[0],
+            group=group_of[id(place.shard)],
+            dtype=place.shard.dtype,
+            shape=place.layout.shape,
+            holder=place.shard,
+            first=0,
+            last=size,
+            size=size,
+            layout=place.layout,
+        )
 
 
 def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
@@ -183,7 +193,7 @@ def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_Paramete
             if id(parameter) in shards:
                 shard = shards[id(parameter)]
                 if shard is None:
-                    raise Usage(
+                    raise UsageError(
                         "Megatron's precision-aware optimizer keeps no fp32 weights to save",
                         remedy="turn use_precision_aware_optimizer off",
                     )
@@ -236,13 +246,14 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
     known = _is_part(parameter) and 0 <= dim < parameter.dim() and (stride == 1 or dim == 0)
     if known and not (model.gated and stride == 1 and "linear_fc1" in name.split(".")):
         return _Cut(dim, stride)
-    raise Usage(
-        "cannot find out how tensor parallelism cuts a parameter", where=name,
+    raise UsageError(
+        "cannot find out how tensor parallelism cuts a parameter",
+        where=name,
         expected=f"partition_dim and partition_stride as {_TESTED} sets them for linear layers, "
         "with a stride of 2 for a gated linear_fc1",
         found=f"dimension {dim} and stride {stride}, shape {list(parameter.shape)}",
         remedy="make the model with perform_initialization, or train with tensor-parallel size 1",
-    )  # fmt: skip
+    )
 
 
 def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
@@ -251,15 +262,16 @@ def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
     said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
     ours = layout.range_of(dist.get_rank())
     if ours != (said.start, said.end):
-        raise Usage(
+        raise UsageError(
             "cannot find out how the state lies over the ranks",
             expected=f"elements {ours} of a parameter of shape {list(parameter.shape)}",
-            found=f"{(said.start, said.end)}", remedy=f"use {_TESTED}",
-        )  # fmt: skip
+            found=f"{(said.start, said.end)}",
+            remedy=f"use {_TESTED}",
+        )
 
 
 def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
-    """`Usage` for experts that ranks have some of, or parts of, over groups of their own."""
+    """`UsageError` for experts that ranks have some of, or parts of, over groups of their own."""
     if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
         return
     state: Any = sys.modules.get(_STATE)
@@ -269,11 +281,12 @@ def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
     )
     for size, what in ((parts, "tensor"), (experts, "expert"), (expert_parts, "expert tensor")):
         if size > 1:
-            raise Usage(
+            raise UsageError(
                 f"cannot lay out the experts of Megatron's models over {what} parallelism",
-                where=name, found=f"{what}-parallel size {size}",
+                where=name,
+                found=f"{what}-parallel size {size}",
                 remedy=f"train with {what}-parallel size 1, or use Megatron's own checkpoints",
-            )  # fmt: skip
+            )
 
 
 class _Model(NamedTuple):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from laststep.adapters.dcp import Reader, Writer
 from laststep.adapters.framework import Framework
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 FRAMEWORK = Framework(package="megatron-core", extra="megatron", first="0.16", last="0.16")
 FRAMEWORK.check()  # before anything of it is imported, which need not be there
@@ -42,15 +42,20 @@ FRAMEWORK.seam(
 )
 
 FRAMEWORK.seam(
-    theirs, "_replace_state_dict_keys_with_sharded_keys", "sharded_state_dict",
+    theirs,
+    "_replace_state_dict_keys_with_sharded_keys",
+    "sharded_state_dict",
     "keep_only_main_replica",
-)  # fmt: skip
+)
 FRAMEWORK.seam(theirs, "mcore_to_pyt_state_dict", "state_dict", "is_loading")
 FRAMEWORK.seam(theirs, "_unwrap_pyt_sharded_tensor", "sh_ten")
 FRAMEWORK.seam(
-    theirs, "_replace_sharded_keys_with_state_dict_keys", "state_dict", "flat_mapping",
+    theirs,
+    "_replace_sharded_keys_with_state_dict_keys",
+    "state_dict",
+    "flat_mapping",
     "rename_mapping",
-)  # fmt: skip
+)
 FRAMEWORK.seam(theirs, "_restore_dict_types", "x", "keys_template")
 _by_key = theirs._replace_state_dict_keys_with_sharded_keys  # noqa: SLF001 (as are those below:
 _by_name = theirs._replace_sharded_keys_with_state_dict_keys  # noqa: SLF001  there is no other way
@@ -128,10 +133,11 @@ class LoadStrategy(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return {stored.unique_key: stored for stored in objects} | tensors
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        raise Usage(
-            "a checkpoint of laststep does not change", where=str(checkpoint_dir),
+        raise UsageError(
+            "a checkpoint of laststep does not change",
+            where=str(checkpoint_dir),
             remedy=f"load it, leave out what begins with {key_prefix!r}, and save it elsewhere",
-        )  # fmt: skip
+        )
 
 
 def _run_in(checkpoint_dir: str | os.PathLike[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +23,7 @@ class _Branch(dict[str | int, object]):
 
 
 def nest(values: Iterable[tuple[Path, object]], *, where: str) -> dict[str, object]:
-    """Put all values into one nested dict; `Corrupt` where two paths contradict each other."""
+    """Put all values into one nested dict; `CorruptError` where two paths contradict each other."""
     root = _Branch()
     for path, value in values:
         branch = root
@@ -37,7 +37,7 @@ def nest(values: Iterable[tuple[Path, object]], *, where: str) -> dict[str, obje
         branch[path[-1]] = value
     holes = _count_holes(root, where)
     if holes > MAX_HOLES:
-        raise Corrupt("cannot import", where=where, found=f"lists with {holes} holes")
+        raise CorruptError("cannot import", where=where, found=f"lists with {holes} holes")
     return {str(key): _close(value) for key, value in root.items()}
 
 
@@ -48,7 +48,7 @@ def _count_holes(root: _Branch, where: str) -> int:
         at, branch = todo.pop()
         numbers = [key for key in branch if isinstance(key, int)]
         if numbers and (len(numbers) < len(branch) or min(numbers) < 0 or branch is root):
-            raise Corrupt(
+            raise CorruptError(
                 "cannot import", where=where, found=f"{at[:100]!r}, which is a list and a dict"
             )
         if numbers:
@@ -70,8 +70,8 @@ def _close(value: object) -> object:
     return {key: _close(inner) for key, inner in value.items()}
 
 
-def _both(path: Path, where: str) -> Corrupt:
+def _both(path: Path, where: str) -> CorruptError:
     shown = ".".join(map(str, path))[:100]
-    return Corrupt(
+    return CorruptError(
         "cannot import", where=where, found=f"{shown!r}, which is there twice or inside a value"
     )

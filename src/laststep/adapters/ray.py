@@ -23,7 +23,7 @@ from ray.train import CheckpointUploadMode
 
 from laststep import checkpointer as core
 from laststep.adapters.framework import Framework
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Checkpointer(core.Checkpointer):
         self._experiment = _experiment()
         if run is None and not more.get("tiers"):
             if self._experiment is None:
-                raise Usage(
+                raise UsageError(
                     "Ray's experiment does not lie in a folder of this machine",
                     expected="a storage_path that is a folder, or the run's own place",
                     remedy="name the run: laststep.ray.Checkpointer('s3://bucket/run', …)",
@@ -80,9 +80,10 @@ class Checkpointer(core.Checkpointer):
         folder = Path(self.path, newest.folder)
         if self._experiment is not None and folder.is_relative_to(self._experiment):
             ray.train.report(
-                told, checkpoint=ray.train.Checkpoint.from_directory(folder),
+                told,
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
                 checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-            )  # fmt: skip
+            )
             return
         with tempfile.TemporaryDirectory() as pointer:
             text = json.dumps({"folder": f"{self.path}/{newest.folder}", "step": newest.step})
@@ -108,11 +109,12 @@ def folder_of(checkpoint: Any) -> str:
     with checkpoint.as_directory() as folder:
         pointer = Path(folder, _POINTER)
         if not pointer.exists():
-            raise NotFound(
-                "this is no checkpoint of laststep's", where=str(checkpoint.path),
+            raise NotFoundError(
+                "this is no checkpoint of laststep's",
+                where=str(checkpoint.path),
                 expected=f"manifest.json or {_POINTER}",
                 remedy="hand checkpoints to Ray by laststep.ray.Checkpointer.report",
-            )  # fmt: skip
+            )
         return str(json.loads(pointer.read_text())["folder"])
 
 
@@ -123,7 +125,7 @@ def _experiment() -> Path | None:
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NotImplementedError):  # as in Ray's local mode
             return None
-        raise Usage(
+        raise UsageError(
             "laststep.ray.Checkpointer is for the function that Ray Train runs on its workers",
             found=str(error).partition("\n")[0],
             remedy="use laststep.Checkpointer elsewhere",

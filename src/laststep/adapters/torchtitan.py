@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from laststep.adapters.framework import Framework
-from laststep.catalog.names import parse_folder
+from laststep.catalog.lineage import parse_folder
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.state.values import RNG, PerRank, StateDictProvider
 from laststep.storage.registry import open_store
 
@@ -53,9 +53,14 @@ FRAMEWORK.seam(CheckpointManager, "_load", "step")
 FRAMEWORK.seam(CheckpointManager, "_save", "curr_step", "last_step")
 FRAMEWORK.seam(CheckpointManager, "_should_save", "curr_step", "last_step")
 FRAMEWORK.seam(
-    CheckpointManager, "dcp_save", "state_dict", "checkpoint_id", "async_mode",
-    "enable_garbage_collection", "to_hf",
-)  # fmt: skip
+    CheckpointManager,
+    "dcp_save",
+    "state_dict",
+    "checkpoint_id",
+    "async_mode",
+    "enable_garbage_collection",
+    "to_hf",
+)
 
 _STAMP = FRAMEWORK.stamp()  # once: to look up a version reads files
 RNG_STATE = "rng"
@@ -90,9 +95,14 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         # It would start a thread to delete folders, and make a group of ranks to save with.
         bare: Any = replace(config, keep_latest_k=0, async_mode="disabled")  # type: ignore[call-arg]
         super().__init__(
-            bare, dataloader=dataloader, model_parts=model_parts, optimizers=optimizers,
-            lr_schedulers=lr_schedulers, states=states, **more,
-        )  # fmt: skip
+            bare,
+            dataloader=dataloader,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states=states,
+            **more,
+        )
         if not self.enable:
             return
         schedule = StateDictProvider(lr_schedulers)
@@ -186,12 +196,13 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             and filesystem.isfile(filesystem.join(self.folder, f"{name}/.metadata"))
         ]
         if max(theirs, default=-1) > newest:
-            raise Usage(
+            raise UsageError(
                 "torchtitan itself has saved a later step into the folder of the run",
-                where=self.folder, expected=f"none after step {newest}",
+                where=self.folder,
+                expected=f"none after step {newest}",
                 found=f"step-{max(theirs)}",
                 remedy=f"move that away, or set load_step={newest} to go on from the run's own",
-            )  # fmt: skip
+            )
 
     def _restore(self, number: int, step: int | None = None) -> Restored:
         """That step, or what was peeked at, which has that number."""
@@ -216,10 +227,12 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             return [MODEL]
         for name in self.exclude_from_loading:
             if name not in self._items:
-                raise Usage(
-                    "exclude_from_loading names no part of the state", expected=", ".join(
-                        self._items), found=name, remedy="leave it out",
-                )  # fmt: skip
+                raise UsageError(
+                    "exclude_from_loading names no part of the state",
+                    expected=", ".join(self._items),
+                    found=name,
+                    remedy="leave it out",
+                )
         return [name for name in self._items if name not in self.exclude_from_loading]
 
 
@@ -248,6 +261,6 @@ def _run_at(path: str) -> tuple[str, int | None] | None:
     url, step = (path, None) if named is None else (above, named.step)
     try:
         Run.open(open_store(url))
-    except NotFound:
+    except NotFoundError:
         return None
     return url, step

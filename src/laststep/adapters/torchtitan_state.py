@@ -19,8 +19,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from laststep.state.modules import ModuleProvider
 from laststep.state.optimizers import OptimizerProvider
 from laststep.state.provider import ABSENT, State, StateProvider, handing_over
-from laststep.state.stored_items import TensorSpec
-from laststep.state.tree import Owned
+from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -229,9 +228,10 @@ class LoaderPlace(StateProvider):
         if not isinstance(stored, dict) or self.check(stored):
             return []
         return [
-            (name,) for name, entry in stored.items()
+            (name,)
+            for name, entry in stored.items()
             if isinstance(entry, TensorSpec) and name not in self._rooms
-        ]  # fmt: skip
+        ]
 
     def restore(self, value: object) -> None:
         with handing_over(type(self._loader).__name__):

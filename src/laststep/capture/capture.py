@@ -30,8 +30,8 @@ from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring
 from laststep.capture.sources import Views, hold, hold_all
 from laststep.capture.staging import DeviceShort, DeviceStaging
 from laststep.capture.ways import choose
-from laststep.errors import LaststepError, StorageFailed, Torn, Usage
-from laststep.process import interrupts, shortage, threads
+from laststep.errors import LaststepError, StorageError, TornCaptureError, UsageError
+from laststep.process import signals, system, threads
 from laststep.settings import Capture
 from laststep.state.tensors import in_batches
 from laststep.terms import CHUNK_BYTES, DTYPES
@@ -86,7 +86,7 @@ class Capturer:
                 staging.set_aside(min(RING_CHUNKS * CHUNK_BYTES, size))
         return staged
 
-    @shortage.told("capture the state")
+    @system.translate_oom("capture the state")
     def take(
         self, copies: Copies, sources: Sequence[torch.Tensor], sink: Sink, early: Early | None
     ) -> Job:
@@ -100,8 +100,14 @@ class Capturer:
         if early is None:
             copies.remembered = None  # from here on the tables may be those of these sources
             self._choose(copies)
-        job = Job(plan=copies.plan, layout=copies.layout, sources=sources, sink=sink, began_s=began,
-                  looks=copies.looks)  # fmt: skip
+        job = Job(
+            plan=copies.plan,
+            layout=copies.layout,
+            sources=sources,
+            sink=sink,
+            began_s=began,
+            looks=copies.looks,
+        )
         try:
             self._stage_or_choose_again(job, copies, early)
             if early is None:
@@ -152,7 +158,7 @@ class Capturer:
         interrupted: BaseException | None = None
         while not job.over.is_set():
             try:
-                interrupts.wait(job.over)
+                signals.wait(job.over)
             except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
                 interrupted = raised
                 job.cancelled = True
@@ -164,7 +170,7 @@ class Capturer:
     def settle(self) -> None:
         """Wait until everything that was taken is captured or has failed."""
         if self._last is not None:
-            interrupts.wait(self._last.over)
+            signals.wait(self._last.over)
 
     def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
         """Have something done on the training thread, just before that optimizer step; when it
@@ -220,7 +226,7 @@ class Capturer:
 
     def _staging_on(self, device: str) -> DeviceStaging:
         if not device.startswith("cuda"):
-            raise Usage(
+            raise UsageError(
                 "cannot capture from this kind of device", found=device, expected="cpu or cuda"
             )
         if device not in self._staging:
@@ -306,7 +312,7 @@ class Capturer:
         """The same of one, to say which of many has changed."""
         try:
             return hold(job.sources[piece], job.plan.pieces[piece])
-        except Torn as error:
+        except TornCaptureError as error:
             raise torn(job, [piece], found=error.found) from error
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
@@ -365,7 +371,7 @@ class Capturer:
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.
-            interrupts.wait(self._last.over)
+            signals.wait(self._last.over)
         job.timing.waited_s += time.perf_counter() - began
         derived = {pair.file for pair in job.plan.derived}
         for follows in (False, True):
@@ -417,13 +423,13 @@ class Capturer:
         except LaststepError as error:
             job.error = error
         except BaseException as error:
-            if shortage.is_one(error):
-                job.error = shortage.error_for("capture the state", error)
+            if system.is_one(error):
+                job.error = system.error_for("capture the state", error)
             else:
-                job.error = StorageFailed("a capture failed", found=repr(error))
+                job.error = StorageError("a capture failed", found=repr(error))
                 log.exception("a capture failed")
         finally:
-            self._torn = self._torn or isinstance(job.error, Torn)
+            self._torn = self._torn or isinstance(job.error, TornCaptureError)
             self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -439,7 +445,7 @@ class Capturer:
             if job.error is None:
                 sink.captured(job.timing)
         except BaseException as error:
-            job.error = job.error or StorageFailed("a capture failed", found=repr(error))
+            job.error = job.error or StorageError("a capture failed", found=repr(error))
             raise
         finally:
             try:

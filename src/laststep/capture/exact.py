@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from laststep.errors import Torn
+from laststep.errors import TornCaptureError
 
 _FORM: Final = operator.attrgetter("shape", "dtype")
 _DTYPE: Final = operator.attrgetter("dtype")
@@ -44,9 +44,9 @@ def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
         raise changed((room, into.dtype), (into.numel(), into.dtype))
 
 
-def changed(expected: tuple[object, object], found: tuple[object, object]) -> Torn:
+def changed(expected: tuple[object, object], found: tuple[object, object]) -> TornCaptureError:
     """The error for a tensor that is not what it was when its copy was planned."""
-    return Torn(
+    return TornCaptureError(
         "a tensor was replaced or resized while it was copied",
         expected=f"{expected[0]} elements of {expected[1]}",
         found=f"{found[0]} of {found[1]}",

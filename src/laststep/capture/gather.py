@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _FORM: Final = operator.attrgetter("shape", "dtype")
 _WHOLE: Final = operator.attrgetter("whole")
 _LOOKS: Final[tuple[Callable[[torch.Tensor], object], ...]] = (
-    torch.Tensor.data_ptr, torch.Tensor.is_contiguous, operator.attrgetter("nbytes"),
-)  # fmt: skip
+    torch.Tensor.data_ptr,
+    torch.Tensor.is_contiguous,
+    operator.attrgetter("nbytes"),
+)
 """What a table of addresses is made from, but for the plan: more than addresses, since other
 strides or sizes at the same place are other bytes."""
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
@@ -184,10 +186,7 @@ class Gatherer:
         return self._copies is not None and not self._strided
 
     def _tabulate(
-        self,
-        kernels: Kernels,
-        sources: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
+        self, kernels: Kernels, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         rows: list[tuple[int, int, int]] = []
         self._strided = []
@@ -203,9 +202,12 @@ class Gatherer:
                     rows.append((tensor.data_ptr() + span.first * size, at, length))
                 else:
                     one = StagingGroup(
-                        dtype=group.dtype, device=group.device, start=at, stop=at + length,
+                        dtype=group.dtype,
+                        device=group.device,
+                        start=at,
+                        stop=at + length,
                         spans=(span,),
-                    )  # fmt: skip
+                    )
                     self._strided.append(one)
                 at += length
         self._copies = CopyTable(kernels, rows, stream) if rows else None

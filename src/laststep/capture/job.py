@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from laststep.process import interrupts
+from laststep.process import signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,9 +79,7 @@ class _Nobody:
     number = since = 0
 
     def unchanged(
-        self,
-        of: int,
-        chunks: Sequence[tuple[int, int, int]],
+        self, of: int, chunks: Sequence[tuple[int, int, int]]
     ) -> frozenset[tuple[int, int]]:
         return frozenset()
 
@@ -135,9 +133,9 @@ class Job:
     def hold_back(self) -> None:
         """Called by the fence: nobody may change the state before its copy is ordered."""
         began = time.perf_counter()
-        interrupts.wait(self.enqueued)
+        signals.wait(self.enqueued)
         if not self.copied:
-            interrupts.wait(self.over)  # host memory has no stream order: wait for the copy itself
+            signals.wait(self.over)  # host memory has no stream order: wait for the copy itself
         self.host_held_s += time.perf_counter() - began
         for device, event in self.copied.items():
             stream = torch.cuda.current_stream(device)

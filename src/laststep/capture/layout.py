@@ -208,11 +208,15 @@ def _chunks(
             else:
                 direct.append(
                     StagingGroup(
-                        dtype=part.dtype, device=part.device, start=low - base, stop=high - base,
+                        dtype=part.dtype,
+                        device=part.device,
+                        start=low - base,
+                        stop=high - base,
                         spans=part.within(low, high),
                     )
-                )  # fmt: skip
+                )
     for base, (staged, direct) in chunks.items():
         size = min(CHUNK_BYTES, file.layout.tensor_bytes - base)
-        yield ChunkLayout(file=index, start=base, size_bytes=size,
-                          staged=tuple(staged), direct=tuple(direct))  # fmt: skip
+        yield ChunkLayout(
+            file=index, start=base, size_bytes=size, staged=tuple(staged), direct=tuple(direct)
+        )

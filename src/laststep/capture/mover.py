@@ -19,7 +19,7 @@ from laststep.capture.exact import copy_each
 from laststep.capture.gather import gather
 from laststep.capture.sources import Views
 from laststep.codecs.digests import digest
-from laststep.errors import Aborted, StorageFailed, Torn
+from laststep.errors import AbortedError, StorageError, TornCaptureError
 from laststep.memory.filled import Filled
 from laststep.terms import DTYPES
 
@@ -56,7 +56,7 @@ class Mover:
         are held until they are handed over."""
         slot = self._pool.lease(for_save=True, urgent=job.urgent())
         if slot is None:
-            raise StorageFailed("no host memory became free")
+            raise StorageError("no host memory became free")
         slots = sorted([slot, *self._pool.lease_more(at_most - 1)])
         job.held.update(slots)
         return slots
@@ -80,7 +80,7 @@ class Mover:
         flying: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
         while todo:
             if job.cancelled:
-                raise Aborted("save() was interrupted")
+                raise AbortedError("save() was interrupted")
             # In a small pool only what is handed over comes back: never wait with all in hand.
             while flying and self._pool.slots.free == 0:
                 self.hand_over(job, *flying.popleft())
@@ -234,10 +234,10 @@ def host_digest(address: int, size_bytes: int) -> bytes:
     return digest(_look_at(address, size_bytes, _READ))
 
 
-def torn(job: Job, changed: list[int], *, found: str | None = None) -> Torn:
+def torn(job: Job, changed: list[int], *, found: str | None = None) -> TornCaptureError:
     """The error for pieces whose copies are not what they were at `save()`."""
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return Torn(
+    return TornCaptureError(
         "the state changed while it was captured lazily",
         where=job.full_name(changed[0]) + more,
         expected="no change between save() and the next optimizer step",

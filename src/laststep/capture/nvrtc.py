@@ -25,9 +25,12 @@ def compile_source(source: str, device: int) -> bytes:
     nvrtc = _load_compiler()
     major, minor = torch.cuda.get_device_capability(device)
     program = ctypes.c_void_p()
-    _check(nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), b"laststep.cu", 0, None, None
-    ), "nvrtcCreateProgram")  # fmt: skip
+    _check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"laststep.cu", 0, None, None
+        ),
+        "nvrtcCreateProgram",
+    )
     try:
         options = (f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17")
         array = (ctypes.c_char_p * len(options))(*options)

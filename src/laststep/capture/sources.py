@@ -19,7 +19,7 @@ from laststep.state.tensors import DTYPE_NAMES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from laststep.state.pieces import Piece
+    from laststep.state.provider import Piece
 
 _NBYTES: Final = operator.attrgetter("nbytes")
 _DTYPE: Final = operator.attrgetter("dtype")

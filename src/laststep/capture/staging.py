@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laststep.capture.device import spare_bytes
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DeviceShort(StorageFailed):
+class DeviceShort(StorageError):
     """There was less device memory than there seemed to be."""
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.capture.layout import Way
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.settings import Capture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from laststep.state.pieces import Piece
+    from laststep.state.provider import Piece
 
 HOST_STAGING_BYTES = 64 << 20
 """Up to this much host state is copied aside at save(), outside the pool, and not into slots."""
@@ -52,9 +52,9 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
     return Choice(ways=tuple(ways), needs=needs)
 
 
-def _too_little(pieces: Sequence[Piece], device: str, room: int) -> Usage:
+def _too_little(pieces: Sequence[Piece], device: str, room: int) -> UsageError:
     needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
-    return Usage(
+    return UsageError(
         "device memory is short for capture='device'",
         where=device,
         expected=f"{needed} spare bytes",

@@ -20,8 +20,8 @@ import msgspec
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
-from laststep.catalog.names import EPOCHS_FOLDER, parse_folder, parse_witness
-from laststep.errors import Corrupt, StorageFailed
+from laststep.catalog.lineage import EPOCHS_FOLDER, parse_folder, parse_witness
+from laststep.errors import CorruptError, StorageError
 from laststep.format.manifest import Abort
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ def orphans(
 
 
 def attempts_of_the_dead(
-    epochs: Epochs,
-    scanned: tuple[ScannedAttempt, ...],
-    *,
-    now_s: float,
-    locks_tell: bool = False,
+    epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float, locks_tell: bool = False
 ) -> list[Orphan]:
     """The scanned attempts that were given up or never decided, and whose writer is known to be
     dead, or silent for long. Copies that others have overtaken are told only where checkpoints were
@@ -137,7 +133,7 @@ def _gave_up(store: Store, orphan: Orphan) -> bool:
     """Give an undecided attempt up; returns False where it turned out to be committed."""
     try:
         decided = decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up")
-    except StorageFailed:
+    except StorageError:
         # A full disk has no room for a decision either; without its folder nobody can commit.
         decided = decision.read(store, orphan.name) or Abort(reason=orphan.why.value, by="")
     return isinstance(decided, Abort)
@@ -154,7 +150,7 @@ def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
         return _Liveness.ALIVE
     try:
         record = epochs.read(epoch)
-    except Corrupt:
+    except CorruptError:
         record = None
     return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
 

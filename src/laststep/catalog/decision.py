@@ -1,11 +1,9 @@
-"""Commit or abort: the one create-only name for which both compete.
+"""Listings that are checked against a file whose name is known.
 
-Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
-Nobody is told of a commit before its name is durable, whoever made it: each who finds one syncs the
-folder first. A commit that cannot be made durable is taken back by who made it. Somebody else may
-have found it meanwhile and made it durable: these two compete for another create-only name, the
-commit's fate, and everybody goes by that. Knows nothing of lineage, retention or what is in the
-data files. Any process may call any of this.
+A proxy, or a server in trouble, may answer a request for a listing with a page of HTML and status
+200, which clients read as an empty listing. A job that believed it would begin its run anew, or
+restore an older checkpoint. Directories are not checked: they do not lie, and a network filesystem
+may list a new file later than it opens it.
 """
 
 from __future__ import annotations
@@ -14,11 +12,19 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from laststep.catalog.checked_listing import exists
-from laststep.catalog.names import FATE_NAME, AttemptName, parse_folder
-from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
+from laststep.catalog.lineage import FATE_NAME, RUN_NAME, AttemptName, parse_folder
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import MANIFEST_NAME
@@ -26,7 +32,54 @@ from laststep.terms import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.storage.store import Store
+    from laststep.storage.store import Store, StoreEntry
+
+
+_PAUSES_S = (0.0, 0.1, 0.3, 1.0)
+"""Between listings: the file may be new, and some servers list it later than they serve it."""
+
+
+def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
+    """List a folder. In an object store, raise `StorageError` if the listing lacks the file
+    `expected` although it exists, also when it is repeated."""
+    entries = store.list(folder)
+    if not store.same_everywhere:
+        return entries
+    path = f"{folder}/{expected}" if folder else expected
+    for pause_s in _PAUSES_S:
+        if _has(entries, expected) or not exists(store, path) or _is_being_deleted(store, folder):
+            return entries
+        time.sleep(pause_s)  # nothing tells when a server has caught up
+        entries = store.list(folder)
+    error = StorageError(
+        "a listing lacks a file that exists",
+        where=f"{store.url}/{folder}".rstrip("/"),
+        expected=f"{expected} among the names",
+        found=f"{len(entries)} names without it",
+        remedy="look at the server, and at proxies in front of it, and try again",
+    )
+    error.transient = True
+    raise error
+
+
+def exists(store: Store, path: str) -> bool:
+    """Return whether a file can be opened by its name."""
+    try:
+        store.open_reader(path, cached=True).close()
+    except NotFoundError:
+        return False
+    return True
+
+
+def _is_being_deleted(store: Store, folder: str) -> bool:
+    """Return whether a folder of the run is gone: its name goes before its contents, and what is
+    left of those does not count."""
+    return bool(folder) and not _has(list_checked(store, "", RUN_NAME), folder)
+
+
+def _has(entries: list[StoreEntry], name: str) -> bool:
+    return any(entry.name == name for entry in entries)
+
 
 _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found", bound="_HasFolder")
@@ -51,7 +104,7 @@ before it is read, it would never end; `laststep pin` keeps one for it."""
 
 
 def read(store: Store, folder: str) -> Commit | Abort | None:
-    """What was decided, or None where nothing is yet; `Corrupt` where it cannot be read."""
+    """What was decided, or None where nothing is yet; `CorruptError` where it cannot be read."""
     decided = read_manifest(store, folder)
     return as_fated(store, folder, decided) if isinstance(decided, Commit) else decided
 
@@ -60,7 +113,7 @@ def as_fated(store: Store, folder: str, decided: Commit) -> Commit | Abort:
     """What has become of a commit: an `Abort` where its maker has taken it back."""
     try:
         fate = _read_fate(store, folder)
-    except NotFound:
+    except NotFoundError:
         return decided
     if fate != _TAKEN_BACK:  # whatever else is there, nothing is lost by keeping a checkpoint
         return decided
@@ -72,7 +125,7 @@ def read_manifest(store: Store, folder: str) -> Commit | Abort | None:
     name = f"{folder}/{MANIFEST_NAME}"
     try:
         data = store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
-    except NotFound:
+    except NotFoundError:
         return None
     decided = manifest.decode(data, where=f"{store.url}/{name}")
     if isinstance(decided, Commit):
@@ -89,7 +142,7 @@ def is_checkpoint(store: Store) -> bool:
     return True
 
 
-def deleted(store: Store, folder: str) -> NotFound | None:
+def deleted(store: Store, folder: str) -> NotFoundError | None:
     """The error for a checkpoint that was there and is no longer; None where it still is.
 
     Whoever finds a part of a checkpoint missing asks this first: retention or a prune may have
@@ -99,7 +152,7 @@ def deleted(store: Store, folder: str) -> NotFound | None:
     listed = any(entry.name == MANIFEST_NAME for entry in store.list(folder))
     if listed or exists(store, f"{folder}/{MANIFEST_NAME}"):
         return None
-    return NotFound(
+    return NotFoundError(
         "the checkpoint was deleted meanwhile",
         where=f"{store.url}/{folder}",
         remedy="`laststep ls` lists those that are there now",
@@ -119,31 +172,33 @@ def read_newest(
         found, tries = find(), tries + 1
         try:
             return read(found)
-        except (Corrupt, NotFound):
+        except (CorruptError, NotFoundError):
             if deleted(store, found.folder) is None or tries == MOST_TRIES:
                 raise
             _log.warning("%s was deleted while it was read: listing the run again", found.folder)
 
 
 def commit(store: Store, folder: str, decided: Commit) -> None:
-    """Make a checkpoint visible and durable; `Aborted` where somebody has given it up.
+    """Make a checkpoint visible and durable; `AbortedError` where somebody has given it up.
 
-    All data files MUST have been finished. After `StorageFailed` it is not there, unless that says
+    All data files MUST have been finished. After `StorageError` it is not there, unless that says
     that this is not known. A repeated call with the same commit is fine.
     """
     try:
         _check_place(decided, folder, where=f"{store.url}/{folder}")
-    except Corrupt as error:
-        raise Usage(
+    except CorruptError as error:
+        raise UsageError(
             error.what, where=error.where, expected=error.expected, found=error.found
         ) from None
     data = manifest.encode(decided)
     if len(data) > MANIFEST_LIMIT_BYTES:
-        raise Usage(
-            "a manifest would be too large to be read", where=f"{store.url}/{folder}",
-            expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=f"{len(data)} bytes",
+        raise UsageError(
+            "a manifest would be too large to be read",
+            where=f"{store.url}/{folder}",
+            expected=f"at most {MANIFEST_LIMIT_BYTES} bytes",
+            found=f"{len(data)} bytes",
             remedy="metrics and metadata are in it: save what is large as an item",
-        )  # fmt: skip
+        )
     publish(store, folder, data)
 
 
@@ -153,14 +208,14 @@ def publish(store: Store, folder: str, data: bytes) -> None:
         # The names of the data files have to be durable before anything refers to them.
         store.sync_folder(folder)
         store.create(f"{folder}/{MANIFEST_NAME}", data)
-    except NotFound as error:
-        raise Aborted(
+    except NotFoundError as error:
+        raise AbortedError(
             "the save was given up by another writer",
             where=f"{store.url}/{folder}",
             found="its folder has been cleaned up",
             remedy="only one job at a time may save to a run",
         ) from error
-    except (Exists, StorageFailed) as error:
+    except (AlreadyExistsError, StorageError) as error:
         _settle(store, folder, data, error)
 
 
@@ -170,9 +225,9 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
     mine = Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
     try:
         store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(mine))
-    except NotFound:
+    except NotFoundError:
         return mine  # The folder is gone: nobody can commit it any more.
-    except Exists:
+    except AlreadyExistsError:
         decided = read_manifest(store, folder)
         if isinstance(decided, Abort) or (decided is not None and _stands(store, folder)):
             return decided
@@ -193,7 +248,7 @@ def _stands(store: Store, folder: str) -> bool:
     try:
         store.sync_folder(folder)
         return _fate(store, folder, _STANDS) != _TAKEN_BACK
-    except NotFound:
+    except NotFoundError:
         return False  # it has been taken back, folder and all
 
 
@@ -201,12 +256,12 @@ def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
     """Settle what becomes of a commit, and return it: whoever creates its fate first decides."""
     try:
         store.create(f"{folder}/{FATE_NAME}", wanted)
-    except Exists:
+    except AlreadyExistsError:
         return _read_fate(store, folder)
-    except StorageFailed as error:  # its name may be there: then it is what others go by
+    except StorageError as error:  # its name may be there: then it is what others go by
         try:
             return _read_fate(store, folder)
-        except NotFound:
+        except NotFoundError:
             raise error from None
     return wanted
 
@@ -214,57 +269,65 @@ def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
 def _read_fate(store: Store, folder: str) -> bytes:
     try:
         return store.read(f"{folder}/{FATE_NAME}", limit_bytes=_FATE_LIMIT_BYTES)
-    except Corrupt:
+    except CorruptError:
         return b""  # too large for anything that we wrote
 
 
-def _settle(store: Store, folder: str, data: bytes, error: Exists | StorageFailed) -> None:
+def _settle(
+    store: Store, folder: str, data: bytes, error: AlreadyExistsError | StorageError
+) -> None:
     """Find out what stands after a commit that was not plainly made, and make it durable."""
     decided = read(store, folder)
     where = f"{store.url}/{folder}"
     if isinstance(decided, Abort):
-        raise Aborted(
+        raise AbortedError(
             "the save was given up", where=where, found=f"{decided.reason} (by {decided.by})"
         )
     if decided is None:
         raise error
     # Bytes, not values: NaN is not equal to itself.
     if store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES) != data:
-        raise Exists("another commit is in this attempt's place", where=where)
+        raise AlreadyExistsError("another commit is in this attempt's place", where=where)
     try:
         # A second sync does not lie about names, as it may about the bytes of a file: they are in
         # the filesystem's journal, and a journal that failed stays so.
         store.sync_folder(folder)
-    except StorageFailed as second:
+    except StorageError as second:
         _take_back(store, folder, second)
 
 
-def _take_back(store: Store, folder: str, error: StorageFailed) -> None:
+def _take_back(store: Store, folder: str, error: StorageError) -> None:
     """Take back a commit that a power cut might undo, unless somebody else has made it durable
     meanwhile and has said so. Its folder goes with its manifest, in one step, so it never looks
     undecided."""
     where = f"{store.url}/{folder}"
     try:
-        with contextlib.suppress(NotFound):  # who cleans up has come first
+        with contextlib.suppress(NotFoundError):  # who cleans up has come first
             if _fate(store, folder, _TAKEN_BACK) != _TAKEN_BACK:
                 return
             store.delete_folder(folder)
-    except StorageFailed as second:
-        raise StorageFailed(
-            "it is not known whether a checkpoint is committed", where=where,
-            found=f"{error}; then {second}", remedy="`laststep ls` shows it if it is",
-        ) from second  # fmt: skip
-    raise StorageFailed(
-        "cannot make a commit durable: the checkpoint was taken back", where=where,
-        found=error.found, remedy=error.remedy,
-    ) from error  # fmt: skip
+    except StorageError as second:
+        raise StorageError(
+            "it is not known whether a checkpoint is committed",
+            where=where,
+            found=f"{error}; then {second}",
+            remedy="`laststep ls` shows it if it is",
+        ) from second
+    raise StorageError(
+        "cannot make a commit durable: the checkpoint was taken back",
+        where=where,
+        found=error.found,
+        remedy=error.remedy,
+    ) from error
 
 
 def _check_place(decided: Commit, folder: str, *, where: str) -> None:
     found = AttemptName(step=decided.step, epoch=decided.epoch, attempt=decided.attempt)
     if parse_folder(folder) != found:
-        raise Corrupt(
-            "a manifest is not that of its folder", where=where, expected=folder,
+        raise CorruptError(
+            "a manifest is not that of its folder",
+            where=where,
+            expected=folder,
             found=found.folder,
             remedy=f"give the folder its own name back; {manifest.DAMAGE_REMEDY}",
-        )  # fmt: skip
+        )

@@ -26,13 +26,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import names
-from laststep.catalog.checked_listing import list_checked
+from laststep.catalog import lineage
+from laststep.catalog.decision import list_checked
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
-from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
-from laststep.format.versions import Versioned, refuse_later
-from laststep.process.identity import boot, pid_namespace, process_started
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    UsageError,
+)
+from laststep.format.manifest import Versioned, refuse_later
+from laststep.process.system import boot, pid_namespace, process_started
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -124,7 +130,8 @@ def encode(record: EpochRecord) -> bytes:
 
 
 def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
-    """The record of that epoch, verified; `Corrupt` for nonsense, `Usage` for a later format."""
+    """The record of that epoch, verified; `CorruptError` for nonsense, `UsageError` for a later
+    format."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         content = bytes(sealed.epoch)
@@ -132,9 +139,12 @@ def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
             raise _corrupt(where, sealed.digest, digest_text(content))
         said = msgspec.json.decode(content, type=Versioned)
         refuse_later(
-            said.format, what="record of an epoch", where=where, writer=said.laststep,
+            said.format,
+            what="record of an epoch",
+            where=where,
+            writer=said.laststep,
             latest=FORMAT_VERSION,
-        )  # fmt: skip
+        )
         record = msgspec.json.decode(content, type=EpochRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "an epoch's record", str(error)) from error
@@ -162,17 +172,17 @@ class Epochs:
 
     def is_alive(self, epoch: int) -> bool:
         """Whether a live process holds the lock of that epoch."""
-        return self._store.is_locked(names.epoch_lock_name(epoch))
+        return self._store.is_locked(lineage.epoch_lock_name(epoch))
 
     def read(self, epoch: int) -> EpochRecord | None:
         """The record of an epoch, or None where there is none."""
         known = self._known.get(epoch)
         if known is not None:
             return known
-        name = names.epoch_record_name(epoch)
+        name = lineage.epoch_record_name(epoch)
         try:
             data = self._store.read(name, limit_bytes=RECORD_LIMIT_BYTES)
-        except NotFound:
+        except NotFoundError:
             return None
         record = decode(data, epoch=epoch, where=f"{self._store.url}/{name}")
         self._known[epoch] = record
@@ -200,14 +210,15 @@ class Epochs:
     def claim(
         self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False
     ) -> int:
-        """Create the record above the newest, which MUST be `seen` (see above); else `Aborted`.
+        """Create the record above the newest, which MUST be `seen` (see above); else
+        `AbortedError`.
 
         `writer` is the trainer for which this is done, and `orphan` says that it is dead.
         """
         make_folder(self._store)
         newest = max((seen, *self.numbers()))
-        with contextlib.suppress(Corrupt):
-            self.read(newest)  # `Usage` for one of a later format: not a run to go on with
+        with contextlib.suppress(CorruptError):
+            self.read(newest)  # `UsageError` for one of a later format: not a run to go on with
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
@@ -227,7 +238,7 @@ class Epochs:
     ) -> bool:
         """Create the record of an epoch; False where there is one now."""
         if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
-            raise Usage(
+            raise UsageError(
                 "cannot continue from a checkpoint that this run does not know",
                 where=self._store.url,
                 expected=f"an epoch below {number} and an attempt from 1",
@@ -235,19 +246,19 @@ class Epochs:
             )
         record = _record(number, continues, writer, orphan=orphan)
         try:
-            self._store.create(names.epoch_record_name(number), encode(record))
-        except Exists:
+            self._store.create(lineage.epoch_record_name(number), encode(record))
+        except AlreadyExistsError:
             return False
         self._known[number] = record
         return True
 
     def superseded(
         self, epoch: int, *, expected: str, before: bool = False, saved: str | None = None
-    ) -> Aborted:
+    ) -> AbortedError:
         """The error for a writer that is stopped by that epoch, or by what was `saved` in it;
         `before` this writer had the run at all."""
         who = self.described(epoch)
-        return Aborted(
+        return AbortedError(
             "another job was first to save to the run"
             if before
             else "the run was taken over by another writer",
@@ -262,7 +273,7 @@ class Epochs:
         """An epoch and its writer, as a person knows it."""
         try:
             record = self.read(epoch)
-        except Corrupt as error:
+        except CorruptError as error:
             return f"epoch {epoch} ({error.what})"
         who = "" if record is None else f", process {record.pid} on {record.host}"
         return f"epoch {epoch}{who}"
@@ -281,12 +292,12 @@ class Epochs:
         return self.is_alive(epoch) or not trainer_is_gone(record)
 
     def _listed(self, kind: str) -> tuple[int, ...]:
-        files = self._store.file_names(names.EPOCHS_FOLDER)
-        if self._store.same_everywhere and not any(names.parse_epoch(f, "json") for f in files):
-            first = names.epoch_record_name(1).rpartition("/")[2]
-            entries = list_checked(self._store, names.EPOCHS_FOLDER, first)
+        files = self._store.file_names(lineage.EPOCHS_FOLDER)
+        if self._store.same_everywhere and not any(lineage.parse_epoch(f, "json") for f in files):
+            first = lineage.epoch_record_name(1).rpartition("/")[2]
+            entries = list_checked(self._store, lineage.EPOCHS_FOLDER, first)
             files = tuple(entry.name for entry in entries)
-        numbers = (names.parse_epoch(name, kind) for name in files)
+        numbers = (lineage.parse_epoch(name, kind) for name in files)
         return tuple(sorted(number for number in numbers if number is not None))
 
 
@@ -294,8 +305,8 @@ def make_folder(store: Store) -> None:
     """Make the folder of epochs and witnesses where it is absent."""
     # Where somebody made it and died before its name was durable, the sync after making the
     # folder of the first attempt sees to that.
-    with contextlib.suppress(Exists):
-        store.make_folder(names.EPOCHS_FOLDER)
+    with contextlib.suppress(AlreadyExistsError):
+        store.make_folder(lineage.EPOCHS_FOLDER)
 
 
 def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> EpochRecord:
@@ -313,8 +324,8 @@ def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bo
     )
 
 
-def _corrupt(where: str, expected: str, found: str) -> Corrupt:
-    return Corrupt(
+def _corrupt(where: str, expected: str, found: str) -> CorruptError:
+    return CorruptError(
         "cannot read the record of an epoch",
         where=where,
         expected=expected,

@@ -22,14 +22,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from laststep.catalog import decision, names
-from laststep.catalog.epochs import (
-    RECORD_LIMIT_BYTES,
-    EpochRecord,
-    Epochs,
-    Trainer,
-    this_writer,
-)
+from laststep.catalog import decision, lineage
+from laststep.catalog.epochs import RECORD_LIMIT_BYTES, EpochRecord, Epochs, Trainer, this_writer
 from laststep.catalog.listing import Scanner
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
@@ -142,15 +136,15 @@ def _ticks(process: EpochRecord | Trainer) -> int | None:
     return int(ticks) if process.boot and ticks.isdecimal() else None
 
 
-def _attempts(store: Store) -> dict[int, list[names.AttemptName]]:
+def _attempts(store: Store) -> dict[int, list[lineage.AttemptName]]:
     """The attempts of each epoch that are there, the last first."""
-    found: dict[int, list[names.AttemptName]] = {}
+    found: dict[int, list[lineage.AttemptName]] = {}
     for name in sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True):
         found.setdefault(name.epoch, []).append(name)
     return found
 
 
-def _last_commit_s(store: Store, attempts: Iterable[names.AttemptName]) -> float | None:
+def _last_commit_s(store: Store, attempts: Iterable[lineage.AttemptName]) -> float | None:
     for name in attempts:
         with contextlib.suppress(LaststepError):
             decided = decision.read_manifest(store, name.folder)
@@ -162,10 +156,10 @@ def _last_commit_s(store: Store, attempts: Iterable[names.AttemptName]) -> float
 def _ended(store: Store) -> dict[str, Ending]:
     """The starts that ended well, and when."""
     found = {}
-    for name in store.file_names(names.EPOCHS_FOLDER):
-        start = names.parse_ending(name)
+    for name in store.file_names(lineage.EPOCHS_FOLDER):
+        start = lineage.parse_ending(name)
         if start is not None:
-            data = store.read(f"{names.EPOCHS_FOLDER}/{name}", limit_bytes=RECORD_LIMIT_BYTES)
+            data = store.read(f"{lineage.EPOCHS_FOLDER}/{name}", limit_bytes=RECORD_LIMIT_BYTES)
             try:
                 found[start] = msgspec.json.decode(data, type=Ending)
             except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,21 +1,22 @@
-"""Read the indexes of a checkpoint, verified, and find out what checkpoints share.
+"""Which checkpoints have files in common, and what deleting some of them gives back.
 
-What is not as it was written is `Corrupt` after a second look past every cache; `NotFound` where the
-whole checkpoint has been deleted since its manifest was read.
+Pure, from what indexes say. A file is known by the checkpoint that it was written for, the name
+that it has there, and its size: a file that was written twice with the same content is two. A copy
+of a run whose links became files of their own takes more room than this says.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
-from laststep.catalog.sharing import Holding, Sharing
 from laststep.codecs.digests import DIGEST_NAME
-from laststep.errors import Corrupt, NotFound, StorageFailed
+from laststep.errors import CorruptError, NotFoundError, StorageError
 from laststep.format import index as index_format
-from laststep.format.envelope import DAMAGE_REMEDY
+from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import index_name
 
 if TYPE_CHECKING:
@@ -26,6 +27,73 @@ if TYPE_CHECKING:
     from laststep.format.manifest import Commit
     from laststep.storage.store import Store
 
+
+class Holding(NamedTuple):
+    """What lies in the folder of a checkpoint."""
+
+    folder: str
+    stored_bytes: int
+    """Of all files there, the manifest too."""
+    files: tuple[StoredFile, ...]
+    """Its data files."""
+
+
+class FileId(NamedTuple):
+    """What files have in common that are one."""
+
+    written_for: str
+    name: str
+    size_bytes: int
+
+
+class Sharing:
+    """The files of all checkpoints of a run."""
+
+    def __init__(self, held: Iterable[Holding]) -> None:
+        self._stored_bytes: dict[str, int] = {}
+        self._files: dict[str, list[FileId]] = {}
+        self._folders: dict[FileId, list[str]] = {}
+        self._order: dict[str, int] = {}
+        for folder, stored_bytes, files in held:
+            self._order[folder] = len(self._order)
+            self._stored_bytes[folder] = stored_bytes
+            self._files[folder] = [file_id(file, folder) for file in files]
+            for file in self._files[folder]:
+                self._folders.setdefault(file, []).append(folder)
+
+    def freed_bytes(self, folders: Iterable[str]) -> int:
+        """What deleting all of these folders gives back: a file goes with the last that has it."""
+        chosen = set(folders)
+        names = Counter(file for folder in chosen for file in self._files[folder])
+        kept = sum(
+            file.size_bytes * (count - (count == len(self._folders[file])))
+            for file, count in names.items()
+        )
+        # A file that is missing was not stored: there may be less than the manifests say.
+        return max(sum(self._stored_bytes[folder] for folder in chosen) - kept, 0)
+
+    def stored_bytes(self) -> int:
+        """What all of them take together."""
+        return self.freed_bytes(self._stored_bytes)
+
+    def shared_bytes(self, folder: str) -> int:
+        """Of the files in this folder, those that lie in others too."""
+        files = self._files[folder]
+        return sum(file.size_bytes for file in files if len(self._folders[file]) > 1)
+
+    def sharers(self, folder: str) -> tuple[str, ...]:
+        """The other folders that have a file of this one, in the order of checkpoints."""
+        others = {other for file in self._files[folder] for other in self._folders[file]}
+        return tuple(sorted(others - {folder}, key=self._order.__getitem__))
+
+
+def file_id(file: StoredFile, folder: str) -> FileId:
+    """Which file that is, which lies in `folder`."""
+    stem, _, suffix = file.name.rpartition(".")
+    name = f"{stem.partition('~')[0]}.{suffix}"
+    return FileId(file.origin or folder, name, file.size_bytes)
+
+
 LIMIT_BYTES = 4 << 30
 
 
@@ -34,10 +102,13 @@ def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
     data, where = read_bytes(store, folder, commit, rank)
     index = index_format.decode(data, where=where, expected=commit.index_digest(rank))
     if index.rank != rank:
-        raise Corrupt(
-            "an index is that of another rank", where=where, expected=f"rank {rank}",
-            found=f"rank {index.rank}", remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
+        raise CorruptError(
+            "an index is that of another rank",
+            where=where,
+            expected=f"rank {rank}",
+            found=f"rank {index.rank}",
+            remedy=DAMAGE_REMEDY,
+        )
     return index
 
 
@@ -57,25 +128,30 @@ def read_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[by
     for _ in range(2):
         try:
             data = _read_once(store, f"{folder}/{name}", where)
-        except NotFound as error:
+        except NotFoundError as error:
             gone = decision.deleted(store, folder)
             if gone is not None:
                 raise gone from error
-            raise Corrupt(
-                "an index is missing", where=where, expected=f"{DIGEST_NAME}:{expected.hex()}",
-                found="no such file", remedy=DAMAGE_REMEDY,
-            ).lacking(f"{folder}/{name}") from error  # fmt: skip
+            raise CorruptError(
+                "an index is missing",
+                where=where,
+                expected=f"{DIGEST_NAME}:{expected.hex()}",
+                found="no such file",
+                remedy=DAMAGE_REMEDY,
+            ).lacking(f"{folder}/{name}") from error
         found = index_format.payload_digest(data)
         if found == expected == index_format.digest_of(data):
             return data, where
     gone = decision.deleted(store, folder)
     if gone is not None:
         raise gone
-    raise Corrupt(
-        "cannot read an index: it has been changed", where=where,
-        expected=f"{DIGEST_NAME}:{expected.hex()}", found=f"{DIGEST_NAME}:{found.hex()}",
+    raise CorruptError(
+        "cannot read an index: it has been changed",
+        where=where,
+        expected=f"{DIGEST_NAME}:{expected.hex()}",
+        found=f"{DIGEST_NAME}:{found.hex()}",
         remedy=DAMAGE_REMEDY,
-    )  # fmt: skip
+    )
 
 
 def name_of(commit: Commit, rank: int) -> str:
@@ -86,18 +162,20 @@ def name_of(commit: Commit, rank: int) -> str:
 def _read_once(store: Store, name: str, where: str) -> bytes:
     with closing(store.open_reader(name)) as reader:
         if reader.size_bytes > LIMIT_BYTES:
-            raise Corrupt(
-                "an index is too large to be one", where=where,
-                expected=f"at most {LIMIT_BYTES} bytes", found=f"{reader.size_bytes} bytes",
+            raise CorruptError(
+                "an index is too large to be one",
+                where=where,
+                expected=f"at most {LIMIT_BYTES} bytes",
+                found=f"{reader.size_bytes} bytes",
                 remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
+            )
         data = bytearray(reader.size_bytes)
         try:
             got = reader.read_into(0, memoryview(data))
-        except StorageFailed as error:
+        except StorageError as error:
             if not error.device_failed:
                 raise
-            raise Corrupt(
+            raise CorruptError(
                 "an index cannot be read", where=where, found=error.found, remedy=DAMAGE_REMEDY
             ) from error
         return bytes(data[:got])
@@ -111,7 +189,7 @@ def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
     def held(item: Listed) -> Holding:
         files: list[StoredFile] = []
         if any_shares and item.commit is not None:
-            with contextlib.suppress(Corrupt, NotFound):
+            with contextlib.suppress(CorruptError, NotFoundError):
                 for index in read_indexes(store, item.folder, item.commit):
                     files += index.files
         return Holding(folder=item.folder, stored_bytes=item.stored_bytes, files=tuple(files))

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision, lineage
-from laststep.catalog.checked_listing import list_checked
-from laststep.catalog.names import (
+from laststep.catalog.decision import list_checked
+from laststep.catalog.lineage import (
     FATE_NAME,
     PIN_NAME,
     RUN_NAME,
@@ -29,7 +29,7 @@ from laststep.catalog.names import (
     is_copying_name,
     parse_folder,
 )
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageError
 from laststep.format.manifest import Abort, Commit
 from laststep.plan.files import folder_of, index_name
 from laststep.storage.store import StoreEntry
@@ -173,19 +173,29 @@ def _incomplete(
     sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
     if is_part:
         return None
-    indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
-    missing = [name for name in indexes if name not in sizes]
-    if missing:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return f"{missing[0]} is missing{more}"
+    missing = _missing_index(commit, sizes.keys())
+    if missing is not None:
+        return missing
     # The manifest knows how many files there are, and their bytes; which is which, indexes know.
     there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-    if len(there) >= commit.file_count and sum(there) >= commit.size_bytes:
+    if len(there) == commit.file_count and sum(there) == commit.size_bytes:
         return None
+    if len(there) > commit.file_count and sum(there) >= commit.size_bytes:
+        return None  # somebody has put a file there
     return (
         f"{len(there)} data files of {sum(there)} bytes instead of {commit.file_count} of "
         f"{commit.size_bytes}"
     )
+
+
+def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
+    """Which indexes are not among these names, in words; None where all are."""
+    indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
+    missing = [name for name in indexes if name not in names]
+    if not missing:
+        return None
+    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{missing[0]} is missing{more}"
 
 
 class Scanner:
@@ -240,7 +250,7 @@ class Scanner:
         """Look at all of these; at several at once where each look waits for a server."""
         if not self._store.same_everywhere or len(folders) < 2:
             return tuple(self.look(name, entry, through) for name, entry in folders)
-        from laststep.process.workers import Workers  # every start waits for what is imported
+        from laststep.process.threads import Workers  # every start waits for what is imported
 
         with Workers(min(len(folders), _LOOKS_AT_ONCE), "laststep-look") as workers:
             looks = [workers.submit(self.look, name, entry, through) for name, entry in folders]
@@ -305,24 +315,33 @@ class Scanner:
             else:
                 passed_over.append(inner)
         return ScannedAttempt(
-            name=name, touched_s=folder.modified_s, entries=tuple(entries), decided=decided,
-            passed_over=tuple(passed_over), is_link=folder.is_link,
+            name=name,
+            touched_s=folder.modified_s,
+            entries=tuple(entries),
+            decided=decided,
+            passed_over=tuple(passed_over),
+            is_link=folder.is_link,
             is_copied_now=decided is None and self._is_copied_now(folder.name, entries),
             incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
-        )  # fmt: skip
+        )
 
     def _is_copied_now(self, folder: str, entries: Iterable[StoreEntry]) -> bool:
         locks = (f"{folder}/{entry.name}" for entry in entries if is_copying_name(entry.name))
         return any(map(self._store.is_locked, locks))
 
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
-        """Whether there are as many data files as the manifest counts."""
-        if not isinstance(scanned.decided, Commit):
+        """Whether there are all indexes, and as many data files as the manifest counts."""
+        commit = scanned.decided
+        if not isinstance(commit, Commit):
             return False
         names = [entry.name for entry in scanned.entries if not entry.is_folder]
         for inner in scanned.passed_over:
-            names += self._store.file_names(f"{scanned.name.folder}/{inner}")
-        return sum(name.endswith(_DATA_FILES) for name in names) >= scanned.decided.file_count
+            within = self._store.file_names(f"{scanned.name.folder}/{inner}")
+            names += [f"{inner}/{name}" for name in within]
+        return (
+            sum(name.endswith(_DATA_FILES) for name in names) >= commit.file_count
+            and _missing_index(commit, frozenset(names)) is None
+        )
 
     def _decided(
         self, name: AttemptName, entry: StoreEntry
@@ -333,7 +352,7 @@ class Scanner:
         folder = name.folder
         try:
             decided = decision.read_manifest(self._store, folder)
-        except StorageFailed:
+        except StorageError:
             raise  # The store cannot be reached: that says nothing about the checkpoint.
         except LaststepError as error:
             return error  # Not remembered: a second read may be better.

@@ -1,10 +1,10 @@
 """Which checkpoints to keep: the one record of the rules, for users, the flusher and `prune`.
 
 Pure: from what is listed and a `Keep` to one verdict each. Whatever that says, these stay: the
-newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, all that a
-kept manifest refers to, and the replacement of a kept checkpoint, without which the replaced one
-would count again; and everything in a run in which a later laststep has written, whose
-manifests may refer to others in a way that is not known here. Rules count only good checkpoints on
+newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and the
+replacement of a kept checkpoint, without which the replaced one would count again; and everything
+in a run in which a later laststep has written, whose checkpoints may need others in a way that is
+not known here. Rules count only good checkpoints on
 the lineage: those whose manifest can be read and whose files are all there in full length. What is
 off it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a
 checkpoint whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a
@@ -13,18 +13,25 @@ misspelt one, deletes nothing.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 import msgspec
 
+from laststep.catalog.indexes import sharing_of
+from laststep.catalog.lineage import PIN_NAME
+from laststep.catalog.listing import Listed
 from laststep.checks import Checked
-from laststep.errors import Usage
+from laststep.errors import UsageError
+from laststep.storage.store import Store
+from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from laststep.catalog.listing import Listed
+    from laststep.catalog.indexes import Sharing
+    from laststep.catalog.run import Run
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -49,10 +56,11 @@ class Keep(Checked, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.best is None) != (self.metric is None):
-            raise Usage(
-                "Keep needs best and metric together", found=repr(self),
+            raise UsageError(
+                "Keep needs best and metric together",
+                found=repr(self),
                 remedy=f"pass Keep(best={self.best or 1}, metric={self.metric or 'loss'!r})",
-            )  # fmt: skip
+            )
 
     @staticmethod
     def shown(name: str) -> str:
@@ -125,7 +133,7 @@ def _always(
             reasons[item.folder].append("pinned")
         if item.is_link:
             reasons[item.folder].append("a link: what it points to is not the run's to delete")
-    later = [item.folder for item in listed if isinstance(item.error, Usage)]
+    later = [item.folder for item in listed if isinstance(item.error, UsageError)]
     if later:
         _add(reasons, listed, f"{later[-1]} is of a later format, and may need it")
 
@@ -212,3 +220,83 @@ def _flaw(item: Listed) -> str:
     if item.incomplete is not None:
         return f"incomplete ({item.incomplete})"
     return "" if item.on_lineage else "on an abandoned branch"
+
+
+_log = logging.getLogger(__name__)
+
+
+class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays and what goes, in the order of commits."""
+
+    store: Store
+    listed: tuple[Listed, ...]
+    verdicts: tuple[Verdict, ...]
+    deletions: tuple[str, ...]
+    """The folders that go, in the order in which they do."""
+
+    lacking: str | None
+    """Says, in words, that no checkpoint has the metric of a best-k rule, which then keeps all."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the execution gives back."""
+        return self.sharing().freed_bytes(self.deletions)
+
+    def sharing(self) -> Sharing:
+        """Which of the checkpoints have files in common; may read indexes."""
+        return sharing_of(self.store, self.listed)
+
+    def execute(
+        self, *, before: Callable[[], None] | None = None, each: Callable[[str], None] | None = None
+    ) -> tuple[str, ...]:
+        """Delete what goes, and return it; one that was pinned since the plan was made stays.
+
+        `before` is asked before each deletion, and raises where the plan no longer holds.
+        """
+        deleted: list[str] = []
+        replacements = {item.folder: item.superseded_by for item in self.listed}
+        kept: set[str | None] = set()
+        for folder in self.deletions:
+            if before is not None:
+                before()
+            if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
+                _log.info("kept %s: pinned meanwhile", folder)
+                kept.add(replacements[folder])
+                continue
+            if folder in kept:
+                _log.info("kept %s: it replaces one that was pinned meanwhile", folder)
+                continue
+            self.store.delete_folder(folder, first=MANIFEST_NAME)
+            deleted.append(folder)
+            _log.info("pruned %s", folder)
+            if each is not None:
+                each(folder)
+        return tuple(deleted)
+
+
+def plan_prune(
+    run: Run, keep: Keep, *, resumed_from: str | None = None, in_use: frozenset[str] = frozenset()
+) -> PrunePlan:
+    """What the rules would delete now; `in_use` are folders that a save under way refers to."""
+    listed, _ = run.look()
+    return plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
+
+
+def plan(
+    store: Store,
+    listed: tuple[Listed, ...],
+    keep: Keep,
+    *,
+    resumed_from: str | None = None,
+    pinned: frozenset[str] = frozenset(),
+) -> PrunePlan:
+    """The plan for what is listed. Pure: `store` is only kept for the execution."""
+    verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
+    points = {item.folder: item.point for item in listed}
+    replaced = {item.folder for item in listed if item.superseded_by}
+    doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
+    doomed.sort(key=lambda folder: (folder in replaced, points[folder]), reverse=True)
+    lacking = missing_metric(listed, keep)
+    return PrunePlan(
+        store=store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
+    )

@@ -1,8 +1,6 @@
-"""A run: the way to its checkpoints, its writers, its commits and its cleaning.
+"""The identity of a run: the id in `run.json` or, without that file, in its manifests.
 
-Ties `epochs`, `listing`, `decision` and `cleaning` to one store and adds only the order in
-which they act. Knows nothing of tensors, data files or processes. What it remembers never changes
-on disk, so any thread may call any method.
+Knows nothing of lineage or of writers.
 """
 
 from __future__ import annotations
@@ -10,22 +8,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import cleaning, decision, identity, lineage, listing
-from laststep.catalog.checked_listing import exists
+from laststep.catalog import cleaning, decision, lineage, listing
+from laststep.catalog.decision import exists
 from laststep.catalog.epochs import (
+    RECORD_LIMIT_BYTES,
     EpochRecord,
     Epochs,
     shares_pids,
     this_writer,
     trainer_is_gone,
 )
-from laststep.catalog.identity import RunRecord
-from laststep.catalog.lineage import Seen
+from laststep.catalog.lineage import (
+    PIN_NAME,
+    RUN_NAME,
+    AttemptName,
+    Seen,
+    epoch_lock_name,
+    epoch_record_name,
+    format_folder,
+    parse_folder,
+)
 from laststep.catalog.listing import (
     SCAN_PAUSES_S,
     Listed,
@@ -34,17 +42,16 @@ from laststep.catalog.listing import (
     Scanner,
     remedy_for_no_run,
 )
-from laststep.catalog.names import (
-    PIN_NAME,
-    RUN_NAME,
-    AttemptName,
-    epoch_lock_name,
-    epoch_record_name,
-    format_folder,
-    parse_folder,
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+    UsageError,
 )
-from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
-from laststep.format.manifest import Abort, Commit
+from laststep.format.manifest import Abort, Commit, Versioned, refuse_later
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -55,6 +62,70 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
     from laststep.storage.store import Lock, Store, StoreEntry
+
+
+_ID = re.compile("[0-9a-f]{32}")
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `run.json`, by which a run is known."""
+
+    format: int
+    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    created_s: float
+
+
+def run_id(store: Store) -> str:
+    """Return the id of the run in a store; "" if neither `run.json` nor a manifest tells it."""
+    record = read_record(store)
+    return id_in_manifests(store) if record is None else record.run
+
+
+def id_in_manifests(store: Store) -> str:
+    """Return the run id in the newest readable manifest; "" if there is none."""
+    attempts = [name for name in map(parse_folder, store.folder_names("")) if name is not None]
+    for attempt in sorted(attempts, key=lambda name: name.point, reverse=True):
+        try:
+            decided = decision.read_manifest(store, attempt.folder)
+        except StorageError:
+            raise
+        except LaststepError:
+            continue  # damaged, or of a later format; an older manifest has the same id
+        if isinstance(decided, Commit) and _ID.fullmatch(decided.run):
+            return decided.run
+    return ""
+
+
+def read_record(store: Store) -> RunRecord | None:
+    """Return the content of `run.json`; None if there is none, `CorruptError` if it is damaged."""
+    where = f"{store.url}/{RUN_NAME}"
+    try:
+        data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
+    except NotFoundError:
+        return None
+    try:
+        said = msgspec.json.decode(data, type=Versioned)
+        refuse_later(
+            said.format, what="run", where=where, writer=said.laststep, latest=FORMAT_VERSION
+        )
+        record = msgspec.json.decode(data, type=RunRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        found = "other content, which laststep did not write" if data else "an empty file"
+        raise _bad_record(where, found) from error
+    if record.format != FORMAT_VERSION:
+        raise _bad_record(where, f"format {record.format}")
+    return record
+
+
+def _bad_record(where: str, found: str) -> LaststepError:
+    return CorruptError(
+        "the record of the run is damaged",
+        where=where,
+        expected="a format, a run id and a time",
+        found=found,
+        remedy="move the file away: the checkpoints open without it",
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +155,11 @@ class Run:
 
     @classmethod
     def open(cls, store: Store) -> Run:
-        """An existing run; `NotFound` where there is neither a record nor any checkpoint."""
-        record = identity.read_record(store)
+        """An existing run; `NotFoundError` where there is neither a record nor any checkpoint."""
+        record = read_record(store)
         run = cls(store, record)
         if record is None and not run._scanner.names():
-            raise NotFound(
+            raise NotFoundError(
                 "there is no run",
                 where=store.url,
                 expected=f"{RUN_NAME} or a folder named step-…",
@@ -99,23 +170,23 @@ class Run:
     @classmethod
     def open_or_create(cls, store: Store) -> Run:
         """The run, which is made where there is none."""
-        record = identity.read_record(store)
+        record = read_record(store)
         if record is None:
             # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
             # give the run a new one.
-            known = identity.id_in_manifests(store) or os.urandom(16).hex()
+            known = id_in_manifests(store) or os.urandom(16).hex()
             fresh = RunRecord(format=FORMAT_VERSION, run=known, created_s=time.time())
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
                 record = fresh
-            except Exists:
-                record = identity.read_record(store)
+            except AlreadyExistsError:
+                record = read_record(store)
         return cls(store, record)
 
     @property
     def id(self) -> str:
         """The random id of the run; "" if neither `run.json` nor a manifest tells it."""
-        return identity.id_in_manifests(self.store) if self.record is None else self.record.run
+        return id_in_manifests(self.store) if self.record is None else self.record.run
 
     # What there is
 
@@ -156,10 +227,12 @@ class Run:
         """Say so where a checkpoint is newer than every epoch that there is a record of."""
         for name in sorted(committed, key=lambda name: name.point)[-1:]:
             if exists(self.store, epoch_record_name(name.epoch)):
-                error = StorageFailed(
-                    "a listing lacks the record of an epoch", where=self.store.url,
-                    expected=epoch_record_name(name.epoch), remedy="try again",
-                )  # fmt: skip
+                error = StorageError(
+                    "a listing lacks the record of an epoch",
+                    where=self.store.url,
+                    expected=epoch_record_name(name.epoch),
+                    remedy="try again",
+                )
                 error.transient = True
                 raise error
             why = "does not count, as there is no record of its epoch; restore(%d) takes it"
@@ -167,13 +240,17 @@ class Run:
 
     def _tell_undecided(self, epoch: int, last: AttemptName) -> None:
         """Say so where the newest epoch, which has no commit, continues another than the last."""
-        with contextlib.suppress(Corrupt):
+        with contextlib.suppress(CorruptError):
             record = self._epochs.read(epoch)
             if record is not None and record.continues != last.point:
                 _log.warning(
                     "epoch %d of %s continues from %s and has committed nothing: %s is still the "
-                    "last checkpoint", epoch, self.store.url, record.continues, last.folder,
-                )  # fmt: skip
+                    "last checkpoint",
+                    epoch,
+                    self.store.url,
+                    record.continues,
+                    last.folder,
+                )
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
@@ -266,11 +343,10 @@ class Run:
         of which can be committed after that. What the dead left is removed: it may be what fills
         the disk.
 
-        `Aborted` unless the newest epoch and the last commit are those that were `seen` when it was
-        decided to continue from there (None: that was just now); see `epochs`. `writer` is the
-        trainer that this is done for; this process where none is named. The lock of the epoch MUST
-        be taken (`lock_epoch`) before the first attempt begins.
-        """
+        `AbortedError` unless the newest epoch and the last commit are those that were `seen` when
+        it was decided to continue from there (None: that was just now); see `epochs`. `writer` is
+        the trainer that this is done for; this process where none is named. The lock of the epoch
+        MUST be taken (`lock_epoch`) before the first attempt begins."""
         seen, writer = seen or self.newest_point(), writer or this_writer()
         if continues is not None:
             # Who continues from a commit has seen it, though it may have come after the first look.
@@ -287,7 +363,7 @@ class Run:
     def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:
         try:
             return self._epochs.claim(continues, seen=seen, writer=writer, orphan=orphan)
-        except StorageFailed:
+        except StorageError:
             # There may be no room for a record beside what the dead have left.
             scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
             dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
@@ -315,28 +391,32 @@ class Run:
         except LaststepError as error:
             if self.decision(folder) is not None:
                 return
-            raise StorageFailed(
+            raise StorageError(
                 "cannot take the run over: a save of another job, which may live, cannot be given "
-                "up", where=f"{self.store.url}/{folder}", found=error.without_remedy(),
+                "up",
+                where=f"{self.store.url}/{folder}",
+                found=error.without_remedy(),
                 remedy="end that job and delete this folder, or let this job write to it; the next "
                 "save tries again",
-            ) from error  # fmt: skip
+            ) from error
         if isinstance(decided, Abort):
             _log.warning("gave up %s, which was under way in an older epoch", folder)
 
     def _check_missed_nothing(self, seen: Point, writer: Trainer) -> None:
-        """`Aborted` if another start has committed anything after `seen`: who goes on from there
-        would abandon it, and what he continues may be pruned by now."""
+        """`AbortedError` if another start has committed anything after `seen`: who goes on from
+        there would abandon it, and what he continues may be pruned by now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
         for name in reversed(later):
             if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
                 raise self._epochs.superseded(
-                    name.epoch, expected="nothing to be saved since this job looked at the run",
-                    before=True, saved=name.folder,
-                )  # fmt: skip
+                    name.epoch,
+                    expected="nothing to be saved since this job looked at the run",
+                    before=True,
+                    saved=name.folder,
+                )
 
     def check_newest(self, epoch: int) -> None:
-        """`Aborted` if another writer has taken a newer epoch."""
+        """`AbortedError` if another writer has taken a newer epoch."""
         newest = max(self._epochs.numbers(), default=0)
         if newest > epoch:
             raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
@@ -346,7 +426,8 @@ class Run:
         return self.store.lock(epoch_lock_name(number))
 
     def check_step_free(self, step: int, *, epoch: int | None = None) -> None:
-        """`Exists` where that step is committed on the lineage and whole; on that of a writer's
+        """`AlreadyExistsError` where that step is committed on the lineage and whole; on that of a
+        writer's
         `epoch`, which may have no commit yet."""
         # One that is not committed may be that of the very save which asks. All are looked at only
         # where there is one: every save asks, and a run may have thousands.
@@ -356,7 +437,7 @@ class Run:
         scanned = self._scanner.scan(ScanDepth.ALL)
         for item in self._listed(scanned, epoch):
             if item.on_lineage and item.step == step and item.is_whole:
-                raise Exists(
+                raise AlreadyExistsError(
                     f"step {step} has been saved already",
                     where=f"{self.store.url}/{item.folder}",
                     remedy="save with overwrite=True to replace it, or restore an earlier step",
@@ -368,17 +449,18 @@ class Run:
         In that order: a newer writer either shows up here, or finds the folder and gives it up.
         """
         if epoch not in self._epochs.numbers():
-            raise NotFound(
+            raise NotFoundError(
                 f"cannot save step {step}: the run is not there, or not the one that was saved to",
-                where=self.store.url, expected=f"its record of epoch {epoch}",
+                where=self.store.url,
+                expected=f"its record of epoch {epoch}",
                 found="none: the run was deleted or renamed, or a link to it points elsewhere",
                 remedy="bring it back to this path, or make a new Checkpointer",
-            )  # fmt: skip
+            )
         folder = format_folder(step=step, epoch=epoch, attempt=attempt)
         self.store.make_folder(folder)
         try:
             self.check_newest(epoch)
-        except Aborted as error:
+        except AbortedError as error:
             decision.abort(self.store, folder, f"the run was taken over by {error.found}")
             raise
         return folder
@@ -406,7 +488,7 @@ class Run:
         if decided is None and parse_folder(folder) not in self._scanner.names():
             return
         if not isinstance(decided, Abort):
-            raise Usage(
+            raise UsageError(
                 "refused to delete an attempt that was not given up",
                 where=f"{self.store.url}/{folder}",
                 remedy="abort it first, or prune if it is committed",
@@ -442,12 +524,12 @@ class Run:
     def pin(self, folder: str) -> None:
         """Keep that checkpoint whatever the rules say."""
         if not isinstance(self.decision(folder), Commit):
-            raise NotFound(
+            raise NotFoundError(
                 "cannot pin, there is no such checkpoint", where=f"{self.store.url}/{folder}"
             )
         try:
             self.store.create(f"{folder}/{PIN_NAME}", b"")
-        except Exists:
+        except AlreadyExistsError:
             self.store.sync_folder(folder)  # who made it may have failed to
 
     def unpin(self, folder: str) -> None:
@@ -468,7 +550,7 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
     """Whether an attempt counts as a checkpoint; as in a listing, an unreadable manifest does."""
     try:
         return isinstance(decision.read(store, name.folder), Commit)
-    except StorageFailed:
+    except StorageError:
         raise
     except LaststepError:
         return True
@@ -476,6 +558,6 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
 
 def _check_folder(folder: str) -> None:
     if parse_folder(folder) is None:
-        raise Usage(
+        raise UsageError(
             "this is not the name of a checkpoint", expected="step-S.E-A", found=repr(folder)
         )

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import decision, failures, names
+from laststep.catalog import decision, failures, lineage
 from laststep.catalog.epochs import make_folder, new_start
 from laststep.catalog.run import newest_point
-from laststep.errors import LaststepError, NotFound
+from laststep.errors import LaststepError, NotFoundError
 
 if TYPE_CHECKING:
     from laststep.catalog.failures import Past
@@ -62,7 +62,7 @@ class Start:
     @property
     def witness_name(self) -> str:
         """The name of the witness within the run."""
-        return names.witness_name(self.writer.start, self.writer.pid)
+        return lineage.witness_name(self.writer.start, self.writer.pid)
 
     def newest_point(self) -> Seen:
         """The newest epoch and the last commit of the run, for a start that has not restored."""
@@ -109,8 +109,8 @@ class Start:
         ran_s = time.monotonic() - self._began_s
         note = msgspec.json.encode(failures.Ending(ended_s=time.time(), ran_s=ran_s))
         try:
-            self._store.create(names.ending_name(self.writer.start), note)
-        except NotFound:
+            self._store.create(lineage.ending_name(self.writer.start), note)
+        except NotFoundError:
             pass  # nobody has saved to the run
         except LaststepError as error:
             _log.warning("this start may be taken for one that has failed: %s", error)
@@ -132,11 +132,11 @@ def forget(store: Store, witness: str, lock: Lock) -> None:
 def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
     """The saves that are announced now."""
     announced = []
-    for name in store.file_names(names.EPOCHS_FOLDER):
-        pid = names.parse_witness(name)
+    for name in store.file_names(lineage.EPOCHS_FOLDER):
+        pid = lineage.parse_witness(name)
         if pid is None:
             continue
-        path = f"{names.EPOCHS_FOLDER}/{name}"
+        path = f"{lineage.EPOCHS_FOLDER}/{name}"
         places = frozenset(
             place for first, last in store.marked(path) for place in range(first, last + 1)
         )

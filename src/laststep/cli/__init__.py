@@ -26,7 +26,7 @@ from laststep.cli.rescuing import rescue
 from laststep.cli.showing import show
 from laststep.cli.using import du
 from laststep.cli.verifying import verify
-from laststep.errors import LaststepError, Usage
+from laststep.errors import LaststepError, UsageError
 from laststep.version import VERSION
 
 __all__ = ["app", "main"]
@@ -72,4 +72,4 @@ def main() -> None:
         app()
     except LaststepError as error:
         print(f"laststep: {error}", file=sys.stderr)
-        sys.exit(status.MISUSED if isinstance(error, Usage) else status.FAILED)
+        sys.exit(status.MISUSED if isinstance(error, UsageError) else status.FAILED)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import laststep
-from laststep.errors import NotFound
+from laststep.errors import NotFoundError
 
 
 def bench(
@@ -21,7 +21,7 @@ def bench(
     """Measure on this machine, with the benchmarks of the source tree."""
     root = _source_tree()
     if root is None:
-        raise NotFound(
+        raise NotFoundError(
             "there are no benchmarks here",
             where=str(Path.cwd()),
             expected="the folder `bench` of laststep's sources",

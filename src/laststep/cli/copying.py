@@ -18,8 +18,7 @@ from laststep import terms
 from laststep.cli import output, places
 from laststep.cli.status import DAMAGED
 from laststep.errors import LaststepError
-from laststep.tiers.bringing import Moved
-from laststep.tiers.pacing import Pacing
+from laststep.tiers.bringing import Moved, Pacing
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:

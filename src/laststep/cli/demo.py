@@ -22,7 +22,7 @@ import msgspec
 import typer
 
 from laststep.cli import output, status
-from laststep.errors import LaststepError, Usage
+from laststep.errors import LaststepError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,7 @@ def _clear(folder: Path) -> None:
     """Remove what an earlier demo left; nothing else is ever deleted."""
     if folder.exists():
         if not (folder / MARK).is_file():
-            raise Usage(
+            raise UsageError(
                 "refused to use a folder that is not of a demo",
                 where=str(folder),
                 remedy="name another one with --folder",
@@ -230,8 +230,13 @@ def _print_kills(console: Console, result: _Result) -> None:
 
 def _print_saves(console: Console, result: _Result) -> None:
     titles = (
-        "save of step", "size", "written", "training lost", "durable after", "committed after",
-    )  # fmt: skip
+        "save of step",
+        "size",
+        "written",
+        "training lost",
+        "durable after",
+        "committed after",
+    )
     table = output.table(*titles, right=titles)
     for line in result.attempts:
         if line.event == "kill":

@@ -145,9 +145,11 @@ def _choices(
             raise _misused(f"{text!r} is not REGEX=REPLACEMENT", "--rename")
         rules.append(Rename(pattern=_pattern(regex, "--rename"), replacement=replacement))
     return Choices(
-        shard_bytes=_size(shard_bytes), casts=tuple(casts), renames=tuple(rules),
+        shard_bytes=_size(shard_bytes),
+        casts=tuple(casts),
+        renames=tuple(rules),
         keep_tied=keep_tied,
-    )  # fmt: skip
+    )
 
 
 def _pattern(regex: str, option: str) -> re.Pattern[str]:

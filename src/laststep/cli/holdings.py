@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format.index import RAW, Index
-from laststep.read.entries import stored_in
-from laststep.read.files import OpenIndex
+from laststep.read.files import OpenIndex, stored_in
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from laststep.format.manifest import Commit
     from laststep.read.blocks import Damage
     from laststep.state.boxes import Box
-    from laststep.state.stored_items import TensorSpec
+    from laststep.state.tree import TensorSpec
     from laststep.storage.store import Store
 
 
@@ -78,18 +77,18 @@ class Holdings:
     commit: Commit
     indexes: tuple[Index, ...]
     files: tuple[ShownFile, ...]
-    unreadable: tuple[Corrupt, ...]
+    unreadable: tuple[CorruptError, ...]
     """The indexes that cannot be read."""
 
 
 def read_holdings(store: Store, folder: str, commit: Commit) -> Holdings:
-    """Read the indexes of a checkpoint, and look at the sizes of its files; `NotFound` where all of
-    it was deleted."""
-    indexes, files, unreadable = list[Index](), list[ShownFile](), list[Corrupt]()
+    """Read the indexes of a checkpoint, and look at the sizes of its files; `NotFoundError` where
+    all of it was deleted."""
+    indexes, files, unreadable = list[Index](), list[ShownFile](), list[CorruptError]()
     for rank in range(commit.index_count):
         try:
             index = read_index(store, folder, commit, rank)
-        except Corrupt as error:
+        except CorruptError as error:
             unreadable.append(error)
             continue
         indexes.append(index)

@@ -20,7 +20,13 @@ import typer
 
 from laststep.catalog.run import Run
 from laststep.cli import output
-from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+)
 from laststep.storage.registry import open_store
 from laststep.terms import is_item_name
 
@@ -62,11 +68,11 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
     """Refuse what would fail, or harm somebody, before the file is read."""
     try:
         run = Run.open(open_store(path))
-    except NotFound:
+    except NotFoundError:
         return
     writer = None if force else run.live_writer()
     if writer is not None:
-        raise Aborted(
+        raise AbortedError(
             "refused to import into a run that is being written",
             where=run.store.url,
             found=f"a live writer: process {writer.pid} on {writer.host or 'an unknown host'}",
@@ -75,9 +81,9 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
         )
     try:
         run.check_step_free(step)
-    except Exists as error:
+    except AlreadyExistsError as error:
         free = max((listed.step for listed in run.lineage()), default=0) + 1
-        raise Exists(
+        raise AlreadyExistsError(
             error.what, where=error.where, remedy=f"name another with --step, such as --step {free}"
         ) from None
 
@@ -89,16 +95,16 @@ def read_state(source: str) -> object:
         if path.is_dir():
             return _read_folder(path, source)
         if not path.is_file():
-            raise NotFound(
+            raise NotFoundError(
                 "cannot import", where=source, found="no such file", remedy="check the path"
             )
         if path.suffix == _SAFETENSORS or _is_safetensors(path):
             return _read_safetensors(path)
         return _read_torch(path)
     except OSError as error:
-        raise StorageFailed("cannot import", where=source, found=str(error.strerror)) from error
+        raise StorageError("cannot import", where=source, found=str(error.strerror)) from error
     except MemoryError as error:
-        raise StorageFailed(
+        raise StorageError(
             "cannot import",
             where=source,
             found=f"too little memory: {error}",
@@ -110,7 +116,7 @@ def _read_folder(path: Path, source: str) -> object:
     from laststep.adapters.importing import dcp_folder
 
     if not dcp_folder.is_one(path):
-        raise NotFound(
+        raise NotFoundError(
             "cannot import",
             where=source,
             expected="a file of torch.save or safetensors, or a folder of "
@@ -163,5 +169,5 @@ def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(9)
     if not head:
-        raise Corrupt("cannot import", where=str(path), found="an empty file")
+        raise CorruptError("cannot import", where=str(path), found="an empty file")
     return len(head) == 9 and head[8:] == b"{"

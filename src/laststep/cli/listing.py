@@ -18,7 +18,7 @@ import typer
 
 from laststep.cli import output, places
 from laststep.cli.standings import print_tiers
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ def _status(item: Listed) -> str:
 
 def _unreadable(item: Listed) -> str:
     """Why its manifest cannot be read, in a word or two."""
-    return "of a later format" if isinstance(item.error, Usage) else "damaged"
+    return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
 def _print_table(checkpoints: Sequence[Listed]) -> None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.watching import human
 
 SCHEMA = 1
@@ -45,12 +45,13 @@ def console(*, stderr: bool = False) -> Console:
 
 def confirm(what: str, how: str, size_bytes: int) -> None:
     """Ask whether something is to go that does not come back, such as "delete" "9 checkpoints";
-    `Usage` where nobody can be asked."""
+    `UsageError` where nobody can be asked."""
     if not sys.stdin.isatty():
-        raise Usage(
-            f"refused to {what} {how} unasked", expected="--yes where nobody can be asked",
+        raise UsageError(
+            f"refused to {what} {how} unasked",
+            expected="--yes where nobody can be asked",
             remedy="add --yes, or --dry-run to only look",
-        )  # fmt: skip
+        )
     typer.confirm(f"{what.capitalize()} {how} ({size_text(size_bytes)})?", abort=True, err=True)
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from laststep.catalog import decision
+from laststep.catalog.lineage import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.listing import nearest_steps, remedy_for_no_run
-from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import output
-from laststep.errors import NotFound
+from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
 from laststep.terms import MANIFEST_NAME
 
@@ -56,12 +56,12 @@ def open_or_lost(path: str) -> Run:
     """The same, and where there is none, one without any checkpoint: other places may have some."""
     try:
         return open_run(path)
-    except NotFound:
+    except NotFoundError:
         return Run(open_store(path), None)
 
 
 def open_run(path: str) -> Run:
-    """The run in that folder; `NotFound` where there is none."""
+    """The run in that folder; `NotFoundError` where there is none."""
     local = local_path(path)
     if local is None:
         return Run.open(open_store(path))
@@ -71,10 +71,10 @@ def open_run(path: str) -> Run:
         for above in folder.resolve().parents[:2]:
             if _is_run(above):
                 remedy = f"its run may be {above}"
-        raise NotFound("there is no run", where=path, found="a file", remedy=remedy)
+        raise NotFoundError("there is no run", where=path, found="a file", remedy=remedy)
     if not folder.is_dir():
         remedy = "check the path: a run is the folder that a Checkpointer was given"
-        raise NotFound("there is no run", where=path, found="no such folder", remedy=remedy)
+        raise NotFoundError("there is no run", where=path, found="no such folder", remedy=remedy)
     if not _is_run(folder):
         remedy = "name a run: a folder with run.json or step-… folders"
         remedy = remedy_for_no_run(open_store(path)) or remedy
@@ -83,7 +83,9 @@ def open_run(path: str) -> Run:
             is_of_run = parse_folder(folder.resolve().name) is not None and _is_run(above)
             where = f"its run may be {above}" if is_of_run else f"`laststep show {path}` shows it"
             remedy = f"this is one checkpoint; {where}"
-        raise NotFound("there is no run", where=path, found="a folder that is none", remedy=remedy)
+        raise NotFoundError(
+            "there is no run", where=path, found="a folder that is none", remedy=remedy
+        )
     return Run.open(open_store(path))
 
 
@@ -93,7 +95,8 @@ def is_checkpoint(path: str) -> bool:
 
 
 def find(run: Run, step: int | None) -> Listed:
-    """The checkpoint of that step, or the newest of the lineage; `NotFound` where there is none.
+    """The checkpoint of that step, or the newest of the lineage; `NotFoundError` where there is
+    none.
 
     Of several with one step that on the lineage is meant, else the last committed.
     """
@@ -105,7 +108,7 @@ def _choose(
 ) -> Listed:
     if not listed:
         left = f"{output.count_text(len(attempts), 'save')} without a manifest"
-        raise NotFound(
+        raise NotFoundError(
             "the run has no checkpoint yet",
             where=run.store.url,
             found=left if attempts else None,
@@ -114,7 +117,7 @@ def _choose(
     choice = [item for item in listed if step in (None, item.step)]
     choice = [item for item in choice if item.on_lineage] or choice
     if step is not None and not choice:
-        raise NotFound(
+        raise NotFoundError(
             f"there is no checkpoint of step {step}",
             where=run.store.url,
             found=nearest_steps((item.step for item in listed), step),

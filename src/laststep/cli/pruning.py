@@ -15,18 +15,16 @@ import typer
 
 from laststep.catalog import cleaning, decision
 from laststep.catalog.cleaning import RemovalReason
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.cli import output, places
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.read.verify import verify_checkpoint
 
 if TYPE_CHECKING:
+    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed
-    from laststep.catalog.prune import PrunePlan
-    from laststep.catalog.retention import Verdict
+    from laststep.catalog.retention import PrunePlan, Verdict
     from laststep.catalog.run import Run
-    from laststep.catalog.sharing import Sharing
 
 
 def prune(  # noqa: PLR0913 (one parameter for each option)
@@ -145,10 +143,11 @@ def _check_what_stays(run: Run) -> None:
     def find() -> Listed:
         found = run.newest()
         if found is None:
-            raise Corrupt(
-                "no checkpoint of this run is whole", where=run.store.url,
+            raise CorruptError(
+                "no checkpoint of this run is whole",
+                where=run.store.url,
                 remedy="`laststep verify` lists all damage; nothing was deleted",
-            )  # fmt: skip
+            )
         return found
 
     newest, report = decision.read_newest(
@@ -156,7 +155,7 @@ def _check_what_stays(run: Run) -> None:
     )
     if report.damage:
         count = output.count_text(len(report.damage), "place")
-        raise Corrupt(
+        raise CorruptError(
             f"the newest checkpoint, step {newest.step}, is damaged in {count}",
             where=f"{run.store.url}/{newest.folder}",
             remedy="nothing was deleted; move that folder away, and prune again",

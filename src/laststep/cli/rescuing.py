@@ -34,14 +34,10 @@ _COLUMNS = ("run", "step", "rank", "size", "owner", "age", "what became of it")
 def rescue(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN", help="Only of this run; else of all.", show_default=False
-        ),
+        typer.Argument(metavar="RUN", help="Only of this run; else of all.", show_default=False),
     ] = None,
     *,
-    base: Annotated[
-        str, typer.Option(metavar="DIR", help="Where shared memory lies.")
-    ] = BASE,
+    base: Annotated[str, typer.Option(metavar="DIR", help="Where shared memory lies.")] = BASE,
     keep: Annotated[bool, typer.Option("--keep", help="Store, and remove nothing.")] = False,
     discard: Annotated[
         bool, typer.Option("--discard", help="Give up what cannot be stored, of RUN.")
@@ -49,7 +45,7 @@ def rescue(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is.")] = False,
     as_json: output.AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Store what dead processes have left in shared memory.
 
     What is nowhere else goes to its run; then the memory of the dead is given back. Nothing of a
@@ -87,8 +83,18 @@ def _document(report: RescueReport) -> dict[str, object]:
     segments = [
         {
             **output.fields(
-                one, "folder", "run", "rank", "ranks", "pid", "host", "created_s", "size_bytes",
-                "is_alive", "is_removed", "unreadable",
+                one,
+                "folder",
+                "run",
+                "rank",
+                "ranks",
+                "pid",
+                "host",
+                "created_s",
+                "size_bytes",
+                "is_alive",
+                "is_removed",
+                "unreadable",
             ),
             "saves": [
                 output.fields(save, "step", "folder", "created_s", "size_bytes", "fate", "error")
@@ -96,7 +102,7 @@ def _document(report: RescueReport) -> dict[str, object]:
             ],
         }
         for one in report.segments
-    ]  # fmt: skip
+    ]
     return {"ok": report.ok, "segments": segments, "debris": report.debris}
 
 
@@ -128,10 +134,17 @@ def _rows(one: Leftover, *, dry_run: bool) -> Sequence[tuple[str, ...]]:
     owner = f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}"
     rank = f"{one.rank}" if one.ranks == 1 else f"{one.rank} of {one.ranks}"
     rows = [
-        (one.run, str(save.step), rank, output.size_text(save.size_bytes), owner,
-         _age(save.created_s), _became(save, one, dry_run=dry_run))
+        (
+            one.run,
+            str(save.step),
+            rank,
+            output.size_text(save.size_bytes),
+            owner,
+            _age(save.created_s),
+            _became(save, one, dry_run=dry_run),
+        )
         for save in one.saves
-    ]  # fmt: skip
+    ]
     size = output.size_text(one.size_bytes)
     became = "holds no save" + ("" if one.is_alive or dry_run else _gone(one))
     return rows or [(one.run, "", rank, size, owner, _age(one.created_s), became)]

@@ -26,9 +26,9 @@ from laststep.catalog import decision
 from laststep.catalog.indexes import sharing_of
 from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
-from laststep.errors import NotFound
+from laststep.errors import NotFoundError
 from laststep.format import manifest
-from laststep.read.entries import box_text
+from laststep.read.files import box_text
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -36,16 +36,29 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from laststep.catalog.sharing import Sharing
+    from laststep.catalog.indexes import Sharing
     from laststep.cli.holdings import Holdings, ShownFile, ShownTensor
     from laststep.format.manifest import Commit
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
-    "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "shared_bytes",
-    "lossy", "left_out", "format", "laststep", "metrics", "metadata", "continues",
-)  # fmt: skip
+    "step",
+    "epoch",
+    "attempt",
+    "run",
+    "ranks",
+    "created_s",
+    "size_bytes",
+    "shared_bytes",
+    "lossy",
+    "left_out",
+    "format",
+    "laststep",
+    "metrics",
+    "metadata",
+    "continues",
+)
 _ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
 
 
@@ -81,9 +94,7 @@ def show(
         console.print(f"damaged, and what its rank wrote is not listed: {error}")
 
 
-def _read(
-    place: places.CheckpointPath,
-) -> tuple[places.CheckpointPath, Holdings]:
+def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings]:
     return place, holdings.read_holdings(place.store, place.folder, _commit(place))
 
 
@@ -91,11 +102,11 @@ def _commit(place: places.CheckpointPath) -> Commit:
     name = f"{place.folder}/{MANIFEST_NAME}"
     try:
         data = place.store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
-    except NotFound as error:
+    except NotFoundError as error:
         raise decision.deleted(place.store, place.folder) or error from error
     decided = manifest.decode(data, where=f"{place.store.url}/{name}")
     if isinstance(decided, manifest.Abort):
-        raise NotFound(
+        raise NotFoundError(
             "there is no checkpoint: the attempt was given up",
             where=f"{place.store.url}/{place.folder}",
             found=decided.reason,
@@ -214,9 +225,7 @@ def _print_files(console: Console, files: tuple[ShownFile, ...], *, limit: int |
     table = output.table("file", "size", "", right=("size",))
     for file in shown:
         table.add_row(
-            file.file.name,
-            output.size_text(file.file.size_bytes),
-            "; ".join(_notes(file)),
+            file.file.name, output.size_text(file.file.size_bytes), "; ".join(_notes(file))
         )
     console.print()
     console.print(table)

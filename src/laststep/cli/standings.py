@@ -17,13 +17,13 @@ import typer
 from laststep.cli import output
 from laststep.cli.status import FAILED
 from laststep.terms import duration_text
-from laststep.tiers.standings import standings
+from laststep.tiers.further import standings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.catalog.run import Run
-    from laststep.tiers.standings import Standing
+    from laststep.tiers.further import Standing
 
 
 def print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:

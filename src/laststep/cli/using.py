@@ -16,8 +16,8 @@ from laststep.catalog.indexes import sharing_of
 from laststep.cli import output, places
 
 if TYPE_CHECKING:
+    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed
-    from laststep.catalog.sharing import Sharing
 
 _NUMBERS = ("step", "size", "new", "only here", "files")
 

@@ -20,7 +20,7 @@ from laststep.catalog import decision
 from laststep.catalog.run import Run
 from laststep.cli import listing, output, places
 from laststep.cli.status import DAMAGED
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import CorruptError, NotFoundError
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.storage.registry import open_store
 from laststep.terms import listed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SHOWN_NAMES = 3
 _DAMAGE_FIELDS = ("file", "what", "start", "stop", "expected", "found", "touches")
 """What --json says of damage."""
-_HIDING = ("missing file", "header")
+_HIDING = ("missing file", "index")
 """Damage after which nobody knows which tensors it touches."""
 
 
@@ -59,7 +59,7 @@ def verify(
                 report = verify_checkpoint(
                     place.store, place.folder, threads=threads, progress=show
                 )
-        except NotFound:
+        except NotFoundError:
             if named:  # That very one was asked for, and nothing was checked.
                 raise
             deleted.append(place.folder)
@@ -97,28 +97,28 @@ class _ToVerify:
 
     places: tuple[places.CheckpointPath, ...] = ()
     attempts: tuple[OpenAttempt, ...] = ()
-    error: Corrupt | None = None
+    error: CorruptError | None = None
 
 
 def _one(path: str, step: int | None) -> _ToVerify:
     """The checkpoint that was asked for."""
     try:
         return _ToVerify(places=(places.resolve(path, step),))
-    except Corrupt as error:  # a record of the run
+    except CorruptError as error:  # a record of the run
         return _ToVerify(error=error)
 
 
 def _all(path: str) -> _ToVerify:
     """All checkpoints of a run; they are found without the run's record, if that is damaged."""
-    damage: Corrupt | None = None
+    damage: CorruptError | None = None
     try:
         run = places.open_run(path)
-    except Corrupt as error:
+    except CorruptError as error:
         damage = error
         run = Run(open_store(path), None)
     try:
         checkpoints, attempts = run.look()
-    except Corrupt as error:  # the record of an epoch
+    except CorruptError as error:  # the record of an epoch
         return _ToVerify(error=damage or error)
     return _ToVerify(
         places=tuple(

@@ -1,16 +1,4 @@
-"""Agree with the other ranks on what the job holds: who describes what, and so who writes what.
-
-1. The first rank calls: it numbers its calls and keeps the latest in one note, `a/now`.
-2. While that call is open, each rank leaves the digest of its table, as `a/<number>/<rank>`.
-3. The first rank settles it, in the same note: the digests of all, or the problem.
-4. The first rank with a table leaves that, as `t/<digest>`. Whoever has them all has agreed.
-5. A rank that a settled call does not fit asks for another, as `a/<number>/again`.
-6. A rank that takes no part in the save that a call is for says so, as `a/<number>/refused`.
-7. A rank whose own table stays answers, or calls, by the way, while one of its saves is under way.
-
-No number is used twice, and no rank relies on having seen an earlier call: whatever note is lost,
-the save that needed it fails, and the next call makes up for it.
-"""
+"""What the first rank says of the save that it leads, and of those before it."""
 
 from __future__ import annotations
 
@@ -24,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.catalog.lineage import AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.commit.current_round import CurrentRound
-from laststep.errors import Aborted, Mismatch
+from laststep.errors import AbortedError, MismatchError
 from laststep.plan.tables import Agreement, Table, agree, decode_table, digest_of, encode_table
-from laststep.process import interrupts
+from laststep.process import signals
 from laststep.ranks import missing_ranks
 from laststep.terms import listed
 
@@ -37,6 +25,27 @@ if TYPE_CHECKING:
 
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
+
+
+class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that is over; without a reason, it is committed."""
+
+    number: int
+    step: int
+    reason: str
+
+
+class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
+    """The save that the first rank leads: where, or why it does not; and the latest before it."""
+
+    number: int
+    step: int
+    place: AttemptName | None
+    problem: str
+    past: tuple[EndedRound, ...]
+    group_size: int
+    """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
+
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +139,8 @@ class Agreements:
     def on(self, table: Table, step: int) -> Agreement:
         """What the job holds, when this rank holds that, for a save of that step. Waits for the
         others if it is new."""
-        while not self._lock.acquire(timeout=interrupts.LOOK_S):
-            interrupts.let_in()
+        while not self._lock.acquire(timeout=signals.LOOK_S):
+            signals.let_in()
         try:
             if self._agreement is not None and (table is self._table or table == self._table):
                 self._table = table
@@ -208,25 +217,25 @@ class Agreements:
         def listen() -> None:
             try:
                 self._listen(call, step)
-            except Aborted:
+            except AbortedError:
                 # The first rank may have refused because of these tables. If they have arrived
                 # since the last look, this rank finds the same difference and names it.
                 if len(self.board.look_all(new)) < len(new):
                     raise
 
         notes = self.board.wait_all(new, until_s, meanwhile=listen)
-        for note, digest in new.items():
+        for note, table in new.items():
             if note not in notes:
-                raise Aborted(
+                raise AbortedError(
                     "a rank did not say what it holds",
-                    where=f"rank {digests.index(digest)}",
+                    where=f"rank {digests.index(table)}",
                     expected=f"its table within {self._deadline_s:g} s",
                 )
-            self._tables[digest] = decode_table(notes[note])
+            self._tables[table] = decode_table(notes[note])
         self._tables = {digest: self._tables[digest] for digest in distinct}
         try:
             return agree(digests, self._tables)
-        except Mismatch:
+        except MismatchError:
             self._answered, self._all_disagreed = 0, True
             raise
 
@@ -237,8 +246,11 @@ class Agreements:
                 log.info(
                     "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
                     "that has it then; pass it on all if that is not meant",
-                    name, len(some), self._rank.ranks, listed(some),
-                )  # fmt: skip
+                    name,
+                    len(some),
+                    self._rank.ranks,
+                    listed(some),
+                )
         self._on_some = found
 
     def _latest(self) -> _Call | None:
@@ -257,7 +269,7 @@ class Agreements:
         return call
 
     def _listen(self, call: _Call, step: int | None) -> None:
-        """Raise `Aborted` if a call is in vain, since a rank takes no part that it needs."""
+        """Raise `AbortedError` if a call is in vain, since a rank takes no part that it needs."""
         if self._rank.is_first:
             note = self.board.look(f"a/{call.number}/refused")
             why = None if note is None else note.decode()
@@ -266,7 +278,7 @@ class Agreements:
             if (now := self._latest()) is not None and now.number != call.number:
                 raise _CalledAnew
         if why is not None:
-            raise Aborted(why)
+            raise AbortedError(why)
 
     def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
         """Call, as the first rank, and settle it when all have answered."""
@@ -291,15 +303,15 @@ class Agreements:
             notes = self.board.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
             if len(notes) < len(names):
                 raise self._missing(late(notes))
-        except Aborted as error:
+        except AbortedError as error:
             self._say(msgspec.structs.replace(call, problem=error.what))
             raise
         digests = b"".join([mine, *(notes[name] for name in names)])
         return self._say(msgspec.structs.replace(call, digests=digests))
 
-    def _missing(self, ranks: Sequence[int]) -> Aborted:
+    def _missing(self, ranks: Sequence[int]) -> AbortedError:
         nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
-        return Aborted(f"not all ranks of this job came to this save: {nothing}; {ABSENT}")
+        return AbortedError(f"not all ranks of this job came to this save: {nothing}; {ABSENT}")
 
     def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
         """Called now and then, it tells once, after a few seconds, who is late."""
@@ -337,7 +349,7 @@ class Agreements:
             elif is_settled(call):
                 return call
             elif call.number == answered and call.problem:
-                raise Aborted(call.problem)
+                raise AbortedError(call.problem)
             elif asked != call.number:
                 asked = call.number
                 self.board.put(f"a/{call.number}/again", b"1")
@@ -347,7 +359,7 @@ class Agreements:
                 # this rank then finds the same difference and names it.
                 if (latest := self._latest()) is not None and is_settled(latest):
                     return latest
-                raise Aborted(why)
+                raise AbortedError(why)
             return None
 
         until_s = began_s + self._deadline_s + margin_s(self._deadline_s) / 2

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.commit.agreement import margin_s
-from laststep.commit.current_round import CurrentRound, EndedRound
-from laststep.commit.differences import Values, describe
-from laststep.commit.replicas import gone_apart, incomparable, unequal
+from laststep.commit.agreement import CurrentRound, EndedRound, margin_s
+from laststep.commit.differences import Values, describe, gone_apart, incomparable, unequal
 from laststep.commit.round import COMMITTED, GATHERED, Decision, GivenUp
-from laststep.errors import Aborted, LaststepError
+from laststep.errors import AbortedError, LaststepError
 from laststep.flush.protocol import Decide
-from laststep.format.manifest import Written
+from laststep.format.manifest import WrittenIndexes
 from laststep.plan.receipts import (
     Differing,
     Receipt,
@@ -31,20 +29,20 @@ from laststep.plan.receipts import (
     classes_of,
     items_of,
     objection_to,
+    seen_by,
     summarise,
 )
-from laststep.plan.replicas import seen_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.catalog.names import AttemptName
-    from laststep.commit.replicas import UnequalRanks
+    from laststep.catalog.lineage import AttemptName
+    from laststep.commit.differences import UnequalRanks
     from laststep.commit.round import Round, RoundContext
     from laststep.events import Bus
     from laststep.flush.saves import SaveUnderWay
     from laststep.format.manifest import ClassRecord
-    from laststep.plan.groups import Groups
+    from laststep.plan.receipts import Groups
     from laststep.plan.tables import Agreement
 
 log = logging.getLogger(__name__)
@@ -141,15 +139,19 @@ class Leader:
         deadline_s = self._desk.deadline_s
         until_s = round_.began_s + deadline_s + margin_s(deadline_s)
         if self._board.until(look, until_s, rest=save.rest) is None:
-            raise Aborted(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
+            raise AbortedError(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
         round_.own_s = self._board.now_s() - round_.began_s
         return save.at
 
     def _post(self, round_: Round, *, problem: str = "") -> None:
         now = CurrentRound(
-            number=round_.number, step=round_.step, place=None if problem else round_.place,
-            problem=problem, past=tuple(self._past), group_size=self._groups.size,
-        )  # fmt: skip
+            number=round_.number,
+            step=round_.step,
+            place=None if problem else round_.place,
+            problem=problem,
+            past=tuple(self._past),
+            group_size=self._groups.size,
+        )
         self._board.put("now", msgspec.msgpack.encode(now))
         self._posted = round_.number
 
@@ -186,18 +188,13 @@ class Leader:
                 missing.append(f"{self._desk.last_of(group[0])}, {whose},")
         return missing
 
-    def _decide(
-        self,
-        round_: Round,
-        save: SaveUnderWay,
-        summaries: list[Summary],
-    ) -> None:
+    def _decide(self, round_: Round, save: SaveUnderWay, summaries: list[Summary]) -> None:
         """Have the flusher commit the save."""
         agreement = round_.agreement
         assert agreement is not None  # noqa: S101 (without one there is a problem)
         if self._classes[0] is not agreement:
             self._classes = (agreement, classes_of(agreement))
-        written = Written()
+        written = WrittenIndexes()
         for summary in summaries:
             written = written.plus(summary.written)
         self._desk.client.send(
@@ -227,8 +224,11 @@ class Leader:
             self._bus.emit(gone_apart(round_.step, differs, shown, agreement))
         if (ranks := incomparable(seen)) is not None and not self._told_incomparable:
             self._told_incomparable = True
-            log.warning("replicas of ranks %d and %d are not compared: some are on a device here "
-                        "and on the host there", *ranks)  # fmt: skip
+            log.warning(
+                "replicas of ranks %d and %d are not compared: some are on a device here "
+                "and on the host there",
+                *ranks,
+            )
 
     def _ask(self, round_: Round, asked: Differing | UnequalRanks) -> dict[int, bytes]:
         """Ask the ranks that differ for what they hold; returns by rank what came in time."""
@@ -242,12 +242,12 @@ class Leader:
         self._board.remove(names)
         return shown | ({0: round_.answer_to(asked)} if 0 in asked.ranks else {})
 
-    def _late(self, round_: Round, reason: str) -> Aborted:
+    def _late(self, round_: Round, reason: str) -> AbortedError:
         """What to report if the flusher has said nothing by now."""
         if reason:
-            return Aborted(reason)
+            return AbortedError(reason)
         late = f"did not commit step {round_.step} within {self._desk.deadline_s:g} s"
-        return Aborted(f"the flusher of rank 0 {late}", remedy=_STUCK)
+        return AbortedError(f"the flusher of rank 0 {late}", remedy=_STUCK)
 
     def _tell(self, round_: Round, reason: str) -> None:
         if not round_.number or self._posted != round_.number:

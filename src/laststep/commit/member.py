@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.commit.agreement import SAME_STEPS, grace_s
-from laststep.commit.current_round import CurrentRound
+from laststep.commit.agreement import SAME_STEPS, CurrentRound, grace_s
 from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, Decision, GivenUp
 from laststep.flush.protocol import Decide, Located
-from laststep.plan.groups import Groups
-from laststep.plan.receipts import Receipt, summarise
+from laststep.plan.receipts import Groups, Receipt, summarise
 
 if TYPE_CHECKING:
-    from laststep.catalog.names import AttemptName
-    from laststep.commit.replicas import UnequalRanks
+    from laststep.catalog.lineage import AttemptName
+    from laststep.commit.differences import UnequalRanks
     from laststep.commit.round import Round, RoundContext
     from laststep.plan.receipts import Differing
 
@@ -173,9 +171,12 @@ class Member:
         self._left += [round_.key(f"r/{rank}") for rank in groups.group_of(me)]
         names = {f"r/{rank}": rank for rank in others}
         notes = self._desk.gather(
-            round_, list(names), self._desk.until_s(round_, SUMMARISED), self._listen,
+            round_,
+            list(names),
+            self._desk.until_s(round_, SUMMARISED),
+            self._listen,
             missing=lambda late: [self._desk.last_of(names[name]) for name in late],
-        )  # fmt: skip
+        )
         decode = msgspec.msgpack.Decoder(Receipt).decode
         receipts = {me: mine} | {rank: decode(notes[name]) for name, rank in names.items()}
         assert round_.agreement is not None  # noqa: S101 (without one there is a problem)

@@ -1,9 +1,10 @@
 """A save of all ranks, as one rank goes through it: what is noted of it, and what a rank can do.
 
 Every rank makes its files durable and leaves a receipt. The first rank of a group of ranks
-(`plan.groups`) gathers those of its group and leaves one summary; the first rank of the job gathers the summaries (`leader`, `member`). A rank waits
-for others for one deadline in each save, however many things it waits for; its own work does not
-count. Whoever gathers waits less long than those who wait for it: they are to hear who is missing.
+(`plan.groups`) gathers those of its group and leaves one summary; the first rank of the job gathers
+the summaries (`leader`, `member`). A rank waits for others for one deadline in each save, however
+many things it waits for; its own work does not count. Whoever gathers waits less long than those
+who wait for it: they are to hear who is missing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import msgspec
 from laststep.catalog import decision
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import ABSENT, margin_s
-from laststep.commit.differences import values_of
-from laststep.commit.replicas import ReplicaContents, UnequalRanks
-from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
+from laststep.commit.differences import ReplicaContents, UnequalRanks, values_of
+from laststep.errors import AbortedError, LaststepError, MismatchError, StorageError
 from laststep.flush.protocol import Decided
 from laststep.format.manifest import Commit
 from laststep.plan.receipts import Differing, ItemTally, Receipt
@@ -27,11 +27,11 @@ from laststep.terms import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.catalog.names import AttemptName
+    from laststep.catalog.lineage import AttemptName
     from laststep.commit.agreement import Agreements
     from laststep.flush.client import Client
     from laststep.flush.saves import SaveUnderWay
-    from laststep.plan.groups import Groups
+    from laststep.plan.receipts import Groups
     from laststep.plan.tables import Agreement
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
@@ -101,9 +101,11 @@ class Round:
         shared = [item.name for item in plan.items if not item.per_rank]
         self.trees.update(trees)
         self.receipt = Receipt(
-            agreement=self.agreement.digest, rank_class=self.agreement.class_of[rank],
-            items=items, trees={name: digest(trees[name]) for name in shared},
-        )  # fmt: skip
+            agreement=self.agreement.digest,
+            rank_class=self.agreement.class_of[rank],
+            items=items,
+            trees={name: digest(trees[name]) for name in shared},
+        )
         return msgspec.msgpack.encode(self.receipt)
 
     def key(self, name: str) -> str:
@@ -162,7 +164,7 @@ class RoundContext:
         with who describes what: this rank itself is in no trouble."""
         try:
             self.agreements.join()
-        except Mismatch as error:
+        except MismatchError as error:
             differences = "; ".join(error.problems.lines()[:_SHOWN])
             raise GivenUp(f"{error.what}: {differences}; {error.remedy}") from error
 
@@ -259,7 +261,7 @@ class RoundContext:
             seconds = save.handle.since_began_s()
             self.client.decided(Decided(save=save.number, at=round_.place, seconds=seconds))
         else:
-            save.failed(failure or StorageFailed("a commit failed", found="no answer"))
+            save.failed(failure or StorageError("a commit failed", found="no answer"))
         return save.handle.error
 
     def _given_up(self, round_: Round, failure: LaststepError) -> LaststepError | None:
@@ -270,12 +272,13 @@ class RoundContext:
         try:
             stands = decision.abort(self._store, round_.place.folder, str(failure))
         except LaststepError as second:
-            return StorageFailed(
+            return StorageError(
                 f"it is not known whether step {round_.step} is committed",
-                found=f"{failure}; then {second}", remedy="`laststep ls` shows it if it is",
-            )  # fmt: skip
+                found=f"{failure}; then {second}",
+                remedy="`laststep ls` shows it if it is",
+            )
         if isinstance(stands, Commit):
             return None
-        if stands.reason == str(failure) or not isinstance(failure, Aborted):
+        if stands.reason == str(failure) or not isinstance(failure, AbortedError):
             return failure
-        return Aborted(stands.reason)  # of whoever gave it up first
+        return AbortedError(stands.reason)  # of whoever gave it up first

@@ -13,26 +13,42 @@ import logging
 import os
 import queue
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from laststep.codecs.digests import digest
+from laststep.commit.agreement import Agreements
+from laststep.commit.differences import Comparing
 from laststep.commit.leader import Leader
 from laststep.commit.member import Member
-from laststep.commit.round import GivenUp, Round
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.commit.round import GivenUp, Round, RoundContext
+from laststep.errors import AbortedError, LaststepError, StorageError
 from laststep.flush.protocol import Decide
+from laststep.plan.receipts import cut
 from laststep.process import threads
 from laststep.ranks.board import Board
+from laststep.ranks.group import Alone, RankGroup
+from laststep.ranks.rank import ranks_per_node
+from laststep.saving.describe import refuse_mixed
 from laststep.saving.schedule import BoardNotes
+from laststep.settings import WAIT_FOR_OTHERS_S
+from laststep.state.values import PerRank
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
-    from laststep.commit.replicas import Comparing
-    from laststep.commit.round import RoundContext
+    from collections.abc import Mapping
+
     from laststep.events import Bus
+    from laststep.flush.client import Client
     from laststep.flush.saves import SaveUnderWay
-    from laststep.plan.groups import Groups
+    from laststep.plan.receipts import Groups
     from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
     from laststep.saving.describe import TakenState
     from laststep.saving.prepare import Prepared
+    from laststep.settings import Settings
+    from laststep.state.provider import StateProvider
+
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +76,12 @@ class Participant:
             self._be_seen(round_)
             self.part.take_part(round_)
         except GivenUp as over:
-            return self._give_up(round_, Aborted(str(over)), str(over))
+            return self._give_up(round_, AbortedError(str(over)), str(over))
         except LaststepError as error:
             return self._give_up(round_, error, self._desk.trouble(error.without_remedy()))
         except Exception as error:
             log.exception("the commit of step %d failed", round_.step)
-            failed = StorageFailed("a commit failed", found=repr(error))
+            failed = StorageError("a commit failed", found=repr(error))
             return self._give_up(round_, failed, self._desk.trouble(str(failed)))
         return None
 
@@ -179,7 +195,7 @@ class CommitThread:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
                 with threads.outlasting(log, "the commit of step %d failed", round_.step):
                     if round_.save is not None:
-                        round_.save.failed(StorageFailed("a commit failed", found=repr(error)))
+                        round_.save.failed(StorageError("a commit failed", found=repr(error)))
                     raise
             self._ended += 1
 
@@ -195,3 +211,53 @@ class CommitThread:
                     contextlib.suppress(LaststepError),
                 ):
                     self._participant.part.look_up()
+
+
+_made: Counter[str] = Counter()
+
+
+def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
+    """Of several ranks, refuse groups that are each rank's own in part. The log tells of items that
+    are taken for each rank's own though nobody said so."""
+    for name, provider in providers.items() if rank.ranks > 1 else ():
+        refuse_mixed(name, mixed=getattr(provider, "mixed", False))
+        if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
+            log.info(
+                "%s is taken for each rank's own: it reads data (it has __iter__ or a dataset); "
+                "laststep.PerRank(%s, …) says what becomes of it when the number of ranks changes",
+                name,
+                name,
+            )
+
+
+def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None, call: str) -> Ranks:
+    """The ranks that restore together; with a team, those that save together too. All make that
+    `call` now."""
+    if team is None:
+        return Alone(rank)
+    # The first rank may wait for a save that another process has not finished.
+    name = team.agreements.board.prefix
+    deadline_s = settings.deadline_s + WAIT_FOR_OTHERS_S
+    group = RankGroup(rank, name, deadline_s=deadline_s, call=call)
+    team.meet(group)
+    return group
+
+
+def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> CommitThread:
+    """Start this rank's commit thread, through which it saves together with the others."""
+    _made[run] += 1
+    prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
+    # A connection for each thread that asks: the training thread's must not wait for the other's.
+    deadline_s = settings.deadline_s
+    boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
+    agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
+    store = open_store(run)
+    desk = RoundContext(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
+    comparing = Comparing(settings.compare_replicas)
+    return CommitThread(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)
+
+
+def board_to_stop(team: CommitThread | None, ranks: Ranks) -> Board:
+    """The notes by which several ranks agree on the step at which they stop."""
+    assert team is not None  # noqa: S101 (of several ranks)
+    return team.new_board(ranks, "stop")

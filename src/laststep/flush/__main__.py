@@ -10,8 +10,8 @@ import msgspec
 from laststep.catalog.epochs import Trainer
 from laststep.flush.protocol import Connection, Orders
 from laststep.flush.server import Flusher
-from laststep.memory.shared import Mapping
-from laststep.process import logs
+from laststep.memory.segments import Mapping
+from laststep.process import system
 from laststep.process.signals import OF_SCHEDULERS
 from laststep.storage.registry import register_store
 
@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def main(text: str) -> None:
     """Serve until the trainer is gone; `text` is a `Setup` as JSON. Signals are blocked."""
     setup = msgspec.json.decode(text, type=Setup)
-    logs.speak_as(setup.rank)
+    system.speak_as(setup.rank)
     if setup.opener is not None:
         register_store(setup.run.partition(":")[0], setup.opener)
     for tier in setup.orders.further:
@@ -51,8 +51,12 @@ def main(text: str) -> None:
     connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     flusher = Flusher(
-        connection, mapping.view, run=setup.run, trainer=setup.trainer,
-        orders=setup.orders, pool_fd=setup.pool_fd,
-    )  # fmt: skip
+        connection,
+        mapping.view,
+        run=setup.run,
+        trainer=setup.trainer,
+        orders=setup.orders,
+        pool_fd=setup.pool_fd,
+    )
     flusher.start()
     flusher.serve()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.catalog import decision
-from laststep.catalog.names import parse_folder
+from laststep.catalog.lineage import parse_folder
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
@@ -84,7 +84,7 @@ class BaseLayout:
         ]
 
     def likely_change(self, first: int, same: Sequence[bool]) -> float:
-        """Estimate the share of the layout that has changed, by some of its blocks, from `first` on.
+        """Estimate the share of the layout that has changed, by some of its blocks from `first` on.
 
         Elsewhere, as many of the blocks that changed the last time are taken to change again as did
         here. After a save of nothing new, these blocks are all that is known.
@@ -127,10 +127,10 @@ class Base:
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
         """The same layout in the last checkpoint; None where that had none, or another."""
+        stored = self.index.layout(layout.name)
+        if stored is None or stored.layout != layout:
+            return None
         if layout.name not in self._layouts:
-            stored = self.index.layout(layout.name)
-            if stored is None or stored.layout != layout:
-                return None
             changed, overdue = self._history.get(layout.name, LayoutHistory())
             self._layouts[layout.name] = BaseLayout(stored, self.index, changed, overdue=overdue)
         return self._layouts[layout.name]
@@ -169,16 +169,15 @@ class Base:
         while len(used) > MOST_FILES:
             out.add(used.pop(0))
         # The least used go, until what is left and what comes anew is little enough. What changed
-        # the last time, and lies in the newest, is taken for what changes now.
+        # the last time, and lies in the files of that save, is taken for what changes now.
         needed = sum(live)
         changed = sum(
             BLOCK_BYTES * len((layout.changed_blocks or frozenset()) - layout.derived)
             for layout in layouts
         )
-        newest = next((n for n, file in enumerate(self.index.files) if not file.origin), None)
         while used:
             held = sum(sizes[number] for number in used)
-            again = sizes[newest] if newest is not None and newest in used else 0
+            again = sum(sizes[number] for number in used if not self.index.files[number].origin)
             anew = max(changed - again, 0) + sum(live[number] for number in out)
             if held + anew <= MOST_HELD * needed:
                 break

@@ -1,10 +1,7 @@
-"""The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
+"""What the trainer hears of further tiers: which has what, what fails, and so what is at risk.
 
-Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
-reached, and errors land in the handles from that thread. When the flusher dies, or says what cannot
-be understood, it is ended, and every save that was not committed fails at once, waiting included:
-whether it was is looked up in the run, where the flusher may have died between doing it and saying
-so. `restart` begins anew with the same pool, once the old one is dead.
+Thread-safe. A drain may end long after its save: handles of the last few are remembered, so that
+their reports say which tiers hold them.
 """
 
 from __future__ import annotations
@@ -14,10 +11,11 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from laststep.catalog.lineage import Seen
-from laststep.errors import LaststepError, StorageFailed, from_wire
+from laststep.errors import LaststepError, StorageError, from_wire
 from laststep.events import (
     Bus,
     Captured,
@@ -27,6 +25,8 @@ from laststep.events import (
     Pruned,
     SaveFailed,
     TierHolds,
+    TierLags,
+    WorkAtRisk,
     Written,
 )
 from laststep.flush.protocol import (
@@ -52,8 +52,7 @@ from laststep.flush.protocol import (
     WrittenBytes,
 )
 from laststep.flush.saves import Saves
-from laststep.flush.tier_news import TierNews
-from laststep.process import interrupts, threads
+from laststep.process import signals, threads
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
@@ -61,13 +60,109 @@ if TYPE_CHECKING:
 
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
+    from laststep.catalog.lineage import AttemptName
     from laststep.catalog.starts import Start
-    from laststep.flush.handle import SaveHandle
     from laststep.flush.launch import Helper, Launch
-    from laststep.flush.saves import SaveUnderWay, SealParts
+    from laststep.flush.saves import SaveHandle, SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
     from laststep.tiers.drains import DrainOrder
+
+
+_REMEMBERED = 64
+
+
+class TierNews:
+    """The further tiers of a run."""
+
+    def __init__(self, bus: Bus, orders: Sequence[DrainOrder]) -> None:
+        self._bus = bus
+        self._orders = orders
+        self._items = {order.url: order.items for order in orders}
+        self._lock = threading.Lock()
+        self._began_s = time.monotonic()
+        self._newest: dict[str, tuple[int, float] | None] = {order.url: None for order in orders}
+        """Of each tier the newest step that it has got since the start, and of when that is."""
+        self._handles: deque[tuple[AttemptName, SaveHandle, float]] = deque(maxlen=_REMEMBERED)
+        self._heard_s = 0.0
+        self._last: AttemptName | None = None
+        self._owing: set[str] = set()
+        """Which tiers are still to get the last checkpoint that was committed."""
+        self.settled = threading.Event()
+        """Set while each of them has it, or has failed to get it once, or nobody would tell."""
+        self.settled.set()
+
+    def committed(self, at: AttemptName, handle: SaveHandle) -> None:
+        """A checkpoint is committed at home; what the further tiers lack of it is at risk."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._handles.append((at, handle, now_s - handle.since_began_s()))
+            newest = dict(self._newest)
+            self._owe(at, [order.url for order in self._orders if order.is_due(at)])
+        for tier, has in newest.items():
+            step, since_s = (None, self._began_s) if has is None else has
+            risk = WorkAtRisk(
+                tier=tier, step=step, seconds=now_s - since_s, items=self._items[tier]
+            )
+            self._bus.emit(risk)
+
+    def owe_all(self, handle: SaveHandle) -> AttemptName | None:
+        """That checkpoint is to go to all tiers; returns its name, where it is remembered."""
+        with self._lock:
+            found = [at for at, known, _ in self._handles if known is handle]
+            for at in found:
+                held = handle.report.tiers
+                self._owe(at, [order.url for order in self._orders if order.url not in held])
+            return found[0] if found else None
+
+    def _owe(self, at: AttemptName, tiers: Sequence[str]) -> None:
+        self._last, self._owing = at, set(tiers)
+        (self.settled.clear if tiers else self.settled.set)()
+
+    def last_save(self, step: int) -> SaveHandle | None:
+        """The last that was committed, if it is of that step."""
+        last = self.newest_save()
+        return last if last is not None and last.step == step else None
+
+    def newest_save(self) -> SaveHandle | None:
+        """The last that was committed."""
+        with self._lock:
+            return self._handles[-1][1] if self._handles else None
+
+    def hear(self, message: Drained | Draining | DrainFailed) -> None:
+        """What the flusher says of a drain."""
+        self._heard_s = time.monotonic()
+        if isinstance(message, Drained):
+            self._drained(message)
+        elif isinstance(message, DrainFailed):
+            self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
+        if not isinstance(message, Draining):
+            self._settle(message)
+
+    def _settle(self, message: Drained | DrainFailed) -> None:
+        with self._lock:
+            if message.at == self._last:
+                self._owing.discard(message.tier)
+            if not self._owing:
+                self.settled.set()
+
+    def was_heard_within(self, seconds: float) -> bool:
+        """Whether a drain is getting on."""
+        return time.monotonic() - self._heard_s < seconds
+
+    def _drained(self, message: Drained) -> None:
+        with self._lock:
+            known = [(handle, began) for at, handle, began in self._handles if at == message.at]
+            began_s = known[0][1] if known else self._began_s
+            self._newest[message.tier] = message.at.step, began_s
+        seconds = time.monotonic() - began_s
+        for handle, _ in known:
+            handle.report.tiers[message.tier] = seconds
+        items = self._items.get(message.tier)
+        self._bus.emit(
+            TierHolds(step=message.at.step, tier=message.tier, seconds=seconds, items=items)
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -137,16 +232,17 @@ class Client:
                 self._start()
 
     def restart(self, within_s: float) -> None:
-        """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
+        """A new flusher in place of one that is over; nobody may hold slots. `StorageError` where
         the old one cannot be ended, and may still touch them, or its saves are not over in time."""
         assert self._helper is not None  # noqa: S101 (it has died)
         self._await_end_of_saves(within_s)
         if not self._helper.end(_END_S):
-            raise StorageFailed(
+            raise StorageError(
                 "cannot start a new flusher: the old one does not end",
-                expected=f"its death within {_END_S:g} s", found=self._helper.how_it_ended(),
+                expected=f"its death within {_END_S:g} s",
+                found=self._helper.how_it_ended(),
                 remedy="a disk that hangs keeps it: look at `dmesg`; the next save tries again",
-            )  # fmt: skip
+            )
         self._connection.close()
         self._pool.slots.reset(self._kept())
         with self._starting:
@@ -234,9 +330,13 @@ class Client:
         report.captured_s = timing.drained_s
         save.handle.captured.reach()
         self._bus.emit(
-            Captured(step=save.handle.step, size_bytes=save.plan.tensor_bytes,
-                     seconds=timing.drained_s, blocked_s=timing.stall_s)
-        )  # fmt: skip
+            Captured(
+                step=save.handle.step,
+                size_bytes=save.plan.tensor_bytes,
+                seconds=timing.drained_s,
+                blocked_s=timing.stall_s,
+            )
+        )
 
     def close(self) -> None:
         """No more saves: wait for the flusher to finish all that it has and to end."""
@@ -247,7 +347,7 @@ class Client:
                 if self.drains_last and (last := self.drains.newest_save()) is not None:
                     self.drain_last(last)
                 self.send(Bye())
-            while not (ended := interrupts.wait(self._heard_all, _END_S)):
+            while not (ended := signals.wait(self._heard_all, _END_S)):
                 if not self.drains.was_heard_within(_END_S):
                     break
             if not ended:
@@ -282,12 +382,12 @@ class Client:
         try:
             ends = ours, theirs = socket.socketpair()
             helper = self._launch(theirs)
-        except (StorageFailed, OSError) as error:
+        except (StorageError, OSError) as error:
             for end in ends:
                 end.close()
-            if isinstance(error, StorageFailed):
+            if isinstance(error, StorageError):
                 raise
-            raise StorageFailed(
+            raise StorageError(
                 "cannot start the flusher",
                 found=str(error),
                 remedy="free memory, or raise the limit on open files (`ulimit -n`)",
@@ -306,7 +406,7 @@ class Client:
         self._helper = helper  # from here on there is one, for other threads too
         try:
             threads.start(self._receiver)
-        except StorageFailed:
+        except StorageError:
             self._helper = None
             self._connection.close()
             helper.end(_END_S)
@@ -356,8 +456,13 @@ class Client:
         elif isinstance(message, WrittenBytes):
             save = self.saves.find(message.save)
             if save is not None:
-                self._bus.emit(Written(step=save.handle.step, done_bytes=message.done_bytes,
-                                       size_bytes=save.plan.tensor_bytes))  # fmt: skip
+                self._bus.emit(
+                    Written(
+                        step=save.handle.step,
+                        done_bytes=message.done_bytes,
+                        size_bytes=save.plan.tensor_bytes,
+                    )
+                )
         elif isinstance(message, Begun | Granted):
             save = self.saves.find(message.save)
             if save is not None:
@@ -393,10 +498,14 @@ class Client:
         save.written = written
         save.handle.durable.reach()
         self._bus.emit(
-            Durable(step=save.handle.step, size_bytes=message.size_bytes,
-                    written_bytes=report.written_bytes, shared_bytes=report.shared_bytes,
-                    seconds=report.durable_s)
-        )  # fmt: skip
+            Durable(
+                step=save.handle.step,
+                size_bytes=message.size_bytes,
+                written_bytes=report.written_bytes,
+                shared_bytes=report.shared_bytes,
+                seconds=report.durable_s,
+            )
+        )
 
     def decided(self, message: Decided) -> None:
         """A save is committed, as its flusher says, or whoever has looked in its place."""
@@ -408,9 +517,10 @@ class Client:
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
-            after=message.at, seen=Seen(epoch=message.at.epoch, commit=message.at.point),
+            after=message.at,
+            seen=Seen(epoch=message.at.epoch, commit=message.at.point),
             resumed_from=None if before is None else before.resumed_from,
-        )  # fmt: skip
+        )
         report = save.handle.report
         report.committed_s, report.folder = save.handle.since_began_s(), message.at.folder
         report.tiers[self._job.url] = report.committed_s
@@ -418,9 +528,13 @@ class Client:
         save.handle.committed.reach()
         save.note()
         self._bus.emit(
-            Committed(step=save.handle.step, folder=report.folder, size_bytes=report.size_bytes,
-                      seconds=report.committed_s)
-        )  # fmt: skip
+            Committed(
+                step=save.handle.step,
+                folder=report.folder,
+                size_bytes=report.size_bytes,
+                seconds=report.committed_s,
+            )
+        )
         save.handle.end()
 
     def _fail(self, number: int, error: LaststepError) -> None:
@@ -445,7 +559,7 @@ class Client:
         self.up.set()
         self._connection.hang_up()  # who sends to it waits for nobody
         is_dead = (why is None and helper.join(_LAST_WORDS_S)) or helper.end(_END_S)
-        error = StorageFailed(
+        error = StorageError(
             "the flusher ended before its work was done",
             found=why or helper.how_it_ended(),
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
@@ -463,7 +577,7 @@ class Client:
             else:
                 self._find_out(save, error, is_dead=is_dead)
 
-    def _find_out(self, save: SaveUnderWay, error: StorageFailed, *, is_dead: bool) -> None:
+    def _find_out(self, save: SaveUnderWay, error: StorageError, *, is_dead: bool) -> None:
         """Look in the run what became of a save that its flusher may have committed before it could
         say so. Once that is dead, what stands there is final."""
         at = save.at
@@ -477,18 +591,20 @@ class Client:
         except Exception as second:  # noqa: BLE001 (nobody else would end the save)
             doubt = str(second) or repr(second)
         if doubt is not None:
-            error = StorageFailed(
+            error = StorageError(
                 f"it is not known whether step {save.handle.step} is committed",
-                where=at.folder, found=f"{error.without_remedy()}; then {doubt}",
+                where=at.folder,
+                found=f"{error.without_remedy()}; then {doubt}",
                 remedy="`laststep ls` shows it if it is",
-            )  # fmt: skip
+            )
         self._fail(save.number, error)
 
 
-def _not_over(found: str, within_s: float) -> StorageFailed:
-    return StorageFailed(
+def _not_over(found: str, within_s: float) -> StorageError:
+    return StorageError(
         "cannot start a new flusher: it is not known what became of the old one's saves",
-        expected=f"their end within {within_s:g} s", found=found,
+        expected=f"their end within {within_s:g} s",
+        found=found,
         remedy="a disk or a rank that hangs keeps them: look at `dmesg` and at the log of the "
         "other ranks; the next save tries again",
-    )  # fmt: skip
+    )

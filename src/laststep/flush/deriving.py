@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.digests import digest
-from laststep.flush.coder import EncodedBlock
+from laststep.flush.encoder import EncodedBlock
 from laststep.flush.protocol import CodingReport
 from laststep.format.deriving import ROUNDED, DerivedRun, DerivedRuns, Master, pack
 from laststep.format.index import Encoding
@@ -24,7 +24,7 @@ from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.flush.coder import FileCoder
+    from laststep.flush.encoder import FileCoder
     from laststep.format.index import BaseRef
     from laststep.format.layout import FileLayout
     from laststep.plan.files import MasterPair
@@ -306,7 +306,10 @@ class DerivingCoder:
         """What has become of the blocks that follow from others."""
         with self._lock:
             return CodingReport(
-                file=file, mode="derived", picked=ROUNDED[0],
+                file=file,
+                mode="derived",
+                picked=ROUNDED[0],
                 why=f"{self._blocks} blocks follow from what is stored in fp32",
-                raw_bytes=self._raw_bytes, stored_bytes=self._stored_bytes,
-            )  # fmt: skip
+                raw_bytes=self._raw_bytes,
+                stored_bytes=self._stored_bytes,
+            )

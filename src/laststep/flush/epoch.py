@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import epochs
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import RUN_NAME, AttemptName, epoch_record_name
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.lineage import RUN_NAME, AttemptName, Seen, epoch_record_name
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, LaststepError, NotFound, StorageFailed
+from laststep.errors import AbortedError, LaststepError, NotFoundError, StorageError
 from laststep.flush.protocol import Continue, NoMetric, Removed
 from laststep.format.manifest import Abort
 
@@ -37,11 +35,7 @@ class WriterEpoch:
     """A writer's side of a run."""
 
     def __init__(
-        self,
-        store: Store,
-        trainer: Trainer,
-        keep: Keep | None,
-        trainer_is_dead: Callable[[], bool],
+        self, store: Store, trainer: Trainer, keep: Keep | None, trainer_is_dead: Callable[[], bool]
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -105,11 +99,15 @@ class WriterEpoch:
         """Return why a save failed: by a takeover, if there is a newer writer. That one has removed
         files or uploads of this save, which fails where it misses them first. A store that cannot
         be reached is not asked once more: that would only delay the report."""
-        is_unreachable = isinstance(error, StorageFailed) and error.transient
-        if at is not None and isinstance(error, (NotFound, StorageFailed)) and not is_unreachable:
+        is_unreachable = isinstance(error, StorageError) and error.transient
+        if (
+            at is not None
+            and isinstance(error, (NotFoundError, StorageError))
+            and not is_unreachable
+        ):
             try:
                 self.run.check_newest(at.epoch)
-            except Aborted as takeover:
+            except AbortedError as takeover:
                 takeover.__cause__ = error
                 return takeover
             except (LaststepError, OSError) as second:
@@ -138,7 +136,7 @@ class WriterEpoch:
                 return True
             if run.decision(folder) is not None:  # else a later start has removed it already
                 run.discard(folder)
-        except StorageFailed:
+        except StorageError:
             # A full disk has no room for a decision either; without its folder nobody can commit.
             if run.decision(folder) is not None:
                 raise
@@ -162,7 +160,7 @@ class WriterEpoch:
         def check() -> None:
             run.check_newest(at.epoch)  # what a successor continues from is not ours to judge
             if self._continues is not asked:
-                raise Aborted("the run goes on from another checkpoint by now")
+                raise AbortedError("the run goes on from another checkpoint by now")
 
         try:
             # Without any rule everything stays, except what was overwritten.
@@ -173,8 +171,7 @@ class WriterEpoch:
                 tell(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(
-                before=check,
-                each=lambda gone: tell(Removed(step=steps[gone], folder=gone)),
+                before=check, each=lambda gone: tell(Removed(step=steps[gone], folder=gone))
             )
         except (LaststepError, OSError) as error:
             log.warning("retention failed: %s", error)
@@ -200,7 +197,7 @@ class WriterEpoch:
             return self._run
         asked, orphan = self._continues, self._trainer_is_dead()
         if orphan and not alone:
-            raise Aborted("the trainer died before the save began, which needs all ranks")
+            raise AbortedError("the trainer died before the save began, which needs all ranks")
         point = None if asked.after is None else asked.after.point
         self.close()
         epoch = self._run.claim_epoch(point, seen=asked.seen, writer=self._trainer, orphan=orphan)

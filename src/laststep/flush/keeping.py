@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageError
 from laststep.flush.unkept import NothingKept
 from laststep.format import index as index_format
 from laststep.format.index import whole_index
@@ -36,15 +36,15 @@ from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
 from laststep.tiers.nearest import is_lost, sealed_of, segments_of
-from laststep.tiers.rescue import put_records, rescue
+from laststep.tiers.rescue import put_records, store_snapshot
 from laststep.tiers.sealed import SealedSave
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from laststep.catalog.names import AttemptName
+    from laststep.catalog.lineage import AttemptName
     from laststep.flush.protocol import Seal, Unchanged
-    from laststep.flush.under_way import RunFacts, Save
+    from laststep.flush.server import RunFacts, Save
     from laststep.memory.filled import Filled
     from laststep.memory.segments import Segment
     from laststep.storage.store import Store
@@ -151,7 +151,7 @@ class Keeper:
         else:
             for checkpoint in sealed_of(store, self._segment.base, flusher_of=self._segment):
                 with _trying(checkpoint):
-                    rescue(store, checkpoint)
+                    store_snapshot(store, checkpoint)
                     needed.clear()
                 needed.update(checkpoint.segments)
             needed.update(_with_newest(there))  # other nodes may have the rest of it
@@ -171,7 +171,7 @@ class Keeper:
             with _trying(checkpoint):
                 if checkpoint.folder == after.folder:
                     put_records(store, checkpoint.save)
-                    rescue(store, checkpoint)
+                    store_snapshot(store, checkpoint)
 
     @threads.outlasting(log, "cannot free what earlier starts have left in shared memory")
     def forget_predecessors(self, save: Save) -> None:
@@ -232,9 +232,10 @@ class Keeper:
         with self._lock:
             room, freed = self._there - _SPARE_SLOTS, list[int]()
             large = [
-                number for number, kept in self._coming.items()
+                number
+                for number, kept in self._coming.items()
                 if self._needs[number] > room and not kept.is_sealing
-            ]  # fmt: skip
+            ]
             for number in large:
                 freed += self._released(self._coming.pop(number))
             freed += self._drop_older()
@@ -245,9 +246,10 @@ class Keeper:
             log.warning(
                 "a save of %d bytes does not fit into the %d bytes of shared memory that there "
                 "are, and is not kept there; pass a larger host_memory_bytes, or make room in %s",
-                self._needs.get(large[0], 0) * CHUNK_BYTES, self._there * CHUNK_BYTES,
+                self._needs.get(large[0], 0) * CHUNK_BYTES,
+                self._there * CHUNK_BYTES,
                 self._segment.base,
-            )  # fmt: skip
+            )
 
     def takes(self, save: Save) -> bool:
         """Whether that save is to be whole in memory."""
@@ -316,7 +318,7 @@ class Keeper:
         try:
             return save.flush.digests(chunk.file, chunk.start, data)
         except Exception as error:  # noqa: BLE001 (whatever it is, the save must hear of it)
-            save.flush.fail(StorageFailed("a chunk cannot be digested", found=repr(error)))
+            save.flush.fail(StorageError("a chunk cannot be digested", found=repr(error)))
             return b""
 
     # What becomes of it
@@ -480,6 +482,6 @@ def keeper_in(
     somebody has removed the folder, saves go on without being kept."""
     try:
         return Keeper(segments.opened(folder), pool, pool_fd, flusher)
-    except StorageFailed as error:
+    except StorageError as error:
         log.warning("saves are not kept in shared memory: %s", error)
         return NothingKept()

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import xxhash
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
-from laststep.process import logs, threads
+from laststep.process import system, threads
 from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
@@ -131,13 +131,7 @@ class HelperThread:
 
 
 def start_process(
-    end: socket.socket,
-    *,
-    run: str,
-    trainer: Trainer,
-    pool_fd: int,
-    pool_bytes: int,
-    orders: Orders,
+    end: socket.socket, *, run: str, trainer: Trainer, pool_fd: int, pool_bytes: int, orders: Orders
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection only."""
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
@@ -147,9 +141,16 @@ def start_process(
     foreign = any(tier.opener is not None for tier in orders.further)
     places = _places(foreign=opener is not None or orders.encodes or foreign)
     setup = Setup(
-        run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
-        trainer=trainer, trainer_pidfd=pidfd, orders=orders, rank=logs.speaks_as(),
-    )  # fmt: skip
+        run=run,
+        opener=opener,
+        pool_fd=pool_fd,
+        pool_bytes=pool_bytes,
+        socket_fd=end.fileno(),
+        trainer=trainer,
+        trainer_pidfd=pidfd,
+        orders=orders,
+        rank=system.speaks_as(),
+    )
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
     try:
@@ -161,10 +162,11 @@ def start_process(
             start_new_session=True,
         )
     except OSError as error:
-        raise StorageFailed(
-            "cannot start the flusher", found=str(error),
+        raise StorageError(
+            "cannot start the flusher",
+            found=str(error),
             remedy="free memory, processes or open files (`ulimit -n`), or pass flush='thread'",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(pidfd)
@@ -173,12 +175,7 @@ def start_process(
 
 
 def start_thread(
-    end: socket.socket,
-    pool: memoryview,
-    *,
-    run: str,
-    trainer: Trainer,
-    orders: Orders,
+    end: socket.socket, pool: memoryview, *, run: str, trainer: Trainer, orders: Orders
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
     return HelperThread(Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders))

@@ -1,4 +1,4 @@
-"""The pack file of a save: blocks that do not lie in their place in a data file, one after the other.
+"""The pack file of a save: blocks that have no place in a data file, one after the other.
 
 Blocks may come in any order and from several threads at once. The file is made when the first one
 comes.

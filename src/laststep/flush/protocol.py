@@ -19,11 +19,10 @@ from typing import Literal
 
 import msgspec
 
-from laststep.catalog.lineage import Seen
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName, Seen
 from laststep.catalog.retention import Keep
 from laststep.format.layout import FileLayout
-from laststep.format.manifest import ClassRecord, ItemRecord, Written
+from laststep.format.manifest import ClassRecord, ItemRecord, WrittenIndexes
 from laststep.memory.filled import Filled
 from laststep.plan.files import MasterPair
 from laststep.settings import Compression
@@ -125,7 +124,7 @@ class Decide(_Message, frozen=True, kw_only=True):
     save: int
     reason: str | None = None
     items: tuple[ItemRecord, ...] = ()
-    written: Written = Written()
+    written: WrittenIndexes = WrittenIndexes()
     classes: tuple[ClassRecord, ...] = ()
     ranks: int = 1
 
@@ -222,7 +221,7 @@ class Flushed(_Message, frozen=True, kw_only=True):
     save: int
     size_bytes: int
     """Of the state: tensors and plain values."""
-    written: Written
+    written: WrittenIndexes
     opened_s: float
     """From here on counted from the save's announcement: files made, bytes written, all durable."""
     written_s: float
@@ -265,9 +264,19 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 ToFlusher = (
-    Begin | Located | Chunks | Unchanged | Seal | Decide | Drop | Continue | Witness
-    | DrainLast | PoolSlots | Bye
-)  # fmt: skip
+    Begin
+    | Located
+    | Chunks
+    | Unchanged
+    | Seal
+    | Decide
+    | Drop
+    | Continue
+    | Witness
+    | DrainLast
+    | PoolSlots
+    | Bye
+)
 ToTrainer = (
     Begun
     | Freed

@@ -1,11 +1,4 @@
-"""The flusher: writes what the trainer captured, commits it, and applies retention.
-
-Runs as a helper process, without torch, or by the same code on a thread of the trainer. It owns
-everything that changes a run: epochs, attempts, files, commits. One thread receives, several write,
-one finishes saves in the order in which they began. When the trainer dies, saves that were handed
-over whole are finished and committed, others are aborted, and it ends. In a job of several ranks
-only the first one's commits, and only what the trainers of all ranks have agreed on.
-"""
+"""Slots that are written go back to the trainer, a few at a time. Any thread may add one."""
 
 from __future__ import annotations
 
@@ -15,17 +8,18 @@ import os
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from laststep.catalog import starts
+from laststep.catalog.lineage import AttemptName
 from laststep.codecs import objects
-from laststep.errors import Aborted, LaststepError, StorageFailed, drop_tracebacks
+from laststep.errors import AbortedError, LaststepError, StorageError, drop_tracebacks
 from laststep.flush import base as bases
-from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
+from laststep.flush.encoder import Compressor
 from laststep.flush.epoch import WriterEpoch
-from laststep.flush.freeing import FreedSlots
 from laststep.flush.protocol import (
     Begin,
     Begun,
@@ -53,24 +47,147 @@ from laststep.flush.protocol import (
     Witness,
     WrittenBytes,
 )
-from laststep.flush.under_way import RunFacts, Save
 from laststep.flush.unkept import NothingKept
-from laststep.flush.witnessing import WitnessHold
 from laststep.flush.writer import SaveWriter
-from laststep.format.manifest import Commit, Written
+from laststep.format.manifest import Commit, WrittenIndexes
+from laststep.memory.filled import Filled
 from laststep.process import threads
+from laststep.storage import locks
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES, MEMORY
 from laststep.tiers.drains import Drains
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from laststep.catalog.epochs import Trainer
     from laststep.flush.base import Base
     from laststep.flush.keeping import Keeper
-    from laststep.memory.filled import Filled
+    from laststep.flush.protocol import Connection
+    from laststep.storage.store import Lock, Store
+
+
+_TOGETHER = 8
+
+
+class FreedSlots:
+    """Those that the trainer has not been told of."""
+
+    def __init__(self, send: Callable[[Freed], None]) -> None:
+        self._send = send
+        self._slots: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, slot: int, *, more_comes: bool) -> None:
+        """Tell of several together, since each message takes the trainer's GIL; but keep none when
+        nothing is left to write, for then the trainer may be waiting for them."""
+        with self._lock:
+            self._slots.append(slot)
+            if len(self._slots) < _TOGETHER and more_comes:
+                return
+            freed, self._slots = self._slots, []
+        self._send(Freed(slots=freed))
+
+
+class WitnessHold:
+    """Nothing before the trainer has handed it over."""
+
+    def __init__(self, store: Store, connection: Connection) -> None:
+        self._store = store
+        self._connection = connection
+        self._held: tuple[str, Lock] | None = None
+
+    def take(self, message: Witness) -> None:
+        """Hold it too; its descriptor has come with the message."""
+        descriptor = self._connection.take_descriptor()
+        if descriptor is not None:
+            self._held = message.name, locks.adopt(descriptor, message.name)
+
+    def clear(self, save: int) -> None:
+        """Show that a save is over."""
+        if self._held is not None:
+            with contextlib.suppress(LaststepError):  # it goes with this process at the latest
+                self._held[1].clear(save)
+
+    def let_go(self) -> None:
+        """No more saves will come; the trainer has it too, if it lives."""
+        if self._held is None:
+            return
+        if self._connection.peer_is_dead():
+            starts.forget(self._store, *self._held)
+        else:
+            self._held[1].close()
+
+
+_HEAR_S = 5.0
+
+
+class RunFacts(NamedTuple):
+    """What a run knows of a save under way."""
+
+    run: str
+    """The id of the run."""
+    continues: str | None
+    """The folder that the save continues."""
+    records: tuple[tuple[str, bytes], ...]
+    """The records of the run and of the epoch, for where these are lost."""
+
+
+class Save(msgspec.Struct):
+    """`changed` guards `pending`, `seal`, `decide`, `early` and `dropped`."""
+
+    begin: Begin
+    began_s: float
+    flush: SaveWriter | None = None
+    at: AttemptName | None = None
+    """Which attempt it is; known as soon as `flush` is."""
+    error: LaststepError | None = None
+    pending: int = 0
+    located: bool = True
+    seal: Seal | None = None
+    decide: Decide | None = None
+    early: list[Filled] = []
+    """Chunks that came before a member knew where to write them."""
+    base: int = 0
+    """The number of the save whose blocks it uses again."""
+    unchanged: Unchanged | None = None
+    """What the trainer says of it, until that is answered."""
+    dropped: str | None = None
+    reported_s: float = 0.0
+    opened_s: float = 0.0
+    changed: threading.Condition = msgspec.field(default_factory=threading.Condition)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the first rank of its job decides about it."""
+        return self.begin.role == "member"
+
+    def wait_for_all_chunks(self) -> None:
+        """Until all is written that will be."""
+        with self.changed:
+            while (
+                self.dropped is None and (self.seal is None or not self.located)
+            ) or self.pending:
+                self.changed.wait()
+
+    def decided_by_all(self) -> Decide:
+        """Wait for what the ranks agree on. Raises if they give the save up, or if nobody is there
+        any more to tell."""
+        with self.changed:
+            while self.decide is None and self.dropped is None:
+                self.changed.wait()
+        if self.decide is None:
+            raise AbortedError(self.dropped or "")
+        if self.decide.reason is not None:
+            raise AbortedError(self.decide.reason)
+        return self.decide
+
+    def hear_why(self) -> None:
+        """That the folder is gone explains nothing: the trainer is about to hear the reason."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.dropped is not None or self.decide, _HEAR_S)
+
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +253,7 @@ class Flusher:
                 threads.start(thread)
             self._keeper.start(len(self._threads))
             self._drains.start()
-        except StorageFailed:
+        except StorageError:
             self._order.put(None)
             for _ in self._threads:
                 self._chunks.put(None)
@@ -230,7 +347,7 @@ class Flusher:
         except LaststepError as error:
             save.error = error
         except OSError as error:
-            save.error = StorageFailed(
+            save.error = StorageError(
                 "cannot begin a save", where=self._store.url, found=str(error)
             )
         self._order.put(save)
@@ -276,7 +393,7 @@ class Flusher:
         except LaststepError as error:
             save.error = error
         except OSError as error:
-            save.error = StorageFailed(
+            save.error = StorageError(
                 "cannot begin a save", where=self._store.url, found=str(error)
             )
         with save.changed:
@@ -293,7 +410,7 @@ class Flusher:
             save.changed.notify_all()
         self._queue(save, early)  # counted, freed, and not written
         if save.flush is not None:
-            save.flush.fail(Aborted(reason))
+            save.flush.fail(AbortedError(reason))
 
     def _queue(self, save: Save, filled: Iterable[Filled]) -> None:
         """Give chunks to the threads that write, or first to those that digest what is kept."""
@@ -371,7 +488,7 @@ class Flusher:
     def _finish(self, save: Save) -> None:
         """Durable, then committed, then retention; raises what stands in the way."""
         if save.dropped is not None:
-            raise Aborted(save.dropped)
+            raise AbortedError(save.dropped)
         if save.error is not None:
             raise save.error
         assert save.flush is not None  # noqa: S101 (set by _begin where there is no error)
@@ -414,25 +531,33 @@ class Flusher:
         self._drains.committed(save.at)
         if not save.is_member:
             self._epoch.retain(
-                save.at, overwritten=save.begin.overwrite, needed=self._drains.needed(),
+                save.at,
+                overwritten=save.begin.overwrite,
+                needed=self._drains.needed(),
                 tell=self._send,
-            )  # fmt: skip
+            )
 
-    def _commit_record(self, save: Save, seal: Seal, written: Written) -> Commit:
+    def _commit_record(self, save: Save, seal: Seal, written: WrittenIndexes) -> Commit:
         at = save.at
         assert at is not None  # noqa: S101 (its files are durable)
         return Commit(
-            run=self._epoch.run.id, step=at.step, epoch=at.epoch, attempt=at.attempt,
-            created_s=time.time(), laststep=VERSION, items=seal.items, written=written,
+            run=self._epoch.run.id,
+            step=at.step,
+            epoch=at.epoch,
+            attempt=at.attempt,
+            created_s=time.time(),
+            laststep=VERSION,
+            items=seal.items,
+            written=written,
             metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=objects.decode(seal.metadata, where="metadata"),
             continues=self._epoch.last_folder,
-        )  # fmt: skip
+        )
 
     def _give_up(self, save: Save, error: Exception) -> None:
         if not isinstance(error, LaststepError):
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
-            error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
+            error = StorageError(f"the flush of step {save.begin.step} failed", found=repr(error))
         error = self._epoch.cause(save.at, error)
         # A member gives up alone what concerns itself; for all, only when it is told to.
         member = save.is_member
@@ -450,11 +575,12 @@ class Flusher:
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
                 if member:
-                    error = StorageFailed(
+                    error = StorageError(
                         f"it is not known whether step {save.begin.step} is committed",
-                        where=flush.folder, found=f"{error}; then {second}",
+                        where=flush.folder,
+                        found=f"{error}; then {second}",
                         remedy="`laststep ls` shows it if it is",
-                    )  # fmt: skip
+                    )
         kind, fields = error.to_wire()
         self._witness.clear(save.begin.save)
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.catalog.names import AttemptName
+    from laststep.catalog.lineage import AttemptName
     from laststep.flush.protocol import Unchanged
-    from laststep.flush.under_way import Save
+    from laststep.flush.server import Save
     from laststep.memory.filled import Filled
     from laststep.storage.store import Store
 

@@ -1,4 +1,4 @@
-"""Write the files of one save: data files in place, changed or encoded blocks into a pack, the index.
+"""Write the files of one save: data files in place, changed or encoded blocks in a pack, an index.
 
 For each layout the first bytes that come decide how it is written: *in place*, as a plain data
 file; or *by block*, where blocks that the last checkpoint has are used again and the others go into
@@ -14,20 +14,20 @@ import threading
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Exists, LaststepError, StorageFailed, drop_tracebacks
+from laststep.errors import AlreadyExistsError, LaststepError, StorageError, drop_tracebacks
 from laststep.flush.base import MOST_CHANGED, Base, LayoutHistory, renumbered, shared
 from laststep.flush.deriving import Deriving, DerivingCoder, Misses
+from laststep.flush.encoder import TimedWriting
 from laststep.flush.pack import PackWriter, write_aligned
-from laststep.flush.throughput import TimedWriting
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import (
     RAW,
     BaseRef,
     BlockRef,
+    BlockRun,
     Encoding,
     Index,
-    Run,
     StoredFile,
     StoredLayout,
     in_place,
@@ -41,18 +41,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.flush.base import BaseLayout
-    from laststep.flush.coder import BlockCoder, Compressor, FileCoder
+    from laststep.flush.encoder import BlockCoder, Compressor, FileCoder, Rounding
     from laststep.flush.protocol import CodingReport
-    from laststep.flush.rounding import Rounding
     from laststep.format.layout import FileLayout
-    from laststep.format.manifest import Written
+    from laststep.format.manifest import WrittenIndexes
     from laststep.plan.files import MasterPair
     from laststep.storage.store import FileWriting, Store
 
 _NOTHING = memoryview(b"")
 
 
-class InPlace:
+class PlainFileWriter:
     """A layout that is written as a plain data file: every block has its place."""
 
     def __init__(self, writer: FileWriting, layout: FileLayout) -> None:
@@ -73,7 +72,7 @@ class InPlace:
         self._writer.close()
 
 
-class ByBlock:
+class BlockWriter:
     """A layout whose blocks are used again, or go into the pack."""
 
     def __init__(
@@ -161,7 +160,7 @@ class _Target:
         self.layout = layout
         self.base = base
         self.choosing = threading.Lock()
-        self.way: InPlace | ByBlock | None = None
+        self.way: PlainFileWriter | BlockWriter | None = None
         self.rounding: Rounding | None = None
         self.coder: FileCoder | None = None
         """Chosen with the way; None where compression was not asked for."""
@@ -185,7 +184,7 @@ class _Target:
             return LayoutHistory()
         same = self.base.same(0, bytes(self.digests))
         changed = frozenset(number for number, known in enumerate(same) if not known)
-        put_off = isinstance(self.way, ByBlock) and bool(retirable - self.way.retired)
+        put_off = isinstance(self.way, BlockWriter) and bool(retirable - self.way.retired)
         return LayoutHistory(changed, bool(changed) and put_off)
 
 
@@ -217,7 +216,9 @@ class SaveWriter:
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
         self._index: Index | None = None
-        self._encodings: dict[Encoding, int] = {}
+        # Blocks that are used again keep the numbers of their encodings.
+        encodings = () if base is None else base.index.encodings
+        self._encodings = {encoding: number for number, encoding in enumerate(encodings, 1)}
         self._links: dict[int, str] | None = None
         """The files of the base by the names that they have here; None: nobody has asked."""
         self._targets: list[_Target] = []
@@ -246,7 +247,7 @@ class SaveWriter:
         try:
             for place in self._folders:
                 if place != folder:
-                    with contextlib.suppress(Exists):  # another rank may be first
+                    with contextlib.suppress(AlreadyExistsError):  # another rank may be first
                         self._store.make_folder(place, parents=False)
             for number, layout in enumerate(layouts):
                 known = None if base is None else base.layout(layout)
@@ -278,9 +279,9 @@ class SaveWriter:
             return writer
         return TimedWriting(writer, self._compressor.throughput)
 
-    def _in_place(self, target: _Target) -> InPlace:
+    def _in_place(self, target: _Target) -> PlainFileWriter:
         layout = target.layout
-        return InPlace(self._open(layout.name, layout.size_bytes), layout)
+        return PlainFileWriter(self._open(layout.name, layout.size_bytes), layout)
 
     def _compresses(self, target: _Target) -> bool:
         """Return whether encoding was asked for."""
@@ -316,7 +317,7 @@ class SaveWriter:
         sums: bytes = b"",
         *,
         is_same: bool = False,
-    ) -> InPlace | ByBlock:
+    ) -> PlainFileWriter | BlockWriter:
         """How a layout is written, by the first bytes of it that come. `is_same`: none of it has
         changed."""
         with target.choosing:
@@ -324,9 +325,12 @@ class SaveWriter:
                 layout, base = target.layout, target.base
                 if self._compressor is not None and self._compresses(target):
                     target.coder = self._compressor.coder(
-                        layout, start, data, known=base is not None,
+                        layout,
+                        start,
+                        data,
+                        known=base is not None,
                         rounded=target.rounding is not None,
-                    )  # fmt: skip
+                    )
                 inner = target.coder if target.coder is not None and target.coder.encodes else None
                 derived = None if self._deriving is None else self._deriving.of(target.number)
                 if derived is not None and not derived.is_refuted(start, data):
@@ -341,7 +345,7 @@ class SaveWriter:
                 if retired is None and coder is None:
                     target.way = self._in_place(target)
                 else:
-                    target.way = ByBlock(self, layout, base, retired, coder)
+                    target.way = BlockWriter(self, layout, base, retired, coder)
             return target.way
 
     def _retired_for(
@@ -462,7 +466,7 @@ class SaveWriter:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
             self.fail(
-                StorageFailed(
+                StorageError(
                     "a writer failed",
                     where=target.layout.name,
                     found=repr(error),
@@ -505,7 +509,7 @@ class SaveWriter:
             except LaststepError as error:
                 self.fail(error)
                 continue
-            if not isinstance(way, ByBlock):
+            if not isinstance(way, BlockWriter):
                 continue
             for start, size in parts:
                 if self._deriving is not None and self._deriving.needs(number, start, size):
@@ -526,7 +530,7 @@ class SaveWriter:
             self._way(target, is_same=True).finish()
             target.is_finished = True
 
-    def finish(self, values: Mapping[str, bytes]) -> Written:
+    def finish(self, values: Mapping[str, bytes]) -> WrittenIndexes:
         """Make every file durable, write the index and make the folder durable; all chunks MUST
         have been written. Raises the first error of the save."""
         for target in self._targets:
@@ -554,12 +558,12 @@ class SaveWriter:
         files: dict[int, StoredFile] = {}
         refs = [
             [target.way.refs[n] for n in range(target.layout.block_count)]
-            if isinstance(target.way, ByBlock)
+            if isinstance(target.way, BlockWriter)
             else []
             for target in self._targets
         ]
         for target in self._targets:
-            if isinstance(target.way, InPlace):
+            if isinstance(target.way, PlainFileWriter):
                 layout = target.layout
                 files[target.number] = StoredFile(name=layout.name, size_bytes=layout.size_bytes)
         if self.pack.size_bytes:
@@ -571,18 +575,24 @@ class SaveWriter:
         for target, some in zip(self._targets, refs, strict=True):
             layout = target.layout
             runs = runs_of([renumbered(ref, numbers) for ref in some])
-            if isinstance(target.way, InPlace):
+            if isinstance(target.way, PlainFileWriter):
                 runs = in_place(layout, numbers[target.number])
             layouts.append(
                 StoredLayout(
-                    layout=layout, digests=bytes(target.digests), runs=runs,
-                    lossy=self.rounded(target.number), derived=self._masters(target, some),
+                    layout=layout,
+                    digests=bytes(target.digests),
+                    runs=runs,
+                    lossy=self.rounded(target.number),
+                    derived=self._masters(target, some),
                 )
-            )  # fmt: skip
+            )
         return Index(
-            rank=self._rank[0], files=tuple(files.values()), encodings=tuple(self._encodings),
-            layouts=tuple(layouts), values=dict(values),
-        )  # fmt: skip
+            rank=self._rank[0],
+            files=tuple(files.values()),
+            encodings=tuple(self._encodings),
+            layouts=tuple(layouts),
+            values=dict(values),
+        )
 
     def _masters(self, target: _Target, refs: Sequence[BlockRef]) -> dict[str, Master]:
         rounded = self._encodings.get(Encoding(*ROUNDED))
@@ -620,7 +630,7 @@ class SaveWriter:
                 some
                 and layout.size_bytes == file.size_bytes
                 and layout.name.rpartition(".")[0] == name.rpartition("~")[0]
-                and runs_of(some) == (Run(len(some), here, layout.header_bytes),)
+                and runs_of(some) == (BlockRun(len(some), here, layout.header_bytes),)
             ):
                 source = f"{self.folder}/{name}"
                 return layout.name if self._link(source, layout.name, file.size_bytes) else None

@@ -17,7 +17,7 @@ from laststep.terms import BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from laststep.format.safetensors import TensorEntry
+    from laststep.format.layout import TensorEntry
 
 ROUNDED = ("rounded", 2)
 """The encoding of blocks that are stored so: its codec and element size."""

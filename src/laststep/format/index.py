@@ -6,9 +6,8 @@ block may need a *base*, an earlier block that is not encoded against another on
 (`format.deriving`); so decoding takes one step at most. Plain values lie in the index itself.
 
 The file is the digest of the payload and the payload, a msgpack array. The manifest repeats the
-digest. `decode` checks everything that a reader relies on, and raises only `Corrupt`, and `Usage`
-for a later format. Knows nothing of stores.
-"""
+digest. `decode` checks everything that a reader relies on, and raises only `CorruptError`, and
+`UsageError` for a later format. Knows nothing of stores."""
 
 from __future__ import annotations
 
@@ -20,14 +19,17 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.format import deriving
 from laststep.format.deriving import ROUNDED, Master
-from laststep.format.envelope import DAMAGE_REMEDY
 from laststep.format.layout import FileLayout
-from laststep.format.manifest import Written
-from laststep.format.names import is_file_name, is_plain_name
-from laststep.format.versions import refuse_later
+from laststep.format.manifest import (
+    DAMAGE_REMEDY,
+    WrittenIndexes,
+    is_file_name,
+    is_plain_name,
+    refuse_later,
+)
 from laststep.terms import BLOCK_BYTES, FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -50,7 +52,9 @@ class Encoding(NamedTuple):
     element_bytes: int
 
 
-class StoredFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class StoredFile(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
+):
     """A file with blocks, in the folder of the checkpoint."""
 
     name: str
@@ -78,7 +82,7 @@ class BaseRef(NamedTuple):
     digest: bytes
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class BlockRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Blocks of a layout that follow each other, and lie one behind the other in one file."""
 
     blocks: Count
@@ -87,17 +91,19 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     encoding: Count = RAW
     sizes: bytes = b""
     """The stored size of each block, 4 bytes in little-endian order; empty: as long as it is."""
-    bases: tuple[Run, ...] = ()
+    bases: tuple[BlockRun, ...] = ()
     """The runs of their bases, which are as many blocks; empty: they need none."""
     base_digests: bytes = b""
 
 
-class StoredLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class StoredLayout(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
+):
     """A layout, the digests of its blocks, and where these lie."""
 
     layout: FileLayout
     digests: bytes
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     lossy: dict[str, str] = {}
     """The entries that were rounded, and how."""
     derived: dict[str, Master] = {}
@@ -111,7 +117,7 @@ class StoredLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return list(refs_of(self.runs, self.layout))
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """All that one rank wrote."""
 
     format: int = FORMAT_VERSION
@@ -150,7 +156,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return next((stored for stored in self.layouts if stored.layout.name == name), None)
 
 
-def refs_of(runs: Iterable[Run], layout: FileLayout) -> Iterator[BlockRef]:
+def refs_of(runs: Iterable[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
     """The reference of each block of a layout, in order."""
     number = 0
     for run in runs:
@@ -163,7 +169,7 @@ def refs_of(runs: Iterable[Run], layout: FileLayout) -> Iterator[BlockRef]:
             at, number = at + size, number + 1
 
 
-def _bases(run: Run, layout: FileLayout, first: int) -> list[BaseRef]:
+def _bases(run: BlockRun, layout: FileLayout, first: int) -> list[BaseRef]:
     found: list[BaseRef] = []
     for base in run.bases:
         sizes = struct.unpack(f"<{len(base.sizes) // 4}I", base.sizes)
@@ -177,7 +183,7 @@ def _bases(run: Run, layout: FileLayout, first: int) -> list[BaseRef]:
     return found
 
 
-def runs_of(refs: Sequence[BlockRef]) -> tuple[Run, ...]:
+def runs_of(refs: Sequence[BlockRef]) -> tuple[BlockRun, ...]:
     """Blocks that follow each other, as few runs."""
     cuts = [0]
     for number, (before, ref) in enumerate(pairwise(refs), 1):
@@ -187,10 +193,10 @@ def runs_of(refs: Sequence[BlockRef]) -> tuple[Run, ...]:
     return tuple(_run(refs[a:b]) for a, b in pairwise(cuts) if a < b)
 
 
-def in_place(layout: FileLayout, file: int) -> tuple[Run, ...]:
+def in_place(layout: FileLayout, file: int) -> tuple[BlockRun, ...]:
     """The blocks of a layout that all lie in their place in a plain data file."""
     count = layout.block_count
-    return (Run(count, file, layout.header_bytes),) if count else ()
+    return (BlockRun(count, file, layout.header_bytes),) if count else ()
 
 
 def _continues(before: BlockRef, ref: BlockRef) -> bool:
@@ -202,10 +208,10 @@ def _continues(before: BlockRef, ref: BlockRef) -> bool:
     )
 
 
-def _run(refs: Sequence[BlockRef]) -> Run:
+def _run(refs: Sequence[BlockRef]) -> BlockRun:
     first = refs[0]
     bases = [ref.base for ref in refs if ref.base is not None]
-    return Run(
+    return BlockRun(
         len(refs),
         first.file,
         first.offset,
@@ -227,19 +233,21 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Index).decode
 
 
-class _Versioned(msgspec.Struct, frozen=True, array_like=True):
+class _FirstMember(msgspec.Struct, frozen=True, array_like=True):
     format: int
 
 
 def encode(index: Index) -> bytes:
-    """The bytes of an index file; `Usage` if they could not be read back."""
+    """The bytes of an index file; `UsageError` if they could not be read back."""
     try:
         payload = _encode(index)
     except UnicodeEncodeError as error:
-        raise Usage("cannot write an index", found=f"a name that is no Unicode: {error}") from None
+        raise UsageError(
+            "cannot write an index", found=f"a name that is no Unicode: {error}"
+        ) from None
     problem = _problem(index)
     if problem is not None:
-        raise Usage("cannot write an index", found=problem)
+        raise UsageError("cannot write an index", found=problem)
     return digest(payload) + payload
 
 
@@ -259,13 +267,15 @@ def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = Non
     said, payload = bytes(data[:DIGEST_BYTES]), data[DIGEST_BYTES:]
     found = digest(payload)
     if found != said or (expected is not None and found != expected):
-        raise Corrupt(
-            "cannot read an index: it has been changed", where=where,
+        raise CorruptError(
+            "cannot read an index: it has been changed",
+            where=where,
             expected=f"{DIGEST_NAME}:{(expected or said).hex()}",
-            found=f"{DIGEST_NAME}:{found.hex()}", remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
+            found=f"{DIGEST_NAME}:{found.hex()}",
+            remedy=DAMAGE_REMEDY,
+        )
     try:
-        version = msgspec.msgpack.decode(payload, type=_Versioned).format
+        version = msgspec.msgpack.decode(payload, type=_FirstMember).format
         refuse_later(version, what="index", where=where)
         index = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -276,8 +286,8 @@ def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = Non
     return index
 
 
-def _corrupt(where: str, found: str) -> Corrupt:
-    return Corrupt("cannot read an index", where=where, found=found, remedy=DAMAGE_REMEDY)
+def _corrupt(where: str, found: str) -> CorruptError:
+    return CorruptError("cannot read an index", where=where, found=found, remedy=DAMAGE_REMEDY)
 
 
 # --- soundness --------------------------------------------------------------------------------
@@ -295,6 +305,8 @@ def _problem(index: Index) -> str | None:
             return f"a file named {file.name[:100]!r}"
         if file.origin and not is_plain_name(file.origin):
             return f"a file of {file.origin[:100]!r}"
+    if len(set(index.encodings)) != len(index.encodings):
+        return "an encoding twice"
     for codec, element_bytes in index.encodings:
         if not _ENCODING_NAME.fullmatch(codec) or element_bytes not in _ELEMENT_BYTES:
             return f"the encoding {codec[:100]!r} with elements of {element_bytes} bytes"
@@ -328,7 +340,7 @@ def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
 
 
 def _run_problem(
-    runs: Sequence[Run], index: Index, count: int, *, bases_allowed: bool
+    runs: Sequence[BlockRun], index: Index, count: int, *, bases_allowed: bool
 ) -> str | None:
     if sum(run.blocks for run in runs) != count or not all(run.blocks for run in runs):
         return f"runs of {sum(run.blocks for run in runs)} blocks where {count} are due"
@@ -350,20 +362,16 @@ def _run_problem(
     return None
 
 
-def _ends(runs: Sequence[Run], layout: FileLayout) -> Iterator[BlockRef]:
+def _ends(runs: Sequence[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
     """The blocks of which the bounds are checked: all that are encoded, the last of others."""
     number = 0
     for run in runs:
-        for part in (run, *run.bases):
-            if part.encoding == RAW:
-                # Blocks that are stored as they are have all the full length, but for the last.
-                last = layout.block_size(number + run.blocks - 1) if part is run else BLOCK_BYTES
-                whole = (part.blocks - 1) * BLOCK_BYTES
-                size = min(last, layout.tensor_bytes)
-                yield BlockRef(part.file, part.offset + whole, size)
         number += run.blocks
-    encoded = [run for run in runs if run.encoding != RAW]
-    if encoded:
+        if run.encoding == RAW:
+            # Blocks that are stored as they are have all the full length, but for the last.
+            offset = run.offset + (run.blocks - 1) * BLOCK_BYTES
+            yield BlockRef(run.file, offset, layout.block_size(number - 1))
+    if any(run.encoding != RAW for run in runs):
         refs = [ref for ref in refs_of(runs, layout) if ref.encoding != RAW]
         yield from refs
         yield from (ref.base.block for ref in refs if ref.base is not None)
@@ -371,17 +379,26 @@ def _ends(runs: Sequence[Run], layout: FileLayout) -> Iterator[BlockRef]:
 
 def _master_problem(stored: StoredLayout, index: Index) -> str | None:
     """Why masters cannot be used: each MUST be stored by itself, in fp32, in the same shape."""
-    own = {entry.name: entry for entry in stored.layout.tensors} if stored.derived else {}
+    if not stored.derived:
+        return None
+    own = {entry.name: entry for entry in stored.layout.tensors}
+    files = {file for file, _ in stored.derived.values()}
+    there = {one.layout.name: one for one in index.layouts if one.layout.name in files}
+    derives = {
+        file
+        for file, one in there.items()
+        if any(index.encoding(run.encoding) == ROUNDED for run in one.runs)
+    }
+    # By name: there may be 100,000 pairs.
+    entries = {(file, entry.name): entry for file in there for entry in there[file].layout.tensors}
     for name, (file, tensor) in stored.derived.items():
-        there = index.layout(file)
-        entries = () if there is None else there.layout.tensors
-        master = next((entry for entry in entries if entry.name == tensor), None)
-        if there is None or master is None:
+        master = entries.get((file, tensor))
+        if master is None:
             return f"{tensor[:100]!r} of {file[:100]!r}, which is not there"
         if master.dtype != deriving.MASTER_DTYPE or master.shape != own[name].shape:
             return f"{master.dtype} {list(master.shape)} as the master of {name!r}"
-        if master.start < master.stop and any(
-            index.is_derived(ref) for ref in _within(there, master.start, master.stop)
+        if file in derives and any(
+            index.is_derived(ref) for ref in _within(there[file], master.start, master.stop)
         ):
             return f"{tensor[:100]!r}, which is derived itself, as a master"
     return None
@@ -390,15 +407,15 @@ def _master_problem(stored: StoredLayout, index: Index) -> str | None:
 def _within(stored: StoredLayout, start: int, stop: int) -> Iterator[BlockRef]:
     """The first block of each run that has something of bytes [start, stop)."""
     first, last, at = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), 0
-    for run in stored.runs:
+    for run in stored.runs if start < stop else ():
         if at < last and first < at + run.blocks:
             yield BlockRef(run.file, run.offset, 0, run.encoding)
         at += run.blocks
 
 
-def written_of(index: Index, data: bytes) -> Written:
+def written_of(index: Index, data: bytes) -> WrittenIndexes:
     """What a rank reports of its index, of which these are the bytes."""
-    return Written(
+    return WrittenIndexes(
         indexes=digest_of(data),
         files=len(index.files),
         size_bytes=index.size_bytes,
@@ -417,12 +434,7 @@ def whole_index(
     """The index of a save that has every layout in place."""
     files = tuple(StoredFile(name=one.name, size_bytes=one.size_bytes) for one in layouts)
     stored = tuple(
-        StoredLayout(
-            layout=layout,
-            digests=sums,
-            runs=in_place(layout, n),
-            lossy=rounded,
-        )
+        StoredLayout(layout=layout, digests=sums, runs=in_place(layout, n), lossy=rounded)
         for n, (layout, sums, rounded) in enumerate(zip(layouts, digests, lossy, strict=True))
     )
     return Index(rank=rank, files=files, layouts=stored, values=dict(values))

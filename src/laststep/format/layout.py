@@ -1,23 +1,159 @@
-"""The layout of a data file: which tensors it holds and where each lies.
-
-The planner makes one `FileLayout` per data file. The same value travels to the flusher, lies in
-shared memory and is stored in the index. A data file is plain safetensors: its header follows from
-the layout alone, so it is complete before any tensor has moved. Pure.
-"""
+"""Check that tensors fill the data area of a safetensors file, in order and without gaps. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from laststep.errors import Usage
-from laststep.format.safetensors import LENGTH_BYTES, RawEntry, TensorEntry
-from laststep.format.soundness import MAX_OFFSET, METADATA, tensor_problem
+from laststep.codecs import objects
+from laststep.errors import CorruptError, UsageError
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+METADATA = "__metadata__"
+MAX_OFFSET = (1 << 63) - 1
+
+
+def tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | None:
+    """Why these tensors do not fill the range from 0 to `tensor_bytes`, in words, or None."""
+    at = 0
+    for tensor in tensors:
+        if tensor.start != at or tensor.stop < at:
+            place = f"[{tensor.start}, {tensor.stop})"
+            return f"{tensor.name!r} at {place} where byte {at} is next"
+        at = tensor.stop
+        if not _fits(tensor):
+            return (
+                f"{at - tensor.start} bytes for {tensor.name!r}, a {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
+    if at != tensor_bytes:
+        return f"tensors that end at byte {at} of a tensor area of {tensor_bytes}"
+    return None
+
+
+def _fits(tensor: TensorEntry) -> bool:
+    """Whether dtype and shape come to the bytes that the entry has."""
+    shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
+    if dtype is None or math.prod(shape) * dtype.size_bytes != tensor.stop - tensor.start:
+        return False
+    if tensor.start != tensor.stop:
+        return min(shape, default=0) >= 0 and tensor.stop <= MAX_OFFSET
+    # An empty tensor may have huge sides, but safetensors and torch multiply them up to the zero.
+    leading = 1
+    for side in shape:
+        leading *= side
+        if not 0 <= side <= MAX_OFFSET or leading * dtype.size_bytes > MAX_OFFSET:
+            return False
+    return True
+
+
+LENGTH_BYTES = 8
+_MAX_PLAIN_BYTES = 100_000_000
+"""What the safetensors library takes as a header; `MAX_HEADER_BYTES` is our own, lower limit."""
+
+_NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.code is not None}
+_SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
+
+
+class RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One entry as safetensors writes it."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor and its bytes' place in the data; `dtype` is a key of `terms.DTYPES`.
+
+    A named tuple, because a header may have 100,000 of them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) -> int:
+    """The length of the header region of a file of `size_bytes` that begins with `prefix`."""
+    if len(prefix) < LENGTH_BYTES:
+        raise corrupt(where, f"only {len(prefix)} bytes")
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > min(_MAX_PLAIN_BYTES, size_bytes - LENGTH_BYTES):
+        raise corrupt(where, f"a header of {length} bytes in a file of {size_bytes}")
+    return LENGTH_BYTES + length
+
+
+def decode_plain(
+    region: bytes | memoryview, *, data_bytes: int, where: str
+) -> tuple[TensorEntry, ...]:
+    """The tensors of any safetensors file, in the order of their bytes."""
+    parsed = parse(region, where)
+    try:
+        msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
+    except msgspec.ValidationError as error:
+        raise corrupt(where, f"metadata that is no map of strings: {error}") from None
+    entries = entries_of(parsed, where)
+    tensors = [tensor_of(name, entry, where) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    problem = tensor_problem(tensors, data_bytes)
+    if problem is not None:
+        raise corrupt(where, problem)
+    return tuple(tensors)
+
+
+def corrupt(where: str, found: str) -> CorruptError:
+    return CorruptError(
+        "cannot read a data file's header",
+        where=where,
+        found=found,
+        remedy="`laststep verify` lists all damage",
+    )
+
+
+def parse(region: bytes | memoryview, where: str) -> dict[str, object]:
+    """The members of the header's JSON, with the length field checked."""
+    whole = region_bytes_of(region, size_bytes=len(region), where=where)
+    if whole != len(region):
+        raise corrupt(where, f"a length field for {whole} of {len(region)} bytes")
+    text = bytes(region[LENGTH_BYTES:])
+    if not text.startswith(b"{"):
+        raise corrupt(where, f"a header that begins with {text[:1]!r}, not with '{{'")
+    parsed = objects.parse(text.rstrip(b" "), where=where)
+    if not isinstance(parsed, dict):
+        raise corrupt(where, "JSON that is no object")
+    return parsed
+
+
+def entries_of(parsed: dict[str, object], where: str) -> dict[str, RawEntry]:
+    try:
+        return msgspec.convert(parsed, dict[str, RawEntry])
+    except msgspec.ValidationError as error:
+        raise corrupt(where, f"an unsound entry: {error}") from None
+
+
+def tensor_of(name: str, entry: RawEntry, where: str) -> TensorEntry:
+    dtype = _NAME_OF_CODE.get(entry.dtype)
+    if dtype is None:
+        if entry.dtype in _SUB_BYTE_CODES:
+            raise UsageError(
+                "cannot read a tensor of less than a byte per element",
+                where=where,
+                found=f"dtype {entry.dtype} for {name!r}",
+                remedy="read it with safetensors, and save it as uint8",
+            )
+        raise corrupt(where, f"the unknown dtype {entry.dtype[:100]!r} for {name!r}")
+    start, stop = entry.data_offsets
+    return TensorEntry(name=name, dtype=dtype, shape=entry.shape, start=start, stop=stop)
 
 
 class Part(NamedTuple):
@@ -28,7 +164,9 @@ class Part(NamedTuple):
     start: tuple[int, ...]
 
 
-class FileLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class FileLayout(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
+):
     """One data file: a header, then the bytes of its tensors without gaps."""
 
     name: str
@@ -89,7 +227,7 @@ def header_bytes_of(tensors: Sequence[TensorEntry]) -> int:
     """Return the length of the header region of a file with these tensors."""
     size = align_up(LENGTH_BYTES + len(_json_of(tensors)), ALIGN_BYTES)
     if size > MAX_HEADER_BYTES:
-        raise Usage(
+        raise UsageError(
             "cannot lay out a data file",
             expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
             found=f"{size} bytes for {len(tensors)} tensors",
@@ -103,7 +241,7 @@ def _json_of(tensors: Sequence[TensorEntry]) -> bytes:
     for name, dtype, shape, start, stop in tensors:
         known = DTYPES.get(dtype)
         if known is None:
-            raise Usage("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
+            raise UsageError("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
         if known.code is None:  # the index knows dtype and shape
             entries[name] = RawEntry("U8", (stop - start,), (start, stop))
         else:
@@ -111,4 +249,6 @@ def _json_of(tensors: Sequence[TensorEntry]) -> bytes:
     try:
         return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
-        raise Usage("cannot write a header", found=f"a name that is no Unicode: {error}") from None
+        raise UsageError(
+            "cannot write a header", found=f"a name that is no Unicode: {error}"
+        ) from None

@@ -1,53 +1,162 @@
-"""The manifest: the small record whose existence decides that a checkpoint is, or is not.
-
-Knows nothing of stores or of how the decision is made. The document carries the digest of its own
-content (`format.envelope`); once that is right, everything in it is checked. It has the digest of
-the index of every rank, which says what lies where. Metrics and metadata are typed JSON
-(`codecs.objects`), so nan and inf survive. `encode` raises only `Usage`; `decode` only `Corrupt`,
-and `Usage` for a later format.
-"""
+"""The names that files and folders of a checkpoint may have: plain on every system."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from laststep.codecs import objects, strict
-from laststep.codecs.digests import DIGEST_BYTES
-from laststep.errors import Corrupt, Usage
-from laststep.format import envelope
-from laststep.format.envelope import corrupt, seal, unseal
-from laststep.format.names import is_plain_name
+from laststep.codecs import objects
+from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest_text
+from laststep.errors import CorruptError, UsageError
 from laststep.format.spans import RanksOf, Span, cover_once
-from laststep.format.versions import refuse_later
 from laststep.terms import FORMAT_VERSION, with_article
+from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
+_MAX_NAME_BYTES = 255
+_APART = frozenset('/\\:*?"<>|')
+"""What separates or means something in a path, on one system or another."""
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_file_name(name: str) -> bool:
+    """Return whether that can be a file in a checkpoint's folder, or in a folder within it."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(map(is_plain_name, parts))
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether `name` is one visible component of a path on every system that we know of."""
+    return (
+        name.isprintable()
+        and 0 < len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
+        and not name.startswith(".")
+        and _APART.isdisjoint(name)
+    )
+
+
+_RELEASE = re.compile(r"[0-9][0-9A-Za-z.+-]{0,39}")
+
+
+class Versioned(msgspec.Struct, frozen=True):
+    """What documents of every format have in common, as far as small records go."""
+
+    format: int
+    laststep: str = ""
+
+
+def refuse_later(
+    number: object, *, what: str, where: str, writer: object = None, latest: int = FORMAT_VERSION
+) -> None:
+    """`UsageError` for a later format than this version reads; `writer` is the version of laststep
+    that the document names, or nothing."""
+    if type(number) is not int or number <= latest:
+        return
+    found, reads = f"format {number}", f"a version that writes format {number}"
+    if isinstance(writer, str) and _RELEASE.fullmatch(writer):
+        found, reads = f"{found}, written by laststep {writer}", f"version {writer} or a later one"
+    raise UsageError(
+        f"cannot read {with_article(what)} of a later format",
+        where=where,
+        expected=f"format {latest}, the latest that laststep {VERSION} reads",
+        found=found,
+        remedy=f"upgrade laststep (`pip install --upgrade laststep`) to {reads}",
+    )
+
+
+DAMAGE_REMEDY = (
+    "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
+)
+"""What to do about stored bytes that are not what was written."""
+
+_DIGEST = re.compile(re.escape(DIGEST_NAME) + r":[0-9a-f]{32}")
+_DIGEST_TEXT_BYTES = len(DIGEST_NAME) + 1 + 32
+_OPEN, _CLOSE = b'{"digest": "', b"}"
+
+
+def seal(content: bytes, *, member: str) -> bytes:
+    """The document whose second member, of that name, is `content`."""
+    return _OPEN + digest_text(content).encode() + _between(member) + content + _CLOSE
+
+
+def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
+    """The content of a document that `seal` made; `what` it is, in words, for the error."""
+    content = data[len(_OPEN) + _DIGEST_TEXT_BYTES + len(_between(member)) : -len(_CLOSE)]
+    if data != seal(content, member=member):
+        raise _changed(data, content, where, what)
+    return content
+
+
+def is_digest(text: str) -> bool:
+    """Whether this is the digest of something, as manifests write it."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def corrupt(where: str, expected: str, found: str, *, what: str, why: str = "") -> CorruptError:
+    """The error for a manifest that is not as it was written."""
+    return CorruptError(
+        f"cannot read a {what}" + (f": {why}" if why else ""),
+        where=where,
+        expected=expected,
+        found=found,
+        remedy=DAMAGE_REMEDY,
+    )
+
+
+def _between(member: str) -> bytes:
+    return f'", "{member}": '.encode()
+
+
+def _changed(data: bytes, content: bytes, where: str, what: str) -> CorruptError:
+    """What is wrong with an envelope, in words; bytes that are no digest are not shown."""
+    if not data:
+        expected = "the record of a checkpoint"
+        return corrupt(where, expected, "an empty file", what=what, why="it is empty")
+    claimed = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES].decode("ascii", "replace")
+    actual = digest_text(content)
+    if not is_digest(claimed) or claimed == actual:
+        claimed, actual = "what was written", "other bytes"
+    return corrupt(where, claimed, actual, what=what, why=f"the {what} has been changed")
+
+
 Metric = float | int | str | bool
 
-DAMAGE_REMEDY = envelope.DAMAGE_REMEDY
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 MAX_RANKS = 1 << 24
 """More than any job has; whatever a manifest says, checking it takes no more memory than that."""
 _TABLE = re.compile(r"[0-9a-f]{32}")
 _SAME_FIELDS = (
-    "run", "step", "epoch", "attempt", "created_s", "laststep", "items", "written", "continues",
-)  # fmt: skip
+    "run",
+    "step",
+    "epoch",
+    "attempt",
+    "created_s",
+    "laststep",
+    "items",
+    "written",
+    "continues",
+)
 
 
 class _Record(
-    msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True,
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    gc=False,
+    forbid_unknown_fields=True,
     omit_defaults=True,
-):  # fmt: skip
+):
     """An entry of a list in a manifest."""
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ranks have made durable: the digests of their indexes, and sums over these."""
 
     indexes: bytes = b""
@@ -61,9 +170,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lossy: tuple[str, ...] = ()
     """How tensors were rounded; nothing: all is exact."""
 
-    def plus(self, more: Written) -> Written:
+    def plus(self, more: WrittenIndexes) -> WrittenIndexes:
         """The same with what later ranks have written."""
-        return Written(
+        return WrittenIndexes(
             indexes=self.indexes + more.indexes,
             files=self.files + more.files,
             size_bytes=self.size_bytes + more.size_bytes,
@@ -105,7 +214,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     laststep: str
     items: tuple[ItemRecord, ...]
-    written: Written = Written()
+    written: WrittenIndexes = WrittenIndexes()
     metrics: dict[str, Metric] = {}
     metadata: object = None
     continues: str | None = None
@@ -181,7 +290,7 @@ class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     created_s: float
     laststep: str
     items: tuple[ItemRecord, ...]
-    written: Written
+    written: WrittenIndexes
     metrics: msgspec.Raw
     metadata: msgspec.Raw
     continues: str | None
@@ -196,16 +305,20 @@ _decode_abort = msgspec.json.Decoder(Abort).decode
 
 
 def encode(decision: Commit | Abort) -> bytes:
-    """The bytes of `manifest.json`; `Usage` if the decision could not be read back."""
+    """The bytes of `manifest.json`; `UsageError` if the decision could not be read back."""
     document = decision if isinstance(decision, Abort) else _document_of(decision)
     try:
         data = seal(msgspec.json.encode(document), member="manifest")
         # What is written is read back first: nothing is committed that no reader would take.
         decode(data, where="the manifest to be written")
     except UnicodeEncodeError as error:
-        raise Usage("cannot write a manifest", found=f"text that is no Unicode: {error}") from None
-    except Corrupt as error:
-        raise Usage("cannot write a manifest", expected=error.expected, found=error.found) from None
+        raise UsageError(
+            "cannot write a manifest", found=f"text that is no Unicode: {error}"
+        ) from None
+    except CorruptError as error:
+        raise UsageError(
+            "cannot write a manifest", expected=error.expected, found=error.found
+        ) from None
     return data
 
 
@@ -228,14 +341,14 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
 
 def parse_content(content: bytes, *, where: str, what: str) -> dict[str, object]:
     """The members of a manifest of any kind, of a format that this version reads."""
-    plain = strict.parse(content, where=where)
+    plain = objects.parse(content, where=where)
     if not isinstance(plain, dict):
         raise corrupt(where, "a JSON object", with_article(type(plain)), what=what)
     refuse_later(plain.get("format"), what=what, where=where, writer=plain.get("laststep"))
     return plain
 
 
-def _corrupt(where: str, expected: str, found: str) -> Corrupt:
+def _corrupt(where: str, expected: str, found: str) -> CorruptError:
     return corrupt(where, expected, found, what="manifest")
 
 
@@ -267,7 +380,7 @@ def _same_fields(commit: Commit | _CommitDocument) -> dict[str, Any]:
 def _check_metrics(metrics: dict[str, Metric]) -> None:
     for name, value in metrics.items():
         if type(name) is not str or type(value) not in (float, int, str, bool):
-            raise Usage(
+            raise UsageError(
                 "cannot record a metric",
                 where=repr(name),
                 expected="a name and a float, int, str or bool",
@@ -295,7 +408,7 @@ def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) 
         raise _corrupt(where, "metrics by name", type(metrics).__name__)
     try:
         _check_metrics(metrics)
-    except Usage as error:
+    except UsageError as error:
         raise _corrupt(where, "metrics of plain values", f"{error.where}: {error.found}") from None
     return Commit(
         **_same_fields(document),

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from laststep.errors import LaststepError, StorageFailed, Usage
-from laststep.memory import shared as memory
-from laststep.memory.landing import REMOTE_SLOT_BYTES, SLOT_BYTES, Landing
-from laststep.memory.slots import Slots
+from laststep.errors import LaststepError, StorageError, UsageError
+from laststep.memory import segments as memory
+from laststep.memory.slots import REMOTE_SLOT_BYTES, SLOT_BYTES, Landing, Slots
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 
@@ -52,15 +51,18 @@ def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
         if fd >= 0:
             os.close(fd)
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageFailed(
-                "cannot open a file of shared memory for saves and restores", found=str(error),
+            raise StorageError(
+                "cannot open a file of shared memory for saves and restores",
+                found=str(error),
                 remedy="close files, or raise the limit on open files (`ulimit -n`)",
-            ) from error  # fmt: skip
-        raise StorageFailed(
-            "cannot reserve memory for saves and restores", expected=f"{size_bytes} bytes",
-            found=str(error), remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
+            ) from error
+        raise StorageError(
+            "cannot reserve memory for saves and restores",
+            expected=f"{size_bytes} bytes",
+            found=str(error),
+            remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
             "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
-        ) from error  # fmt: skip
+        ) from error
 
 
 class Pool:
@@ -238,11 +240,17 @@ class Pool:
         Returns False where some of that memory is gone; the slot may then hold anything."""
         size = sum(length for _, length in ranges)
         if at < 0 or at + size > CHUNK_BYTES:
-            raise Usage("a copy does not fit into its slot", expected=f"{CHUNK_BYTES} bytes",
-                        found=f"{size} at {at}")  # fmt: skip
+            raise UsageError(
+                "a copy does not fit into its slot",
+                expected=f"{CHUNK_BYTES} bytes",
+                found=f"{size} at {at}",
+            )
         if slot in self._sealed:
-            raise Usage("a copy goes into a slot that was handed over", found=f"slot {slot}",
-                        expected="a slot that is leased")  # fmt: skip
+            raise UsageError(
+                "a copy goes into a slot that was handed over",
+                found=f"slot {slot}",
+                expected="a slot that is leased",
+            )
         return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
     def close(self) -> None:
@@ -356,7 +364,7 @@ class Pool:
         address = self._mapping.address + slot * CHUNK_BYTES
         code = torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0)
         if int(code) != 0:
-            raise StorageFailed(
+            raise StorageError(
                 "cannot pin host memory for the device",
                 expected=f"{CHUNK_BYTES} more bytes",
                 found=f"CUDA error {int(code)} after {self.ready_bytes} bytes",
@@ -405,8 +413,10 @@ def _tell_nobody(slots: int) -> None:
 def _no_memory(error: Exception) -> LaststepError:
     if isinstance(error, LaststepError):
         return error
-    return StorageFailed(
-        "there is no memory for saves and restores", expected=f"{CHUNK_BYTES} bytes or more",
-        found=str(error) or repr(error), remedy="free memory of this machine, or raise the limit "
+    return StorageError(
+        "there is no memory for saves and restores",
+        expected=f"{CHUNK_BYTES} bytes or more",
+        found=str(error) or repr(error),
+        remedy="free memory of this machine, or raise the limit "
         "of its container or job; the next save or restore tries again",
-    )  # fmt: skip
+    )

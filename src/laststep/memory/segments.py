@@ -1,41 +1,199 @@
-"""Shared memory that outlives those who use it: a *segment* for each rank of each start of a job.
+"""Shared memory that two processes map: made, grown page by page, and measured, without torch.
 
-A segment is a folder on a filesystem in memory, /dev/shm if nobody says otherwise, that belongs to
-one user and that nobody else can look into. In it lie the memory of a pool, a note of whose it is,
-and small records of what is whole in that memory, of which this module knows only the names. A lock
-on the memory's file shows that the trainer or its flusher lives: both have the same open file. The
-kernel lets go of it with the last of them, however that ends.
+A memfd rather than /dev/shm, whose size in a container is often 64 MB. The file has its full length
+from the start and costs nothing until pages are touched. Both ways of having pages ahead of time
+work outside the GIL: `allocate` makes them, without any lock of this process; `populate` also maps
+them into it, so that the first save does not pay for page faults.
 
-A record is there whole or not at all: it gets its name when it is written. Nothing is synced, since
-nothing of it outlives the machine.
-
-Anything else may lie in these folders: directories, links, pipes, files that cannot be read. It is
-left alone, with one warning, and does not stop a run.
+A mapping belongs to the process that made it. A forked child does not have it, and may have mapped
+something else at its address: there its end unmaps nothing. Nor does a child keep the file, which
+would keep the memory.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import socket
 import stat
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest
-from laststep.errors import Corrupt, StorageFailed
-from laststep.process import kernel
-from laststep.process.identity import pid_namespace, process_started
-from laststep.process.logs import warn_once
+from laststep.errors import CorruptError, StorageError
+from laststep.process import system
+from laststep.process.system import pid_namespace, process_started, warn_once
 from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+
+_MADV_DONTFORK = 10
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
+_libc.pwritev.restype = ctypes.c_ssize_t
+_IOV_MAX = 1024
+
+
+def create(size_bytes: int) -> int:
+    """The descriptor of a new shared memory file of that length."""
+    fd = os.memfd_create("laststep", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    return fd
+
+
+def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Write memory of this process, ranges of (address, bytes), one behind the other into a file,
+    from `at` on. Returns False where some of that memory is gone: the system checks before it
+    reads, so this process does not die of memory that another thread has just freed."""
+    for first in range(0, len(ranges), _IOV_MAX):
+        batch = [stretch for stretch in ranges[first : first + _IOV_MAX] if stretch[1]]
+        while batch:
+            vector = array.array("L", [number for stretch in batch for number in stretch])
+            written = _libc.pwritev(fd, vector.buffer_info()[0], len(batch), at)
+            if written < 0:
+                number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
+                if number == errno.EFAULT:
+                    return False
+                raise OSError(number, os.strerror(number))
+            at += written
+            batch = _rest(batch, written)
+    return True
+
+
+def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
+    """What is left of ranges of which so many bytes are done."""
+    for number, (address, size) in enumerate(ranges):
+        if written < size:
+            return [(address + written, size - written), *ranges[number + 1 :]]
+        written -= size
+    return []
+
+
+class Mapping:
+    """One process's view of a shared memory file; without a file (-1), memory of its own."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd = fd
+        status = None if fd < 0 else os.fstat(fd)
+        self.file = status and (status.st_dev, status.st_ino)
+        mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED if status else mmap.MAP_PRIVATE)
+        self._map: mmap.mmap | None = mapped
+        self.view = memoryview(mapped)
+        self.size_bytes = size_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        # A forked loader worker must neither keep the pages nor trip over registered memory.
+        system.advise(self.address, size_bytes, _MADV_DONTFORK)
+        system.prefer_huge_pages(self.address, size_bytes)
+        _mappings.add(self)
+
+    def allocate(self, start: int, size_bytes: int) -> None:
+        """Make pages of the file; whoever touches them first maps them."""
+        os.posix_fallocate(self._fd, start, size_bytes)
+
+    def populate(self, start: int, size_bytes: int) -> None:
+        """Make pages present; `OSError` where there are no more. Where the kernel is too old for
+        the advice, touch them, once they are there: who touches what cannot be made dies."""
+        refused = system.advise(self.address + start, size_bytes, _MADV_POPULATE_WRITE)
+        if refused == errno.EINVAL:
+            if self._fd >= 0:
+                self.allocate(start, size_bytes)
+            for offset in range(start, start + size_bytes, mmap.PAGESIZE):
+                self.view[offset] = 0
+        elif refused:
+            number = errno.ENOSPC if refused == errno.EFAULT else refused
+            raise OSError(number, os.strerror(number))
+
+    def close(self) -> None:
+        """Let go of the memory, unless somebody still looks at it: then it goes with the last."""
+        if self._map is None:
+            return
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+    def protect(self, start: int, size_bytes: int, *, writable: bool) -> None:
+        """Have writes through this mapping to that part end the process, or allow them again."""
+        allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        if _libc.mprotect(self.address + start, size_bytes, allowed) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def disown(self) -> None:
+        """Called in a forked child, where this is not mapped. If the mmap object were collected, it
+        would unmap whatever lies at its address there, so it is kept for ever."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        self._map = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this mapping still keeps the file."""
+        return self._map is not None and not self._map.closed
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+"""The mappings of this process that are not collected yet, closed or not."""
+
+
+def _in_child() -> None:
+    mappings = list(_mappings)
+    _close_all({mapping.file for mapping in mappings if mapping.file and mapping.is_open})
+    for mapping in mappings:
+        mapping.disown()
+    _mappings.clear()
+
+
+def _close_all(files: set[tuple[int, int]]) -> None:
+    """Close every descriptor of these files, which are named by device and inode. An mmap has a
+    hidden one of its own; any that is left keeps the memory when the parent has let go of it."""
+    for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (see `kernel`)
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            status = os.fstat(int(name))
+            if (status.st_dev, status.st_ino) in files:
+                os.close(int(name))
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def available_bytes() -> int:
+    """Host memory that can still be had: the machine's, or what the control group leaves of it."""
+    available = _meminfo("MemAvailable")
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _meminfo(field: str) -> int:
+    for line in system.told("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        if name == field:
+            return int(rest.split()[0]) * 1024
+    return 0
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(system.told(path))
+    except ValueError:
+        return None
+
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +301,8 @@ class Segment:
             raise _failed("cannot note what is whole in shared memory", path, error) from error
 
     def read(self, name: str) -> bytes | None:
-        """A record; None where it is gone by now. `Corrupt` where it is not what was written,
-        `StorageFailed` where it cannot be read."""
+        """A record; None where it is gone by now. `CorruptError` where it is not what was written,
+        `StorageError` where it cannot be read."""
         path = f"{self.folder}/{_RECORD}{name}"
         try:
             found = _contents(path)
@@ -153,9 +311,12 @@ class Segment:
         except OSError as error:
             raise _failed("cannot read a record in shared memory", path, error) from error
         if digest(found[DIGEST_BYTES:]) != found[:DIGEST_BYTES]:
-            raise Corrupt("a record in shared memory has changed", where=path,
-                          expected=found[:DIGEST_BYTES].hex(),
-                          found=digest(found[DIGEST_BYTES:]).hex())  # fmt: skip
+            raise CorruptError(
+                "a record in shared memory has changed",
+                where=path,
+                expected=found[:DIGEST_BYTES].hex(),
+                found=digest(found[DIGEST_BYTES:]).hex(),
+            )
         return found[DIGEST_BYTES:]
 
     def drop(self, name: str) -> None:
@@ -179,10 +340,14 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
     if room.f_blocks * room.f_frsize <= _SMALL_BYTES < size_bytes:
         raise _too_small(base, room.f_blocks * room.f_frsize, size_bytes)
     owner = SegmentOwner(
-        run=run, rank=rank, ranks=ranks, pid=os.getpid(), host=socket.gethostname(),
+        run=run,
+        rank=rank,
+        ranks=ranks,
+        pid=os.getpid(),
+        host=socket.gethostname(),
         created_s=time.time(),
         started=f"{process_started(os.getpid())}@{pid_namespace()}",
-    )  # fmt: skip
+    )
     name = f"{digest(run.encode()).hex()[:16]}-{rank}-{os.urandom(6).hex()}"
     unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"
     try:
@@ -207,15 +372,17 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
 
 
 def refuse_disks(base: str) -> None:
-    """`StorageFailed` for a place that is not in memory: a device cannot write to pages of a disk's
+    """`StorageError` for a place that is not in memory: a device cannot write to pages of a disk's
     cache."""
-    kind = kernel.filesystem_of(base)
+    kind = system.filesystem_of(base)
     if kind not in _IN_MEMORY:
-        raise StorageFailed(
-            "this is no shared memory, which a device could write to", where=base,
-            expected=f"a filesystem in memory ({', '.join(_IN_MEMORY)})", found=kind or "no such",
+        raise StorageError(
+            "this is no shared memory, which a device could write to",
+            where=base,
+            expected=f"a filesystem in memory ({', '.join(_IN_MEMORY)})",
+            found=kind or "no such",
             remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
-        )  # fmt: skip
+        )
 
 
 def let_go(fd: int) -> None:
@@ -224,10 +391,10 @@ def let_go(fd: int) -> None:
 
 
 def opened(folder: str) -> Segment:
-    """The segment in that folder; `StorageFailed` where there is none."""
+    """The segment in that folder; `StorageError` where there is none."""
     owner = _owner_of(folder)
     if owner is None:
-        raise StorageFailed("there is no segment of shared memory", where=folder)
+        raise StorageError("there is no segment of shared memory", where=folder)
     return Segment(folder, owner)
 
 
@@ -365,15 +532,17 @@ def _in_order(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split("-") if part.isdecimal())
 
 
-def _too_small(base: str, there: int, wanted: int) -> StorageFailed:
-    return StorageFailed(
-        "there is too little shared memory", where=base, expected=f"{wanted} bytes",
+def _too_small(base: str, there: int, wanted: int) -> StorageError:
+    return StorageError(
+        "there is too little shared memory",
+        where=base,
+        expected=f"{wanted} bytes",
         found=f"{there} bytes",
         remedy="a container gets more by --shm-size (Docker), or by an emptyDir of medium Memory "
         "mounted at /dev/shm (Kubernetes); or name another tmpfs: Tier('shm:///path/of/it'); or "
         "pass a smaller host_memory_bytes=…",
-    )  # fmt: skip
+    )
 
 
-def _failed(what: str, where: str, error: OSError) -> StorageFailed:
-    return StorageFailed(what, where=where, found=error.strerror or str(error))
+def _failed(what: str, where: str, error: OSError) -> StorageError:
+    return StorageError(what, where=where, found=error.strerror or str(error))

@@ -8,12 +8,20 @@ pointless.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING, Self
 
-from laststep.errors import LaststepError, Usage
-from laststep.process import interrupts
+from laststep.errors import LaststepError, StorageError, UsageError
+from laststep.memory.segments import Mapping
+from laststep.process import signals
+from laststep.process.system import HUGE_PAGE_BYTES, prefer_huge_pages
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class Slots:
@@ -49,7 +57,7 @@ class Slots:
         with self._changed:
             known = self._leased.union(self._free)
             if known.intersection(slots):
-                raise Usage("slots were added twice", found=str(slots))
+                raise UsageError("slots were added twice", found=str(slots))
             self._free.extend(slots)
             self._changed.notify_all()
 
@@ -72,8 +80,8 @@ class Slots:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return None
-                    self._changed.wait(interrupts.look_within(left))
-                interrupts.let_in()  # without the lock: who knows what a handler waits for
+                    self._changed.wait(signals.look_within(left))
+                signals.let_in()  # without the lock: who knows what a handler waits for
         finally:
             with self._changed:
                 self._waiting.remove(ticket)
@@ -92,7 +100,7 @@ class Slots:
         with self._changed:
             for slot in slots:
                 if slot not in self._leased:
-                    raise Usage("a slot was released that nobody holds", found=str(slot))
+                    raise UsageError("a slot was released that nobody holds", found=str(slot))
                 self._leased.remove(slot)
                 self._reading.discard(slot)
                 self._free.append(slot)
@@ -127,3 +135,69 @@ class Slots:
             raise self._error
         if self._lost is not None and (for_save or (self._leased and not self._reading)):
             raise self._lost
+
+
+SLOT_BYTES = 4 << 20
+REMOTE_SLOT_BYTES = 8 << 20
+"""What is read from a server at once, which a request costs more than a disk. It mostly stays in
+memory of the client (`store.InPlace`), and the slot is never touched."""
+
+
+def _reserved(size_bytes: int) -> Mapping:
+    try:
+        return Mapping(-1, size_bytes)
+    except (OSError, MemoryError) as error:
+        raise StorageError(
+            "cannot reserve memory to read into",
+            expected=f"{size_bytes} bytes",
+            found=str(error),
+            remedy="free memory, or raise the limit of the process (`ulimit -v`)",
+        ) from error
+
+
+def huge_pages(size_bytes: int) -> memoryview:
+    """A buffer to read into, aligned, for those who need no slots; it goes with its last view."""
+    mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    prefer_huge_pages(address, len(mapped))
+    first = -address % HUGE_PAGE_BYTES
+    return memoryview(mapped)[first : first + size_bytes]
+
+
+class Landing:
+    """Slots to read into, two for each of so many threads, until it is closed."""
+
+    lands_all = False
+
+    def __init__(self, threads: int, slot_bytes: int = SLOT_BYTES) -> None:
+        self.slot_bytes = slot_bytes
+        self._mapping = _reserved(2 * threads * slot_bytes + HUGE_PAGE_BYTES)
+        self._first = -self._mapping.address % HUGE_PAGE_BYTES
+        self._slots = Slots()
+        self._slots.add(range(2 * threads))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mapping.close()
+
+    def lease(self, timeout_s: float | None = None) -> int | None:
+        """A free slot; None when the time is up."""
+        return self._slots.lease(timeout_s)
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        self._slots.release([slot])
+
+    def view(self, slot: int) -> memoryview:
+        """A slot as bytes."""
+        return self._mapping.view[self._at(slot) : self._at(slot + 1)]
+
+    def _at(self, slot: int) -> int:
+        return self._first + slot * self.slot_bytes

@@ -13,9 +13,10 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
 
 from laststep.format.deriving import DERIVED_DTYPES, MASTER_DTYPE
 from laststep.plan.files import MasterPair
@@ -89,7 +90,7 @@ def with_derived(
     follows = {tensor.file for tensor, _ in pairs}
     order = sorted(range(len(plan.files)), key=lambda number: number in follows)
     number_of = {file: number for number, file in enumerate(order)}
-    return replace(
+    return structs.replace(
         plan,
         files=tuple(plan.files[number] for number in order),
         derived=tuple(

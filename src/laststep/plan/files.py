@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from laststep.format.layout import FileLayout, Part, header_bytes_of
-from laststep.format.safetensors import TensorEntry
+import msgspec
+from msgspec import structs
+
+from laststep.errors import NotFoundError
+from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from laststep.state.pieces import Piece
+    from laststep.format.index import BlockRun, Index, StoredLayout
+    from laststep.format.manifest import Commit, WrittenIndexes
+    from laststep.state.provider import Piece  # noqa: TC004 (nothing decodes these structs)
+
 
 _KIND: Final = operator.attrgetter("device", "dtype", "trained")
 _DTYPE: Final = operator.attrgetter("dtype")
@@ -41,8 +46,7 @@ _ENTRY_BYTES = 160
 """Generous bound of one header entry without its name; only decides where files are split."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemSpec:
+class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An item as the planner sees it."""
 
     name: str
@@ -67,16 +71,14 @@ class MasterPair(NamedTuple):
     master_entry: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlan:
+class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One data file, and which of the plan's pieces lie in it, in the order of its entries."""
 
     layout: FileLayout
     pieces: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlan:
+class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Every file of a save."""
 
     items: tuple[ItemSpec, ...]
@@ -166,11 +168,7 @@ def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]
 
 
 def _place(
-    name: str,
-    item: str | None,
-    numbers: list[int],
-    pieces: tuple[Piece, ...],
-    names: list[str],
+    name: str, item: str | None, numbers: list[int], pieces: tuple[Piece, ...], names: list[str]
 ) -> FilePlan:
     alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for number in numbers:
@@ -198,3 +196,97 @@ def _place(
         parts=parts,
     )
     return FilePlan(layout=layout, pieces=tuple(order))
+
+
+_SAME = ("run", "step", "epoch", "attempt", "created_s", "ranks", "metrics", "continues")
+
+
+def left_out_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
+    """The items of a checkpoint's original that are not among these: where it lacks no others, it
+    is brought as it is. `NotFoundError` where it lacks one of these."""
+    here = [record.name for record in commit.items]
+    if lacking := [item for item in items if item not in here]:
+        raise NotFoundError(
+            f"step {commit.step} has no item {', '.join(map(repr, lacking))}",
+            found=", ".join(here) + _without(commit),
+            remedy="name items that it has; `laststep show` lists them",
+        )
+    return tuple(sorted({*commit.left_out, *here} - {*items}))
+
+
+def _without(commit: Commit) -> str:
+    return f" (an excerpt without {', '.join(commit.left_out)})" if commit.left_out else ""
+
+
+def only_items(index: Index, items: Collection[str], where: str) -> Index:
+    """The part of an index that these items need. `NotFoundError` where tensors are derived from
+    the layout of another item."""
+    names = _needed_layouts(index, items, where)
+    layouts = [stored for stored in index.layouts if stored.layout.name in names]
+    used = {part.file for stored in layouts for run in stored.runs for part in (run, *run.bases)}
+    # A layout without bytes has a file too.
+    used |= {number for number, file in enumerate(index.files) if file.name in names}
+    number_of = {old: new for new, old in enumerate(sorted(used))}
+    return structs.replace(
+        index,
+        files=tuple(index.files[number] for number in sorted(used)),
+        layouts=tuple(
+            structs.replace(stored, runs=tuple(_moved(run, number_of) for run in stored.runs))
+            for stored in layouts
+        ),
+        values={name: data for name, data in index.values.items() if name in items},
+    )
+
+
+def _needed_layouts(index: Index, items: Collection[str], where: str) -> set[str]:
+    """The names of the layouts of these items, and of those that they are derived from."""
+    by_name = {stored.layout.name: stored for stored in index.layouts}
+    needed = {name for name, stored in by_name.items() if not _items_in(stored).isdisjoint(items)}
+    waiting = sorted(needed)
+    while waiting:
+        stored = by_name[waiting.pop()]
+        masters = {file for file, _ in stored.derived.values()} - needed
+        # Tensors of small items come along, as they do where these share a layout.
+        if others := [name for name in masters if by_name[name].layout.item is not None]:
+            raise NotFoundError(
+                f"tensors in {stored.layout.name} are derived from what is left out",
+                where=where,
+                expected=f"what {', '.join(sorted(others))} holds among the items",
+                found=f"items={tuple(items)}",
+                remedy="take the item of the masters too; or save with derived=False, which "
+                "stores them both",
+            )
+        needed |= masters
+        waiting += masters
+    return needed
+
+
+def _items_in(stored: StoredLayout) -> set[str]:
+    layout = stored.layout
+    if layout.item is not None:
+        return {layout.item}
+    return {entry.name.partition("/")[0] for entry in layout.tensors}
+
+
+def _moved(run: BlockRun, number_of: dict[int, int]) -> BlockRun:
+    bases = tuple(_moved(base, number_of) for base in run.bases)
+    return structs.replace(run, file=number_of[run.file], bases=bases)
+
+
+def excerpt_of(commit: Commit, items: Collection[str], written: WrittenIndexes) -> Commit:
+    """The manifest of an excerpt of which that was written. What its original says of classes of
+    ranks would tell of all items, and goes."""
+    return structs.replace(
+        commit,
+        items=tuple(record for record in commit.items if record.name in items),
+        written=written,
+        classes=(),
+        left_out=left_out_of(commit, items),
+    )
+
+
+def is_excerpt(there: Commit, of: Commit, left_out: tuple[str, ...]) -> bool:
+    """Whether a checkpoint is the excerpt of another one that lacks just these items."""
+    return there.left_out == left_out and all(
+        getattr(there, name) == getattr(of, name) for name in _SAME
+    )

@@ -1,25 +1,131 @@
-"""What ranks have made durable, put together: from receipts to what the manifest says.
+"""Cut the ranks of a job into groups, whose first ranks gather what the others have written.
 
-Pure. A rank leaves a receipt. The first rank of a group sums up those of its group, and the first
-rank of the job these sums: whichever way the ranks are cut into groups, the outcome is the same.
+Pure. With about as many groups as ranks in each, nobody hears from more than some hundred others,
+in jobs of a hundred thousand ranks as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from laststep.format.manifest import ClassRecord, ItemRecord, Written
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.format.manifest import ClassRecord, ItemRecord, WrittenIndexes
 from laststep.format.spans import spans_of
-from laststep.plan.replicas import Seen, seen_by, seen_on
-from laststep.plan.tables import digest_of, encode_table
+from laststep.plan.tables import Replicas, digest_of, encode_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from laststep.plan.tables import Agreement
+    from laststep.plan.tables import Agreement, Key
+
+
+ONE_GROUP_RANKS = 256
+"""Up to so many ranks, all are one group: the first rank hears from everybody itself."""
+
+
+class Groups(NamedTuple):
+    """The groups of a job: so many consecutive ranks in each, but for the last."""
+
+    ranks: int
+    size: int
+
+    @property
+    def leaders(self) -> range:
+        """The first rank of each group."""
+        return range(0, self.ranks, self.size)
+
+    def leader_of(self, rank: int) -> int:
+        """The first rank of the group that a rank is in."""
+        return rank - rank % self.size
+
+    def group_of(self, rank: int) -> range:
+        """All ranks of the group that a rank is in."""
+        first = self.leader_of(rank)
+        return range(first, min(first + self.size, self.ranks))
+
+
+def cut(ranks: int, per_node: int = 1) -> Groups:
+    """The groups of a job of so many ranks. Nodes of `per_node` ranks are not cut apart, where that
+    is known."""
+    if ranks <= ONE_GROUP_RANKS:
+        return Groups(ranks, ranks)
+    nodes = max(round(math.sqrt(ranks) / per_node), 1)
+    return Groups(ranks, min(nodes * per_node, ranks))
+
+
+NAMED = 4
+"""So many ranks that have other contents than what is stored are asked in which tensors."""
+
+
+class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that have the same contents: the first few of them, and how many there are."""
+
+    digest: bytes
+    ranks: tuple[int, ...]
+    count: int
+
+    @property
+    def ways(self) -> bytes:
+        """A digest of the ways in which they digested: only ranks with the same can be compared."""
+        return self.digest[:DIGEST_BYTES]
+
+    def plus(self, more: EqualRanks) -> EqualRanks:
+        ranks = tuple(sorted((*self.ranks, *more.ranks))[:NAMED])
+        return EqualRanks(digest=self.digest, ranks=ranks, count=self.count + more.count)
+
+
+Seen = dict[int, tuple[EqualRanks, ...]]
+"""What was seen on some ranks, by the number of the set of ranks that hold the same."""
+
+
+class ReplicatedTensors(NamedTuple):
+    """Tensors that the ranks of the same classes hold, and the lowest of these ranks, whose are
+    stored."""
+
+    classes: tuple[int, ...]
+    keys: tuple[Key, ...]
+    lowest: int
+
+
+def held_alike(agreement: Agreement) -> tuple[ReplicatedTensors, ...]:
+    """All that should be equal on several ranks, in an order that is the same for everybody."""
+    holders: dict[Key, list[int]] = {}
+    for number, alike in enumerate(agreement.classes):
+        for item in alike.table:
+            for tensor in () if item.per_rank else item.tensors:
+                if tensor.replicas is Replicas.UNPROVEN:
+                    holders.setdefault((item.name, tensor.name), []).append(number)
+    held: dict[tuple[int, ...], list[Key]] = {}
+    for key, numbers in holders.items():
+        if sum(len(agreement.classes[number].ranks) for number in numbers) > 1:
+            held.setdefault(tuple(numbers), []).append(key)
+    return tuple(
+        ReplicatedTensors(
+            numbers, tuple(keys), min(agreement.classes[number].ranks[0] for number in numbers)
+        )
+        for numbers, keys in held.items()
+    )
+
+
+def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
+    """What one rank tells of itself."""
+    return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
+
+
+def seen_by(many: Iterable[Seen]) -> Seen:
+    """What was seen on several ranks."""
+    merged: dict[int, dict[bytes, EqualRanks]] = {}
+    for seen in many:
+        for number, equals in seen.items():
+            known = merged.setdefault(number, {})
+            for equal in equals:
+                before = known.get(equal.digest)
+                known[equal.digest] = equal if before is None else before.plus(equal)
+    return {number: tuple(known.values()) for number, known in merged.items()}
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -53,7 +159,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     agreement: bytes = b""
     rank_class: int = 0
     """Of the classes of that agreement, the one that it is in."""
-    written: Written = Written()
+    written: WrittenIndexes = WrittenIndexes()
     items: dict[str, ItemTally] = {}
     trees: dict[str, bytes] = {}
     """Of the items that ranks have in common: the digest of their plain values."""
@@ -84,7 +190,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trees: dict[int, Trees]
     """The plain values of each class, as its first rank in the group has them."""
     items: dict[str, ItemTally]
-    written: Written = Written()
+    written: WrittenIndexes = WrittenIndexes()
     replicas: Seen = {}
     differing: Differing | None = None
 
@@ -94,7 +200,7 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     agreements: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
     items: dict[str, ItemTally] = {}
-    written = Written()
+    written = WrittenIndexes()
     differing = None
     for rank in sorted(receipts):
         receipt = receipts[rank]
@@ -108,9 +214,13 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
             differing = differing or first.differs(trees)
     seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
     return Summary(
-        agreements=tuple(agreements.items()), trees=firsts, items=items, written=written,
-        replicas=seen, differing=differing,
-    )  # fmt: skip
+        agreements=tuple(agreements.items()),
+        trees=firsts,
+        items=items,
+        written=written,
+        replicas=seen,
+        differing=differing,
+    )
 
 
 def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:
@@ -142,11 +252,14 @@ def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRe
             parts[name] = parts[name].plus(part) if name in parts else part
     return tuple(
         ItemRecord(
-            name=name, kind=part.kind, per_rank=part.per_rank, size_bytes=part.size_bytes,
+            name=name,
+            kind=part.kind,
+            per_rank=part.per_rank,
+            size_bytes=part.size_bytes,
             tensors=part.tensors if part.per_rank else shared[name],
         )
         for name, part in parts.items()
-    )  # fmt: skip
+    )
 
 
 def classes_of(agreement: Agreement) -> tuple[ClassRecord, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import digest
-from laststep.errors import Mismatch, Problems
+from laststep.errors import MismatchError, Problems
 from laststep.plan.who_writes import Share, Spread, shares_of
 from laststep.state.boxes import counts, whole
 from laststep.state.layouts import Layout, Mesh, from_plain, held_whole, of_one_replica, to_plain
@@ -24,7 +24,7 @@ from laststep.terms import DTYPES, listed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.state.pieces import Shape
+    from laststep.state.provider import Shape
 
 
 class Replicas(enum.IntEnum):
@@ -83,16 +83,20 @@ def encode_table(table: Table) -> bytes:
 
 
 def decode_table(data: bytes) -> Table:
-    """The table again; on something else a `ValueError`, `TypeError`, `IndexError` or `Usage`."""
+    """The table again; on something else a `ValueError`, `TypeError`, `IndexError` or
+    `UsageError`."""
     items, plain = msgspec.msgpack.decode(data)
     layouts = [from_plain(layout) for layout in plain]
     return tuple(
         TableItem(
-            name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
+            name,
+            kind,
+            per_rank,
+            tuple(_tensor(layouts, *tensor) for tensor in tensors),
             tuple((name, first) for name, first in ties),
         )
         for name, kind, per_rank, tensors, ties in items
-    )  # fmt: skip
+    )
 
 
 def _tensor(
@@ -155,7 +159,7 @@ _Described = dict[Key, list[tuple[TableTensor, int]]]
 
 
 def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
-    """Put the tables together; `Mismatch` where ranks contradict each other."""
+    """Put the tables together; `MismatchError` where ranks contradict each other."""
     members: dict[bytes, list[int]] = {}
     for rank, table in enumerate(digests):
         members.setdefault(table, []).append(rank)
@@ -175,7 +179,7 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
         spreads.append(Spread(DTYPES[tensor.dtype].size_bytes, layouts))
     problems += _gaps(described, classes)
     if problems:
-        raise Mismatch.of(
+        raise MismatchError.of(
             Problems(mismatched=tuple(problems)),
             what="the ranks of this job do not describe one state: they differ",
             where="save()",
@@ -184,9 +188,14 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
         )
     dtypes = {key: by_class[0][0].dtype for key, by_class in described.items()}
     return Agreement(
-        digest(b"".join(digests)), classes, tuple(described), tuple(spreads), class_of, dtypes,
+        digest(b"".join(digests)),
+        classes,
+        tuple(described),
+        tuple(spreads),
+        class_of,
+        dtypes,
         empty,
-    )  # fmt: skip
+    )
 
 
 def _described(classes: Sequence[RankClass]) -> _Described:

@@ -171,11 +171,12 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
                 break
     return [
         Line(
-            copies, tuple(line),
+            copies,
+            tuple(line),
             tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)),
         )
         for copies, line in lines.items()
-    ]  # fmt: skip
+    ]
 
 
 def _part(rank: int, layout: Layout) -> _HeldBoxes:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import distributed_c10d
 
-from laststep.errors import StorageFailed
-from laststep.process import interrupts, threads
+from laststep.errors import StorageError
+from laststep.process import signals, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -177,7 +177,7 @@ class Board:
     def _ask(self, ask: Callable[[Any], object]) -> Any:
         question = _Question(ask)
         self._questions.put(question)
-        if not interrupts.wait(question.answered, self._patience_s):
+        if not signals.wait(question.answered, self._patience_s):
             question.dropped = True
             raise _gone(f"no answer within {self._patience_s:g} s")
         if question.error is not None:
@@ -204,8 +204,8 @@ def _sleep(seconds: float) -> None:
     """Wait, letting handlers of signals in."""
     until_s = time.monotonic() + seconds
     while (left := until_s - time.monotonic()) > 0:
-        interrupts.let_in()
-        time.sleep(interrupts.look_within(left) or left)
+        signals.let_in()
+        time.sleep(signals.look_within(left) or left)
 
 
 def _cut(names: Iterable[str]) -> list[list[str]]:
@@ -214,8 +214,8 @@ def _cut(names: Iterable[str]) -> list[list[str]]:
     return [every[at : at + _TOGETHER] for at in range(0, len(every), _TOGETHER)]
 
 
-def _gone(found: object) -> StorageFailed:
-    return StorageFailed(
+def _gone(found: object) -> StorageError:
+    return StorageError(
         "the store that the ranks of this job meet in does not answer",
         found=str(found).partition("\n")[0],
         remedy="the process that hosts it (rank 0's launcher, mostly) has probably ended",

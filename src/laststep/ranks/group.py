@@ -19,8 +19,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from laststep.errors import Corrupt, LaststepError, Mismatch, NotFound, StorageFailed, from_wire
-from laststep.process import shortage
+from laststep.errors import (
+    CorruptError,
+    LaststepError,
+    MismatchError,
+    NotFoundError,
+    StorageError,
+    from_wire,
+)
+from laststep.process import system
 from laststep.ranks.carriers import HOST, Carrier, DeviceCarrier, Transit, has_nccl
 from laststep.ranks.missing_ranks import awaited
 
@@ -282,7 +289,7 @@ def _asked(call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:
-        raise StorageFailed(
+        raise StorageError(
             "the ranks of this job could not restore together",
             found=_first_line(error),
             remedy="a rank has ended, hangs, or did not call restore(); see the logs of the others"
@@ -315,9 +322,9 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
-_CONSEQUENCES = (Corrupt, NotFound)
+_CONSEQUENCES = (CorruptError, NotFoundError)
 """What a rank may conclude because another has failed, the likeliest first: no cause if there is
-another. A checkpoint is passed over for `Corrupt`, so nothing else may look like it."""
+another. A checkpoint is passed over for `CorruptError`, so nothing else may look like it."""
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -330,8 +337,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     except LaststepError as raised:
         error = raised
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
-        short = shortage.is_one(raised)  # of this machine: no word about the checkpoint either
-        error = shortage.error_for("go on", raised) if short else _Foreign(repr(raised))
+        short = system.is_one(raised)  # of this machine: no word about the checkpoint either
+        error = system.error_for("go on", raised) if short else _Foreign(repr(raised))
         error.__cause__ = raised
     try:
         if ranks.largest(error is not None):
@@ -372,7 +379,7 @@ def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
 
 def _encode(error: LaststepError) -> bytes:
     kind, fields = error.to_wire()
-    lines = error.problems.lines() if isinstance(error, Mismatch) else ()
+    lines = error.problems.lines() if isinstance(error, MismatchError) else ()
     if lines:
         fields["found"] = "; ".join(lines[:20])
     return msgspec.msgpack.encode((kind, fields))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.process import threads
 from laststep.terms import listed
 
@@ -32,9 +32,11 @@ PATIENCE_S = 5.0
 def tell(what: str, late: Iterable[int], limit_s: float) -> None:
     """Who has not made that call."""
     log.warning(
-        "%s waits for %s, for %g s at most: every rank has to call it", what,
-        listed((f"rank {number}" for number in late), 8) or "other ranks", limit_s,
-    )  # fmt: skip
+        "%s waits for %s, for %g s at most: every rank has to call it",
+        what,
+        listed((f"rank {number}" for number in late), 8) or "other ranks",
+        limit_s,
+    )
 
 
 @contextlib.contextmanager
@@ -56,7 +58,7 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
                 tell(what, late, limit_s)
 
     thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)
-    with contextlib.suppress(StorageFailed):  # then nobody tells who is late
+    with contextlib.suppress(StorageError):  # then nobody tells who is late
         threads.start(thread)
     try:
         yield

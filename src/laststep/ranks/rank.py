@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from laststep.errors import Usage
-from laststep.process import logs
+from laststep.errors import UsageError
+from laststep.process import system
 
 
 class Rank(NamedTuple):
@@ -27,21 +27,21 @@ class Rank(NamedTuple):
 
 
 def this_rank() -> Rank:
-    """This process's rank, which lines of the log carry from now on; `Usage` in a job of several
-    whose process group is not there yet."""
+    """This process's rank, which lines of the log carry from now on; `UsageError` in a job of
+    several whose process group is not there yet."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        logs.speak_as(rank.number if rank.ranks > 1 else None)
+        system.speak_as(rank.number if rank.ranks > 1 else None)
         return rank
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdigit() and int(announced) > 1:
-        raise Usage(
+        raise UsageError(
             "the ranks of this job do not know each other yet",
             expected="torch.distributed.init_process_group() before the Checkpointer is made",
             found=f"WORLD_SIZE={announced} and no process group",
             remedy="call init_process_group() first, or unset WORLD_SIZE for a job of its own",
         )
-    logs.speak_as(None)
+    system.speak_as(None)
     return Rank(0, 1)
 
 

@@ -7,17 +7,22 @@ block hides no other, and each caller decides whether to list it or to raise it.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
-from laststep.errors import Corrupt, LaststepError, StorageFailed
-from laststep.format.envelope import DAMAGE_REMEDY
+from laststep.errors import CorruptError, LaststepError, StorageError
+from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.memory.slots import huge_pages
 from laststep.storage.store import InPlace
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from laststep.storage.store import FileReading
 
@@ -71,10 +76,10 @@ class Extent(NamedTuple):
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
-        fails is damage too; any other failure of the store raises `StorageFailed`."""
+        fails is damage too; any other failure of the store raises `StorageError`."""
         try:
             return self.verify(into, self.fill(into))
-        except StorageFailed as error:
+        except StorageError as error:
             stop = max(self.start, min(self.stop, self.reader.size_bytes))
             what = self.what or "data"
             damage = damage_of(error, file=self.file, what=what, start=self.start, stop=stop)
@@ -137,19 +142,22 @@ class Extent(NamedTuple):
         found: str | None = None
         if missing:
             found = f"only {len(part)} of {len(part) + missing} bytes: the file is too short"
-            error = Corrupt(
-                "a data file is too short", where=self.where,
+            error = CorruptError(
+                "a data file is too short",
+                where=self.where,
                 expected=f"at least {self.stop} bytes",
                 # The length of the file, unless it ends before this begins.
                 found=f"{self.start + got} bytes" if got else f"at most {self.start} bytes",
                 remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
+            )
         else:
-            error = Corrupt(
-                "stored bytes have changed", where=f"{self.where}, {what} (bytes {start}-{stop})",
-                expected=f"{DIGEST_NAME}:{expected.hex()}", found=digest_text(part),
+            error = CorruptError(
+                "stored bytes have changed",
+                where=f"{self.where}, {what} (bytes {start}-{stop})",
+                expected=f"{DIGEST_NAME}:{expected.hex()}",
+                found=digest_text(part),
                 remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
+            )
         return self._placed(
             damage_of(error, file=self.file, what=what, start=start, stop=stop, found=found)
         )
@@ -219,17 +227,45 @@ def damage_of(
 ) -> Damage:
     """An error that tells of damage, as a value; `found` where it lacks the words for a list. A
     store that cannot be reached, or denies access, is not damaged: that error is raised."""
-    if isinstance(error, StorageFailed) and not error.device_failed:
+    if isinstance(error, StorageError) and not error.device_failed:
         raise error
     return Damage(
-        file=file, what=what, start=start, stop=stop,
+        file=file,
+        what=what,
+        start=start,
+        stop=stop,
         expected=error.expected or "what was written",
         found=found or error.found or "something else",
         error=error.with_traceback(None),  # which would keep buffers alive
-    )  # fmt: skip
+    )
 
 
 def refuse(damage: Iterable[Damage]) -> None:
     """Raise the first damage, if there is any."""
     for first in damage:
         raise first.error
+
+
+def read_ahead(
+    extents: Iterable[Readable], *, threads: int, buffer_bytes: int = CHUNK_BYTES
+) -> Generator[tuple[memoryview, list[Damage]], None, None]:
+    """The bytes of each extent, in order, and what is wrong with them. The bytes are gone when the
+    next ones are asked for. An extent of more than `buffer_bytes` gets a buffer of its own."""
+    spare: list[memoryview] = []
+    ahead: deque[tuple[int, memoryview, Future[list[Damage]]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="laststep-ahead") as workers:
+        try:
+            for extent in itertools.chain(extents, itertools.repeat(None, threads)):
+                if extent is not None:
+                    size = extent.size_bytes
+                    room = max(buffer_bytes, align_up(size, ALIGN_BYTES))
+                    buffer = spare.pop() if spare and room == buffer_bytes else huge_pages(room)
+                    ahead.append((size, buffer, workers.submit(extent.read, buffer)))
+                if len(ahead) > threads or (extent is None and ahead):
+                    size, buffer, damage = ahead.popleft()
+                    yield buffer[:size], damage.result()
+                    if len(buffer) == buffer_bytes:
+                        spare.append(buffer)
+        finally:
+            for _, _, damage in ahead:
+                damage.cancel()

@@ -1,8 +1,8 @@
 """Open a committed checkpoint: its indexes, verified; where each tensor's bytes lie.
 
-Reads no tensor data and imports no torch. Whatever cannot be read as it was written is `Corrupt`,
-after a second look past every cache; `NotFound` only where the whole checkpoint has been deleted
-since its manifest was read.
+Reads no tensor data and imports no torch. Whatever cannot be read as it was written is
+`CorruptError`, after a second look past every cache; `NotFoundError` only where the whole
+checkpoint has been deleted since its manifest was read.
 
 A rank of a job opens only what it needs of a checkpoint that many ranks wrote: the tables, in which
 those ranks described their state, say what there is and who wrote what of it.
@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index
 from laststep.codecs.digests import digest
-from laststep.errors import Corrupt, Mismatch, NotFound, Usage
+from laststep.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import TABLE_NAME
 from laststep.plan.tables import Agreement, Table, agree, decode_table
-from laststep.read.entries import StoredBox, stored_in
-from laststep.read.files import DataFile, OpenIndex, close_files
+from laststep.read.files import DataFile, OpenIndex, StoredBox, close_files, stored_in
 from laststep.state.boxes import Box, covers_once, whole
-from laststep.state.stored_items import StoredItem, TensorSpec, decode_item
+from laststep.state.tree import StoredItem, TensorSpec, decode_item
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -68,8 +67,8 @@ class Content:
         self._specs: dict[Key, TensorSpec] = {}
         self._indexes: dict[int, Index] = {}
         """Those that have been read, by rank."""
-        self._opened: dict[int, range] = {}
-        """The ranks whose files are open, and the numbers of these."""
+        self._known_files: dict[int, range] = {}
+        """The ranks whose files are known, and the numbers of these."""
         self._own: dict[Key, tuple[Place, ...]] = {}
         self._shared: dict[Key, tuple[Place, ...]] | None = None
         try:
@@ -106,7 +105,7 @@ class Content:
             return self.items[name]
         except KeyError:
             known = ", ".join(sorted(self.items)) or "none"
-            raise NotFound(
+            raise NotFoundError(
                 f"the checkpoint has no item {name!r}", where=self.folder, found=known
             ) from None
 
@@ -126,18 +125,24 @@ class Content:
             return list(self.agreement.keys)
         return sorted(key for key in self._specs if key[0] not in self.per_rank)
 
-    def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
-        """What lies in the files of a rank, of that which ranks share."""
+    def open_files(self, numbers: Iterable[int]) -> None:
+        """Open these files, and those that lie in the same index, if they are not open."""
         with self._seen_whole():
-            numbers = self._open(rank)
+            for number in numbers:
+                self.files[number].open()
+
+    def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
+        """What lies in the files of a rank, of that which ranks share. Opens none of them."""
+        with self._seen_whole():
+            numbers = self._known(rank)
         return ((key, place) for key, place in self._placed(numbers) if key[0] not in self.per_rank)
 
     @contextlib.contextmanager
     def _seen_whole(self) -> Iterator[None]:
-        """`NotFound` for what is damaged because all of it was deleted meanwhile."""
+        """`NotFoundError` for what is damaged because all of it was deleted meanwhile."""
         try:
             yield
-        except Corrupt as error:
+        except CorruptError as error:
             gone = decision.deleted(self._store, self.folder)
             if gone is not None:
                 raise gone from error
@@ -149,14 +154,20 @@ class Content:
             self._indexes[rank] = index
         return self._indexes[rank]
 
+    def _known(self, rank: int) -> range:
+        """Read the index of a rank, if it has not been read; the numbers of its files."""
+        if rank not in self._known_files:
+            index = OpenIndex(self._store, self.folder, self._index(rank), later=True)
+            first = len(self.files)
+            self.files += index.layouts
+            self._known_files[rank] = range(first, len(self.files))
+        return self._known_files[rank]
+
     def _open(self, rank: int) -> range:
         """Open the files of a rank, if they are not open yet; their numbers."""
-        if rank not in self._opened:
-            opened = OpenIndex(self._store, self.folder, self._index(rank)).sound()
-            first = len(self.files)
-            self.files += opened.layouts
-            self._opened[rank] = range(first, len(self.files))
-        return self._opened[rank]
+        numbers = self._known(rank)
+        self.open_files(numbers)
+        return numbers
 
     def _open_all(self) -> None:
         """Open all files, and see that what lies in them makes up every tensor."""
@@ -169,11 +180,13 @@ class Content:
             shape = self._specs[key].shape
             boxes = [place.box for place in places]
             if boxes != [whole(shape)] and not covers_once(shape, boxes):
-                raise Corrupt(
-                    "the parts of a tensor do not make it up", where=self.folder,
+                raise CorruptError(
+                    "the parts of a tensor do not make it up",
+                    where=self.folder,
                     expected=f"every element of {key[0]}/{key[1]} {list(shape)} once",
-                    found=f"{len(places)} parts", remedy=DAMAGE_REMEDY,
-                )  # fmt: skip
+                    found=f"{len(places)} parts",
+                    remedy=DAMAGE_REMEDY,
+                )
             (self._own if key[0] in self.per_rank else self._shared)[key] = tuple(places)
 
     def _open_tables(self) -> None:
@@ -187,19 +200,31 @@ class Content:
         self.agreement = agreement_of(known, self.commit.classes, self.commit.ranks, self.folder)
         for key, spread in zip(self.agreement.keys, self.agreement.spreads, strict=True):
             self._specs[key] = TensorSpec(self.agreement.dtypes[key], spread.layouts[0].shape)
-        for key, place in self._placed(self._open(self._rank)) if self.per_rank else ():
-            if key[0] in self.per_rank:
-                self._own[key] = (place,)
+        if self._has_own_tensors():
+            for key, place in self._placed(self._open(self._rank)):
+                if key[0] in self.per_rank:
+                    self._own[key] = (place,)
+
+    def _has_own_tensors(self) -> bool:
+        """Whether this rank's files hold tensors that it has for itself: others it may not need."""
+        return bool(self.per_rank) and any(
+            stored_in(stored.layout, entry).item in self.per_rank
+            for stored in self._index(self._rank).layouts
+            for entry in stored.layout.tensors
+        )
 
     def _table(self, of: ClassRecord) -> bytes | None:
         """How the ranks of a class described what they held."""
         self._index(of.ranks[0])
         for data, where in self.values(TABLE_NAME, of.ranks[0]):
             if digest(data).hex() != of.table:
-                raise Corrupt(
-                    "the table of a rank is not the one that was agreed on", where=where,
-                    expected=of.table, found=digest(data).hex(), remedy=DAMAGE_REMEDY,
-                )  # fmt: skip
+                raise CorruptError(
+                    "the table of a rank is not the one that was agreed on",
+                    where=where,
+                    expected=of.table,
+                    found=digest(data).hex(),
+                    remedy=DAMAGE_REMEDY,
+                )
             return data
         return None
 
@@ -213,7 +238,7 @@ class Content:
                 if stored.item in self.commit.left_out:
                     continue  # it shares a file with those that were not
                 if stored.item not in names:
-                    raise Corrupt(
+                    raise CorruptError(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
                     )
                 if stored.item not in self.per_rank or file.rank == self._rank:
@@ -226,10 +251,13 @@ class Content:
         spec = stored.spec
         known = self._specs.setdefault((stored.item, stored.tensor), spec)
         if known != spec:
-            raise Corrupt(
-                "the parts of a tensor differ", where=where,
-                expected=f"{known} for {stored.name}", found=str(spec), remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
+            raise CorruptError(
+                "the parts of a tensor differ",
+                where=where,
+                expected=f"{known} for {stored.name}",
+                found=str(spec),
+                remedy=DAMAGE_REMEDY,
+            )
 
     def _item(self, name: str, kind: str) -> StoredItem:
         tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
@@ -238,7 +266,7 @@ class Content:
             self._index(rank)
         trees = list(self.values(name, rank))
         if not trees:
-            raise Corrupt("the tree of an item is missing", where=self.folder, expected=name)
+            raise CorruptError("the tree of an item is missing", where=self.folder, expected=name)
         return decode_item(trees, name=name, kind=kind, tensors=tensors)
 
     def values(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
@@ -262,8 +290,10 @@ def agreement_of(
             for rank in record.ranks:
                 digests[rank] = name
         return agree(digests, known)
-    except (Mismatch, Usage, ValueError, TypeError, KeyError, IndexError) as error:
-        raise Corrupt(
-            "the tables of the ranks make no sense", where=where, found=str(error),
+    except (MismatchError, UsageError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise CorruptError(
+            "the tables of the ranks make no sense",
+            where=where,
+            found=str(error),
             remedy=DAMAGE_REMEDY,
-        ) from error  # fmt: skip
+        ) from error

@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format.deriving import unpack
-from laststep.format.envelope import DAMAGE_REMEDY
+from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.read.blocks import Extent
 from laststep.terms import BLOCK_BYTES
 
@@ -53,7 +53,7 @@ class Masters:
         try:
             left = unpack(memoryview(stored), block, at, self._runs.of_block(number))
         except ValueError as error:
-            raise Corrupt(
+            raise CorruptError(
                 "a block cannot be decoded", found=str(error), remedy=DAMAGE_REMEDY
             ) from None
         needed: Counter[tuple[str, int]] = Counter()

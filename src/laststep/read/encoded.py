@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.blocks.registry import codec_named
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
-from laststep.errors import Corrupt, StorageFailed
-from laststep.format.envelope import DAMAGE_REMEDY
+from laststep.errors import CorruptError, StorageError
+from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.read.blocks import Damage, damage_of
 from laststep.read.derived import Kept
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
@@ -64,7 +64,7 @@ class EncodedExtent:
         """As that of an `Extent`."""
         try:
             return self.verify(into, self.fill(into))
-        except StorageFailed as error:
+        except StorageError as error:
             start = min(ref.offset for ref in self._refs)
             stop = max(ref.offset + ref.size_bytes for ref in self._refs)
             damage = damage_of(error, file=self._there.name, what="data", start=start, stop=stop)
@@ -86,7 +86,7 @@ class EncodedExtent:
                 if is_derived and high <= got:
                     derived.append((number, bytes(stored[low:high])))
                 elif high <= got:
-                    with contextlib.suppress(Corrupt):
+                    with contextlib.suppress(CorruptError):
                         decoded = self._decoded(number, stored[low:high], size)
                 into[at : at + size] = self._other(number, size) if decoded is None else decoded
         self._derive(derived, into)
@@ -97,7 +97,7 @@ class EncodedExtent:
         masters, kept = self._file.masters, Kept()
         for number, stored in derived:
             at, size = number * BLOCK_BYTES, self._size_of(number)
-            with contextlib.suppress(Corrupt):
+            with contextlib.suppress(CorruptError):
                 assert masters is not None  # noqa: S101 (the index was checked)
                 into[at : at + size] = masters.block(self._first + number, stored, size, kept)
 
@@ -135,7 +135,7 @@ class EncodedExtent:
             before = memoryview(bytearray(size))
             try:  # what is wrong with it shows in what is decoded
                 self._file.base(self._first + number).fill(before)
-            except StorageFailed as error:
+            except StorageError as error:
                 if not error.device_failed:
                     raise
         return codec_named(encoding.codec).decode(stored, size, encoding.element_bytes, before)
@@ -175,12 +175,13 @@ class EncodedExtent:
     def _damage(self, number: int, part: memoryview) -> Damage:
         ref, what = self._refs[number], f"block {self._first + number}"
         start, stop = ref.offset, ref.offset + ref.size_bytes
-        error = Corrupt(
+        error = CorruptError(
             "stored bytes have changed",
             where=f"{self._there.where}, {what} (bytes {start}-{stop})",
-            expected=f"{DIGEST_NAME}:{self._digest(number).hex()}", found=digest_text(part),
+            expected=f"{DIGEST_NAME}:{self._digest(number).hex()}",
+            found=digest_text(part),
             remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
+        )
         at = (self._first + number) * BLOCK_BYTES
         damage = damage_of(error, file=self._there.name, what=what, start=start, stop=stop)
         return replace(damage, data=(at, at + len(part)))

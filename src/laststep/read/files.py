@@ -1,25 +1,27 @@
-"""Open what an index lists: its data files, their sizes, and where the bytes of each layout lie.
+"""What the entries of a data file are, in the words of a user: tensors of an item, or parts.
 
-This is the one place where data files are opened. Whatever is wrong with one is a value: `show`
-notes it, `verify` lists it, and everybody else raises it (`OpenIndex.sound`). Knows nothing of
-torch.
+Pure. A tensor that several ranks held lies in parts, in files of theirs; its own name, dtype and
+shape stand beside each part.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.codecs.digests import DIGEST_BYTES, digest
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import CorruptError, NotFoundError
 from laststep.format.deriving import DerivedRuns
-from laststep.format.envelope import DAMAGE_REMEDY
 from laststep.format.index import RAW
+from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.read.blocks import Extent, Extents, damage_of, refuse
 from laststep.read.derived import Masters
 from laststep.read.encoded import EncodedExtent
+from laststep.state.boxes import Box, whole
+from laststep.state.tree import TensorSpec
 from laststep.storage.store import InPlace, PrefersCached
 from laststep.terms import BLOCK_BYTES
 
@@ -27,9 +29,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from laststep.format.index import BlockRef, Index, StoredFile, StoredLayout
-    from laststep.format.layout import FileLayout
+    from laststep.format.layout import FileLayout, TensorEntry
     from laststep.read.blocks import Damage, Readable
     from laststep.storage.store import FileReading, Store
+
+
+class StoredBox(NamedTuple):
+    """What one entry holds: a box of a tensor of an item, mostly all of it."""
+
+    item: str
+    tensor: str
+    spec: TensorSpec
+    """Of the whole tensor."""
+    box: Box
+
+    @property
+    def name(self) -> str:
+        """The full name of the tensor."""
+        return f"{self.item}/{self.tensor}"
+
+    @property
+    def text(self) -> str:
+        """The tensor and, of a part, which: as one would index it."""
+        if self.box == whole(self.spec.shape):
+            return self.name
+        return f"{self.name}[{box_text(self.box)}]"
+
+
+def stored_in(layout: FileLayout, entry: TensorEntry) -> StoredBox:
+    """Return which box of which tensor an entry holds; names in a file of one item do not repeat
+    the item's name."""
+    item, name = layout.item, entry.name
+    if item is None:
+        item, _, name = entry.name.partition("/")
+    part = layout.parts.get(entry.name)
+    if part is None:
+        return StoredBox(item, name, TensorSpec(entry.dtype, entry.shape), whole(entry.shape))
+    stop = tuple(map(operator.add, part.start, entry.shape))
+    return StoredBox(item, part.tensor, TensorSpec(entry.dtype, part.shape), Box(part.start, stop))
+
+
+def box_text(box: Box) -> str:
+    """A box as an index: `0:320, 0:300`."""
+    return ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
 
 
 class OpenFile(NamedTuple):
@@ -60,32 +102,44 @@ class _NoFile:
 class OpenIndex:
     """The data files of one rank of a checkpoint, open for reading."""
 
-    def __init__(self, store: Store, folder: str, index: Index, *, cached: bool = False) -> None:
-        """Open all of them and look at their sizes; `damage` is what is wrong. `cached`: bytes may
-        come out of a cache of the system."""
+    def __init__(
+        self, store: Store, folder: str, index: Index, *, cached: bool = False, later: bool = False
+    ) -> None:
+        """Open all of them and look at their sizes, or do so `later`; `damage` is what is wrong.
+        `cached`: bytes may come out of a cache of the system."""
         self.index = index
         self.rank = index.rank
         self.where = f"{store.url}/{folder}"
         self.damage: tuple[Damage, ...] = ()
         self.files: list[OpenFile] = []
         self.layouts = [DataFile(self, number) for number in range(len(index.layouts))]
+        self._store, self._folder, self._cached = store, folder, cached
         self._is_closed = False
+        if not later:
+            self.open()
+
+    def open(self) -> Self:
+        """Open the files that are not open."""
         try:
-            for file in index.files:
-                self._open(store, folder, file, cached=cached)
+            for file in self.index.files[len(self.files) :]:
+                self._open(file)
         except BaseException:
             self.close()
             raise
+        return self
 
-    def _open(self, store: Store, folder: str, file: StoredFile, *, cached: bool) -> None:
-        where = f"{self.where}/{file.name}"
+    def _open(self, file: StoredFile) -> None:
+        where, path = f"{self.where}/{file.name}", f"{self._folder}/{file.name}"
         try:
-            reader = store.open_reader(f"{folder}/{file.name}", cached=cached)
-        except NotFound:
-            error = Corrupt(
-                "a data file is missing", where=where, expected=f"{file.size_bytes} bytes",
-                found="no such file", remedy=DAMAGE_REMEDY,
-            ).lacking(f"{folder}/{file.name}")  # fmt: skip
+            reader = self._store.open_reader(path, cached=self._cached)
+        except NotFoundError:
+            error = CorruptError(
+                "a data file is missing",
+                where=where,
+                expected=f"{file.size_bytes} bytes",
+                found="no such file",
+                remedy=DAMAGE_REMEDY,
+            ).lacking(path)
             self.damage += (damage_of(error, file=file.name, what="missing file"),)
             self.files.append(OpenFile(file, _NoFile(), where))
             return
@@ -119,6 +173,10 @@ class DataFile:
     @property
     def index(self) -> Index:
         return self._owner.index
+
+    def open(self) -> None:
+        """Open the files of its index, if they are not open; raises what is wrong with any."""
+        self._owner.open().sound()
 
     @property
     def files(self) -> list[OpenFile]:
@@ -192,9 +250,16 @@ class DataFile:
         size = min(last * BLOCK_BYTES, self.layout.tensor_bytes) - image_at
         there = self._owner.files[file]
         return Extent(
-            there.reader, there.name, there.where, offset, offset + size,
-            self._digests(first, last), None, first, image_at,
-        )  # fmt: skip
+            there.reader,
+            there.name,
+            there.where,
+            offset,
+            offset + size,
+            self._digests(first, last),
+            None,
+            first,
+            image_at,
+        )
 
     def _digests(self, first: int, last: int) -> bytes:
         return self.stored.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
@@ -229,11 +294,13 @@ class DataFile:
         if not derived:
             return None
         by_name = {file.layout.name: file for file in self._owner.layouts}
-        places = {}
-        for name, (file, tensor) in derived.items():
-            master = by_name[file]
-            start = next(entry.start for entry in master.layout.tensors if entry.name == tensor)
-            places[name] = master, start
+        starts = {
+            file: {entry.name: entry.start for entry in by_name[file].layout.tensors}
+            for file in {file for file, _ in derived.values()}
+        }
+        places = {
+            name: (by_name[file], starts[file][tensor]) for name, (file, tensor) in derived.items()
+        }
         return Masters(DerivedRuns(self.layout.tensors, derived), places)
 
     def close(self) -> None:
@@ -251,12 +318,19 @@ def _wrong_size(there_bytes: int, file: StoredFile, where: str) -> tuple[Damage,
         return ()
     how = "short" if there_bytes < file.size_bytes else "long"
     found = f"{there_bytes} bytes"
-    error = Corrupt(
-        f"a data file is too {how}", where=where, expected=f"{file.size_bytes} bytes",
-        found=found, remedy=DAMAGE_REMEDY,
-    )  # fmt: skip
+    error = CorruptError(
+        f"a data file is too {how}",
+        where=where,
+        expected=f"{file.size_bytes} bytes",
+        found=found,
+        remedy=DAMAGE_REMEDY,
+    )
     damage = damage_of(
-        error, file=file.name, what="size", start=min(there_bytes, file.size_bytes),
-        stop=there_bytes, found=f"{found}: the file is too {how}",
-    )  # fmt: skip
+        error,
+        file=file.name,
+        what="size",
+        start=min(there_bytes, file.size_bytes),
+        stop=there_bytes,
+        found=f"{found}: the file is too {how}",
+    )
     return (damage,)

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from laststep.plan.load import Read
-from laststep.process import interrupts
+from laststep.plan.reads import Read
+from laststep.process import signals
 from laststep.process import threads as threads_of
 from laststep.read.blocks import Extent, refuse
 
@@ -107,7 +107,7 @@ class _Pipeline:
         """Until everything was delivered or something failed."""
         while self._left and not self._stopped:
             self._doze()
-            interrupts.let_in()
+            signals.let_in()
 
     def end(self, workers: Sequence[threading.Thread]) -> None:
         """Stop what still runs, and wait until no thread is inside any more, come what may.

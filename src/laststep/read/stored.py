@@ -81,9 +81,12 @@ class _Encoded(NamedTuple):
 
     def _decoded(self, view: memoryview) -> list[Damage]:
         block = EncodedExtent(
-            self.file, [self.ref], self.file.stored.digest(self.number), self.number,
+            self.file,
+            [self.ref],
+            self.file.stored.digest(self.number),
+            self.number,
             reader=_InMemory(self.start, view),
-        )  # fmt: skip
+        )
         return block.read(memoryview(bytearray(block.size_bytes)))
 
 

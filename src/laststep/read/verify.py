@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import LIMIT_BYTES, name_of, read_bytes
-from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.read.ahead import read_ahead
-from laststep.read.blocks import Damage, Extent, Readable, damage_of
-from laststep.read.entries import stored_in
-from laststep.read.files import OpenIndex
+from laststep.read.blocks import Damage, Extent, Readable, damage_of, read_ahead
+from laststep.read.files import OpenIndex, stored_in
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     from laststep.format.index import Index
-    from laststep.format.safetensors import TensorEntry
+    from laststep.format.layout import TensorEntry
     from laststep.read.files import DataFile
     from laststep.storage.store import Store
 
@@ -54,7 +52,7 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Read all of the checkpoint in `folder` and compare it with its digests.
 
-    `NotFound` where there is no committed checkpoint, or none any more.
+    `NotFoundError` where there is no committed checkpoint, or none any more.
     """
     check = _Check(store, folder, threads, progress)
     check.all()
@@ -135,7 +133,7 @@ class _Check:
                 path = f"{self._folder}/{name}"
                 data = self._store.read(path, limit_bytes=LIMIT_BYTES)
             index = index_format.decode(data, where=where)
-        except NotFound:
+        except NotFoundError:
             raise
         except LaststepError as error:
             self.damage.append(damage_of(error, file=name, what="index", stop=there_bytes))
@@ -148,8 +146,8 @@ class _Check:
         name = f"{self._folder}/{MANIFEST_NAME}"
         try:
             reader = self._store.open_reader(name)
-        except NotFound:
-            raise NotFound(
+        except NotFoundError:
+            raise NotFoundError(
                 "there is no committed checkpoint",
                 where=f"{self._store.url}/{self._folder}",
                 expected=f"a {MANIFEST_NAME}",
@@ -162,12 +160,12 @@ class _Check:
             try:
                 reader.read_into(0, memoryview(data))
                 decided = manifest.decode(bytes(data), where=f"{self._store.url}/{name}")
-            except (Corrupt, StorageFailed) as error:
+            except (CorruptError, StorageError) as error:
                 damage = damage_of(error, file=MANIFEST_NAME, what="manifest", stop=len(data))
                 self.damage.append(damage)
                 return None
         if isinstance(decided, manifest.Abort):
-            raise NotFound(
+            raise NotFoundError(
                 "there is no checkpoint: the attempt was aborted",
                 where=f"{self._store.url}/{self._folder}",
                 found=decided.reason,

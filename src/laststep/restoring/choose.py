@@ -1,33 +1,35 @@
-"""Choose the checkpoint that all ranks restore: the first rank looks at the run and says which.
+"""Try checkpoints until one can be read: the newest that verifies, or the one that is named.
 
-The others open what it names, with the manifest that it read: what they see of the run may be older
-(a network's filesystem keeps what it has seen for a while) and says nothing about the checkpoint.
-Where one of them finds something missing, the first rank looks again. Collective: every rank calls
-the same, in the same order.
-"""
+Only `CorruptError`, which readers raise after a second look, makes an older checkpoint count;
+storage that cannot be reached and state that does not fit raise. Everything passed over is
+reported."""
 
 from __future__ import annotations
 
 import enum
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from laststep.catalog import decision
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.listing import nearest_steps
-from laststep.catalog.names import AttemptName
-from laststep.catalog.run import Run
-from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed, Usage
+from laststep.catalog.run import Run, newest_point
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
+from laststep.events import Bus, PassedOver
 from laststep.format import manifest
 from laststep.format.manifest import Commit
-from laststep.process import interrupts
+from laststep.process import signals
 from laststep.ranks.group import together
 from laststep.read.content import Content
-from laststep.restoring.places import seen_in
+from laststep.restoring.fit import selection
 from laststep.storage.registry import open_store
+from laststep.tiers.further import look_further, only_there
 from laststep.tiers.nearest import NearestStore
+from laststep.tiers.nodes import NodePart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,9 +37,78 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
+    from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
     from laststep.tiers.further import TierHas
     from laststep.tiers.nodes import Readers
+
+
+_RECORDS_BYTES = 64 << 20
+"""Of more than so much, which is a job of very many ranks, nodes do not tell each other."""
+
+
+def look_at_tiers(store: Store, wanted: RestoreRequest, ranks: Ranks) -> list[TierHas]:
+    """Have all ranks see, beside what is nearer, the checkpoints that only further tiers have.
+    Returns what these have, on the first rank."""
+    found: list[TierHas] = []
+    if not isinstance(store, NearestStore) or not wanted.tiers:
+        return found
+
+    def look() -> dict[str, str]:
+        if not ranks.rank.is_first:
+            return {}
+        found[:] = look_further(store, wanted.tiers)
+        return only_there(store, found, wanted.step, lambda item: selection(wanted.only, item)[0])
+
+    told = ranks.tell(0, msgspec.msgpack.encode(together(ranks, look)))
+    places = msgspec.msgpack.decode(told, type=dict[str, str])
+    stores = together(ranks, lambda: {url: open_store(url) for url in {*places.values()}})
+    for folder, url in places.items():
+        store.stand_in(folder, stores[url])
+    return found
+
+
+def look_into_memory(store: Store, ranks: Ranks) -> None:
+    """Have all ranks see the same in shared memory: what the first rank finds there, as far as
+    every other one can open it; or what all nodes have together."""
+    if not isinstance(store, NearestStore) or not store.in_memory:
+        return
+    nodes = [note.decode() for note in ranks.gather(store.node.encode())]
+    if len(set(nodes)) > 1:
+        _look_into_nodes(store, nodes, ranks)
+        return
+    found = together(ranks, lambda: store.look() if ranks.rank.is_first else {})
+    if ranks.size == 1:
+        return
+    places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
+    told = ranks.tell(0, msgspec.msgpack.encode(places))
+    named = msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]])
+    together(ranks, lambda: None if ranks.rank.is_first else store.open(named))
+    notes = ranks.gather(msgspec.msgpack.encode(list(store.look())))
+    store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
+
+
+def _look_into_nodes(store: NearestStore, nodes: Sequence[str], ranks: Ranks) -> None:
+    """The same where ranks are on several nodes: the first of each says what is there."""
+    leaders = {node: nodes.index(node) for node in nodes}
+    leads = ranks.rank.number in leaders.values()
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
+    note = together(ranks, lambda: encode(store.left_here()) if leads else b"")
+    sizes = ranks.gather(encode(len(note)))
+    parts: dict[str, tuple[NodePart, ...]] = {}
+    if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
+        parts = {node: decode(ranks.tell(leader, note)) for node, leader in leaders.items()}
+    together(ranks, lambda: store.open_parts(nodes, parts))
+    committed = together(ranks, lambda: store.committed() if ranks.rank.is_first else [])
+    stored = set(msgspec.msgpack.decode(ranks.tell(0, encode(committed))))
+    notes = ranks.gather(encode(list(store.look())))
+    store.keep(stored.intersection(*(msgspec.msgpack.decode(note) for note in notes)))
+
+
+def seen_in(store: Store) -> Seen:
+    """What was newest, in the run and in memory: what tiers have is of its past."""
+    return newest_point(store.without_tiers() if isinstance(store, NearestStore) else store)
+
 
 log = logging.getLogger(__name__)
 
@@ -102,26 +173,27 @@ class StandsOrGone(enum.Enum):
 
 
 def check_asked(ranks: Ranks, asked: Asked) -> None:
-    """`Usage`, on all ranks, where they do not ask for the same."""
+    """`UsageError`, on all ranks, where they do not ask for the same."""
     notes = ranks.gather(msgspec.msgpack.encode(asked))
     decode = msgspec.msgpack.Decoder(Asked).decode
     for rank, note in enumerate(notes):
         if note != notes[0]:
-            raise Usage(
-                "the ranks of this job do not ask for the same", where=asked.call,
+            raise UsageError(
+                "the ranks of this job do not ask for the same",
+                where=asked.call,
                 found=f"{decode(notes[0])} on rank 0, {decode(note)} on rank {rank}",
                 remedy=f"call {asked.call} with the same arguments on every rank",
-            )  # fmt: skip
+            )
 
 
 def open_run(store: Store, ranks: Ranks) -> Run:
-    """The run, at which only the first rank has looked; `NotFound` where there is none.
-    `StorageFailed` where the first rank sees none and another does: that one would be abandoned."""
+    """The run, at which only the first rank has looked; `NotFoundError` where there is none.
+    `StorageError` where the first rank sees none and another does: that one would be abandoned."""
 
     def look() -> Run | None:
         try:
             return Run.open(store)
-        except NotFound:
+        except NotFoundError:
             return None
 
     unseen = Run(store, None)
@@ -131,11 +203,13 @@ def open_run(store: Store, ranks: Ranks) -> Run:
         return run
     run = None if store.same_everywhere else together(ranks, look)
     if seen := ranks.largest(0 if run is None else ranks.rank.number):
-        raise StorageFailed(
-            "the first rank of this job sees no run where another does", where=store.url,
-            expected="all ranks to see the same folder", found=f"a run on rank {seen}",
+        raise StorageError(
+            "the first rank of this job sees no run where another does",
+            where=store.url,
+            expected="all ranks to see the same folder",
+            found=f"a run on rank {seen}",
             remedy="look whether the filesystem is mounted where rank 0 runs",
-        )  # fmt: skip
+        )
     return together(ranks, lambda: Run.open(store) if ranks.rank.is_first else unseen)
 
 
@@ -150,8 +224,9 @@ class Choosing:
         saw: Callable[[Seen], None],
         further: Sequence[TierHas] = (),
     ) -> None:
-        """`NotFound` where the run has not what is named. `saw` is told, on the first rank, which
-        epoch was the newest, and its last commit, before the run was listed; that rank knows what
+        """`NotFoundError` where the run has not what is named. `saw` is told, on the first rank,
+        which epoch was the newest, and its last commit, before the run was listed; that rank knows
+        what
         `further` tiers have."""
         self._store = run.store
         self._near = run.store if isinstance(run.store, NearestStore) else None
@@ -199,9 +274,12 @@ class Choosing:
         steps = tuple(earlier.step for earlier in self._lineage[:until]) or (listed.step,)
         stored = b"" if listed.commit is None else manifest.encode(listed.commit)
         return Chosen(
-            step=listed.step, epoch=listed.epoch, attempt=listed.attempt,
-            manifest=stored, lineage_steps=steps,
-        )  # fmt: skip
+            step=listed.step,
+            epoch=listed.epoch,
+            attempt=listed.attempt,
+            manifest=stored,
+            lineage_steps=steps,
+        )
 
     def open(self, chosen: Chosen) -> Content:
         """Its content, in this rank's view; fails on all ranks where it does on one."""
@@ -218,7 +296,7 @@ class Choosing:
         where = self.where(chosen)
         if not chosen.manifest:
             error = self._left[-1].error if self._left else None
-            raise error or Corrupt("the manifest cannot be read", where=where)
+            raise error or CorruptError("the manifest cannot be read", where=where)
         commit = manifest.decode(chosen.manifest, where=where)
         assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
         return commit
@@ -286,7 +364,7 @@ class Choosing:
         self._unseen_s = None
         together(self._ranks, self._list)
 
-    def judge(self, chosen: Chosen, error: Corrupt | NotFound) -> StandsOrGone:
+    def judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> StandsOrGone:
         """What to make of an error that all ranks have, of one at least that has found it."""
 
         def look() -> StandsOrGone:
@@ -301,24 +379,26 @@ class Choosing:
         return StandsOrGone(self._ranks.tell(0, mine.value.encode()).decode())
 
     def wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
-        """Give the rank that does not see something a while; `StorageFailed` when that is over."""
+        """Give the rank that does not see something a while; `StorageError` when that is over."""
         first_time = self._unseen_s is None
         self._unseen_s = self._unseen_s or time.monotonic()
         if first_time and self._ranks.rank.is_first:
             log.warning(
                 "%s: a rank does not see what rank 0 sees; trying again for %g s: %s",
-                chosen.folder, PATIENCE_S, error.without_remedy(),
-            )  # fmt: skip
+                chosen.folder,
+                PATIENCE_S,
+                error.without_remedy(),
+            )
         late = time.monotonic() - self._unseen_s >= PATIENCE_S
         if self._ranks.largest(self._ranks.rank.is_first and late):
-            raise StorageFailed(
+            raise StorageError(
                 "a rank does not see what rank 0 sees of a checkpoint",
                 where=self.where(chosen),
                 found=self._ranks.tell(0, error.without_remedy().encode()).decode(),
                 remedy="all ranks must see the same folder: look at the mount where that rank "
                 "runs, and call restore() again; the checkpoint may be sound",
-            ) from error  # fmt: skip
-        interrupts.let_in()
+            ) from error
+        signals.let_in()
         time.sleep(PAUSE_S)  # another machine's cache: there is nothing to be woken by
 
 
@@ -332,10 +412,11 @@ def _peeked(run: Run, folder: str) -> Listed:
     for listed in run.checkpoints():
         if listed.folder == folder:
             return listed
-    raise NotFound(
-        "the checkpoint that was peeked at is gone", where=f"{run.store.url}/{folder}",
+    raise NotFoundError(
+        "the checkpoint that was peeked at is gone",
+        where=f"{run.store.url}/{folder}",
         remedy="peek() again, and restore what it gives from the beginning",
-    )  # fmt: skip
+    )
 
 
 def _named(run: Run, step: int) -> Listed:
@@ -348,8 +429,101 @@ def _named(run: Run, step: int) -> Listed:
     if of_step:
         log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
         return of_step[-1]
-    raise NotFound(
-        f"there is no checkpoint of step {step}", where=run.store.url,
+    raise NotFoundError(
+        f"there is no checkpoint of step {step}",
+        where=run.store.url,
         found=nearest_steps((listed.step for listed in checkpoints), step),
         remedy="restore() without a step takes the newest",
-    )  # fmt: skip
+    )
+
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A newer checkpoint that was passed over."""
+
+    step: int
+    folder: str
+    reason: str
+
+
+class Attempts:
+    """Tries checkpoints, one after the other, on all ranks."""
+
+    def __init__(self, choosing: Choosing, bus: Bus, *, named: bool) -> None:
+        """`named`: no other one may stand in for the first."""
+        self._choosing = choosing
+        self._bus = bus
+        self._named = named
+        self._skipped: list[Skipped] = []
+        self._deleted: list[Skipped] = []
+        """Those that were gone when they were to be opened."""
+
+    def until_one_succeeds(
+        self, attempt: Callable[[Chosen], _Found]
+    ) -> tuple[_Found, tuple[Skipped, ...]] | None:
+        """What comes of the first that can be opened and read, and those that were passed over;
+        None where there is none to try."""
+        last: LaststepError | None = None
+        while (chosen := self._choosing.next()) is not None:
+            signals.let_in()
+            try:
+                outcome = attempt(chosen)
+            except (CorruptError, NotFoundError) as error:
+                self._go_on_after(chosen, error)
+                last = error
+                continue
+            newer = [skipped for skipped in self._deleted if skipped.step > chosen.step]
+            return outcome, (*newer, *self._skipped)
+        if last is not None:
+            raise self._none_left() from last
+        return None
+
+    def _go_on_after(self, chosen: Chosen, error: CorruptError | NotFoundError) -> None:
+        """Choose what to try next: the same again, one of a new list, or an older one. One that
+        was named has none to stand in for it: its error is raised."""
+        if self._choosing.spoil(chosen, error):
+            return
+        verdict = self._choosing.judge(chosen, error)
+        if verdict is StandsOrGone.UNSEEN:
+            self._choosing.wait_to_see(chosen, error)
+        elif verdict is StandsOrGone.DELETED and not self._named:
+            log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
+            self._deleted.append(_skip(chosen, "it was deleted meanwhile"))
+            self._choosing.list_again()
+        elif self._choosing.stand_in(chosen, error):
+            return
+        elif self._named or isinstance(error, NotFoundError):
+            raise error
+        else:
+            # Without the remedy, which is to take the newest good one: so it is done.
+            skipped = _skip(chosen, error.without_remedy())
+            self._skipped.append(skipped)
+            self._bus.emit(
+                PassedOver(step=skipped.step, folder=skipped.folder, reason=skipped.reason)
+            )
+            self._choosing.go_on()
+
+    def _none_left(self) -> LaststepError:
+        url, skipped = self._choosing.url, self._skipped
+        if not skipped:
+            return NotFoundError(
+                "the checkpoints of this run were deleted while they were looked at",
+                where=url,
+                found="; ".join(f"{gone.folder} is gone" for gone in self._deleted[:3]),
+                remedy="`laststep ls` lists what is there; restore() again to begin anew if it is "
+                "none",
+            )
+        return CorruptError(
+            f"none of the {len(skipped)} checkpoints of this run can be restored",
+            where=url,
+            found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
+            remedy=f"`laststep verify {url}` lists all damage; a copy of the run may still be "
+            "good, and a new run elsewhere begins from the start",
+        )
+
+
+def _skip(chosen: Chosen, reason: str) -> Skipped:
+    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)

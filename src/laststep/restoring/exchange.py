@@ -1,40 +1,311 @@
-"""Read a checkpoint into parts of tensors, together with the other ranks of the job.
+"""Put verified bytes into tensors, wherever they live.
 
-The ranks tell each other what they want, once for all that want the same; then each reads its share
-of the chunks, keeps what is its own and passes the rest on, a few slots' worth at a time. A job of
-one rank does the same alone.
+Called on reading threads, on several at once: parts of different reads never overlap. Memory may be
+reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
+the other threads read on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+import numpy as np
+import torch
+
+from laststep.capture.device import CopyStreams
+from laststep.capture.exact import copy_each
+from laststep.capture.gather import bytes_of
 from laststep.codecs.digests import digest
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.chunk_readers import Chunk, FileBox, chunks_of
-from laststep.plan.load import Read
-from laststep.plan.who_reads import Ledger, able_of, known_sources
-from laststep.plan.wishes import Wants, Wish, decode_wish, encode_wish
+from laststep.plan.reads import Chunk, FileBox, Read, chunks_of
+from laststep.plan.who_reads import (
+    Ledger,
+    Wants,
+    Wish,
+    able_of,
+    decode_wish,
+    encode_wish,
+    known_sources,
+)
 from laststep.ranks.group import together
-from laststep.read.reader import read_all
-from laststep.restoring.parcels import BoxPlacer, Parcel
-from laststep.state.boxes import whole
-from laststep.state.tensors import Laid, LocalBox, held_by
-from laststep.terms import DTYPES
+from laststep.read.reader import Room, read_all
+from laststep.state.boxes import Box, whole
+from laststep.state.tensors import TORCH_DTYPES, Laid, LocalBox, box_of, held_by
+from laststep.terms import DTYPES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from laststep.plan.reads import Chunk, ReadPart
     from laststep.plan.who_reads import WriterSource
     from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
     from laststep.read.content import Content, Key
     from laststep.read.files import DataFile
     from laststep.restoring.match import Match
-    from laststep.restoring.placer import TensorRoom
-    from laststep.state.stored_items import TensorSpec
+    from laststep.state.tree import TensorSpec
     from laststep.tiers.nodes import Readers
+
+
+MANY = 16
+"""From so many small parts on, a chunk is moved to the device whole and scattered there."""
+
+
+class TensorRoom(Room, Protocol):
+    """Where reads land that go into tensors."""
+
+    slot_bytes: int
+
+
+def tensor_over(chunk: memoryview) -> torch.Tensor:
+    """Bytes as a tensor, not copied. Nobody may write into it where the bytes are read-only: torch
+    has no such tensors, and would warn."""
+    if not chunk.readonly:
+        return torch.frombuffer(chunk, dtype=torch.uint8)
+    there = np.frombuffer(chunk, np.uint8)
+    alias = (ctypes.c_uint8 * chunk.nbytes).from_address(there.ctypes.data)
+    alias.source = there  # type: ignore[attr-defined] # which keeps the bytes
+    return torch.frombuffer(alias, dtype=torch.uint8)
+
+
+class Placer:
+    """Delivers reads into targets; targets MUST be contiguous."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._bytes = [bytes_of(target) for target in targets]
+        self._devices = [target.device for target in targets]
+        self._streams = CopyStreams(self._devices)
+
+    def deliver(self, read: Read, data: memoryview) -> None:
+        """Copy a read's parts to where they belong; its memory is free afterwards."""
+        by_device: dict[torch.device, list[ReadPart]] = {}
+        for part in read.parts:
+            by_device.setdefault(self._devices[part.target], []).append(part)
+        chunk = tensor_over(data)
+        for device, parts in by_device.items():
+            with self._streams.copying(device):
+                source = chunk
+                if device.type == "cuda" and len(parts) > MANY:
+                    source = chunk[: read.stop - read.start].to(device, non_blocking=True)
+                self._scatter(source, parts)
+
+    def finish(self) -> None:
+        """Make the streams that training uses wait for all copies."""
+        self._streams.lead()
+
+    def _scatter(self, chunk: torch.Tensor, parts: list[ReadPart]) -> None:
+        into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
+        source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
+        copy_each(into, source, non_blocking=True)
+
+
+_ALIGN_BYTES = 16
+"""A box in a parcel begins at a multiple of the largest element."""
+_ALL = -1
+"""In the place of a rank: what every one of them wants."""
+
+
+class Sent(NamedTuple):
+    """A box in a parcel."""
+
+    tensor: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class _Move(NamedTuple):
+    """A box of a chunk, and what of it is wanted by somebody."""
+
+    tensor: int
+    at: int
+    box: Box
+    common: Box
+    who: int
+    size_bytes: int
+
+
+class Parcel(NamedTuple):
+    """Boxes for somebody: which, and their bytes one after the other."""
+
+    head: bytes
+    data: torch.Tensor
+
+
+@dataclass(slots=True)
+class Parcels:
+    """What a rank passes on of some chunks: to each other rank, and to all of them alike."""
+
+    each: dict[int, Parcel]
+    all: Parcel | None
+
+
+class _ParcelPlace(NamedTuple):
+    """Where in a parcel a box goes."""
+
+    move: _Move
+    parcel: torch.Tensor | None
+    """None: into this rank's own memory only."""
+    at: int
+
+
+class _Copy(NamedTuple):
+    """A box that lies somewhere in a slot or a parcel, and where a part of it goes."""
+
+    into: torch.Tensor
+    tensor: int
+    at: int
+    box: Box
+    taken: Box
+
+
+class BoxPlacer:
+    """Delivers what this rank reads, and what others pass on to it."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        targets: Mapping[int, Sequence[LocalBox]],
+        dtypes: Sequence[str],
+        wants: Wants,
+    ) -> None:
+        self._rank = rank
+        self._targets = targets
+        self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
+        self._wants = wants
+        self._places: dict[tuple[int, int], list[_ParcelPlace]] = {}
+        self._placed: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._streams = CopyStreams(box.memory.device for held in targets.values() for box in held)
+
+    def device(self) -> torch.device:
+        """Where all that this rank wants is to lie; the host, if not all on one device."""
+        devices = {box.memory.device for held in self._targets.values() for box in held}
+        if not devices and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def passed_on_bytes(self, chunk: Chunk) -> int:
+        """How much of a chunk goes to others; what goes to all of them counts once."""
+        mine = self._rank.number
+        return sum(move.size_bytes for move in self._moves(chunk) if move.who != mine)
+
+    def expect(self, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
+        """These are read next; what others want of them gets its place in the parcels, which lie on
+        that device and are filled when all are delivered."""
+        moves = [(chunk, list(self._moves(chunk))) for chunk in chunks]
+        heads: dict[int, list[Sent]] = {}
+        sizes: Counter[int] = Counter()
+        for _, wanted in moves:
+            for move in wanted:
+                if move.who != self._rank.number:
+                    sizes[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
+                    sent = Sent(move.tensor, move.common.start, move.common.stop)
+                    heads.setdefault(move.who, []).append(sent)
+        parcels = {
+            who: Parcel(
+                msgspec.msgpack.encode(heads[who]),
+                torch.empty(size, dtype=torch.uint8, device=device),
+            )
+            for who, size in sizes.items()
+        }
+        self._streams.follow()  # this memory may have been another's, which is still being copied
+        at: Counter[int] = Counter()
+        self._places = {}
+        for chunk, wanted in moves:
+            places = self._places[chunk.file, chunk.start] = []
+            for move in wanted:
+                parcel = parcels.get(move.who)
+                places.append(
+                    _ParcelPlace(move, None if parcel is None else parcel.data, at[move.who])
+                )
+                at[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
+        to_all = parcels.pop(_ALL, None)
+        return Parcels(parcels, to_all)
+
+    def deliver(self, read: Read, data: memoryview) -> None:
+        """Take what a chunk holds to where it is wanted."""
+        copies: list[_Copy] = []
+        for move, parcel, at in self._places[read.file, read.start]:
+            tensor, common = move.tensor, move.common
+            if move.who in (self._rank.number, _ALL):
+                copies += self._placed_in(tensor, common, move.at, move.box)
+            if parcel is not None:
+                place = self._view(parcel, at, tensor, common)
+                copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
+        self._copy(tensor_over(data)[: read.stop - read.start], copies)
+
+    def unpack(self, parcel: Parcel) -> None:
+        """Place what another rank has passed on."""
+        at = 0
+        copies: list[_Copy] = []
+        for sent in msgspec.msgpack.decode(parcel.head, type=list[Sent]):
+            box = Box(sent.start, sent.stop)
+            copies += self._placed_in(sent.tensor, box, at, box)
+            at += align_up(box.volume * self._dtypes[sent.tensor].itemsize, _ALIGN_BYTES)
+        self._copy(parcel.data, copies)
+
+    def finish(self) -> None:
+        """Make training wait for all copies."""
+        self._streams.lead()
+
+    def lacking(self) -> int | None:
+        """A tensor of which not everything that this rank wants has come."""
+        for tensor, held in self._targets.items():
+            if self._placed[tensor] != sum(target.box.volume for target in held):
+                return tensor
+        return None
+
+    def _moves(self, chunk: Chunk) -> Iterator[_Move]:
+        for stored, box, at in chunk.boxes():
+            tensor, size = stored.tensor, stored.itemsize
+            if self._wants.by_all(tensor) and self._wants.size > 1:
+                yield _Move(tensor, at, box, box, _ALL, box.volume * size)
+                continue
+            for who in self._wants.ranks(self._wants.of_box(tensor, box)):
+                for common in filter(None, map(box.meet, self._wants.boxes(who, tensor))):
+                    yield _Move(tensor, at, box, common, who, common.volume * size)
+
+    def _view(self, memory: torch.Tensor, at: int, tensor: int, box: Box) -> torch.Tensor:
+        dtype = self._dtypes[tensor]
+        return memory[at : at + box.volume * dtype.itemsize].view(dtype).view(box.shape)
+
+    def _placed_in(self, tensor: int, common: Box, at: int, box: Box) -> Iterator[_Copy]:
+        """Where in this rank's memory a part of a box goes that lies at `at`; counts it."""
+        placed = 0
+        for held in self._targets.get(tensor, ()):
+            here = held.box.meet(common)
+            if here is not None:
+                into = box_of(held.memory, here.within(held.box))
+                yield _Copy(into, tensor, at, box, here.within(box))
+                placed += here.volume
+        with self._lock:
+            self._placed[tensor] += placed
+
+    def _copy(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        by_device: dict[torch.device, list[_Copy]] = {}
+        for copy in copies:
+            by_device.setdefault(copy.into.device, []).append(copy)
+        for device, onto in by_device.items():
+            if memory.is_cuda:  # a parcel that came on the stream that copies it, too
+                self._scatter(memory, onto)
+                continue
+            with self._streams.copying(device):
+                source = memory
+                if device.type == "cuda" and len(onto) > MANY:
+                    source = memory.to(device, non_blocking=True)
+                self._scatter(source, onto)
+
+    def _scatter(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        source = [box_of(self._view(memory, c.at, c.tensor, c.box), c.taken) for c in copies]
+        copy_each([copy.into for copy in copies], source, non_blocking=True)
+
 
 _PARCEL_BYTES = 64 << 20
 """So much is passed on at a time by a rank, or what is wanted of one chunk: what bounds the
@@ -104,10 +375,12 @@ class BoxTransfer:
         lacking = placer.lacking()
         if lacking is not None:
             name = "/".join(self._keys[lacking])
-            raise Corrupt(
-                "the parts of a tensor do not make it up", where=self._content.folder,
-                expected=f"every element of {name} once", remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
+            raise CorruptError(
+                "the parts of a tensor do not make it up",
+                where=self._content.folder,
+                expected=f"every element of {name} once",
+                remedy=DAMAGE_REMEDY,
+            )
 
 
 class _Plan(NamedTuple):
@@ -174,24 +447,28 @@ def _chunks(
     agreement = content.agreement
     sources: list[WriterSource]
     if agreement is None:
-        stored = {writer: stored_by(writer) for writer in range(content.commit.ranks)}
+        stored = {writer: stored_by(writer) for writer in range(content.commit.index_count)}
         sources = [source for source in known_sources(stored, wants) if rank in source.readers]
     else:
         sources = list(Ledger(agreement.spreads, wants).sources(rank))
     if readers is not None:
         able = [able_of(source, readers[source.writer]) for source in sources]
         if not all(source.readers for source in able):
-            raise Corrupt("what is wanted lies in the shared memory of another node",
-                          where=content.folder)  # fmt: skip
+            raise CorruptError(
+                "what is wanted lies in the shared memory of another node", where=content.folder
+            )
         sources = [source for source in able if rank in source.readers]
     if agreement is not None:
         stored = {source.writer: stored_by(source.writer) for source in sources}
     sizes = {number: file.layout.tensor_bytes for number, file in enumerate(content.files)}
-    return [
+    chunks = [
         chunk
         for source in sources
         for chunk in chunks_of(rank, source, stored[source.writer], wants, sizes)
     ]
+    # Only now: others may read all of a file that this rank wants something of.
+    content.open_files({chunk.file for chunk in chunks})
+    return chunks
 
 
 def _turns(chunks: Sequence[Chunk], passed_on: Sequence[int]) -> list[list[Chunk]]:

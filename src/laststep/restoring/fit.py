@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.errors import Mismatch, NotFound, Problems
+from laststep.errors import MismatchError, NotFoundError, Problems
 from laststep.ranks.group import together
-from laststep.restoring.match import PLAIN_KINDS, Match, match_item
+from laststep.restoring.match import PLAIN_KINDS, Match, match_item, newer_entries
 from laststep.restoring.renaming import modules_in, rename
-from laststep.restoring.trees import newer_entries
 from laststep.saving.describe import naming
-from laststep.state.members import make_late
+from laststep.state.items import TrainableProvider, make_late
 from laststep.state.modules import loads_in_its_own_way
 from laststep.state.provider import lies_above, lies_under
 from laststep.state.tensors import collect
-from laststep.state.trainable import TrainableProvider
 from laststep.state.tree import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from laststep.format.manifest import Commit
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content
+    from laststep.restoring.match import Match
     from laststep.restoring.renaming import Modules
-    from laststep.state.pieces import Collected
-    from laststep.state.provider import State, StateProvider
+    from laststep.state.provider import Collected, State, StateProvider
+
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +117,18 @@ def fit(
     remedy: str,
     ranks: Ranks,
 ) -> Fit:
-    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
-    checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
-    stored need not be wanted by each of them, but by one."""
+    """Fit all wanted items; raises one `MismatchError` that lists everything when `strict`. `where`
+    (the checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what
+    is stored need not be wanted by each of them, but by one."""
     fitted = together(
         ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
     )
     fits = _hear_of_others(fitted, ranks)
     problems = Problems(
-        missing=tuple(fitted.missing), unexpected=tuple(fitted.unexpected),
+        missing=tuple(fitted.missing),
+        unexpected=tuple(fitted.unexpected),
         mismatched=tuple(fitted.mismatched),
-    )  # fmt: skip
+    )
 
     def judge() -> None:
         if problems:
@@ -137,7 +138,7 @@ def fit(
             ways = _way_by_names(problems, content) + _way_by_hooks(
                 problems, content, providers, where
             )
-            raise Mismatch.of(problems, where=where, what=what, remedy=remedy + ways)
+            raise MismatchError.of(problems, where=where, what=what, remedy=remedy + ways)
 
     if not fits and (strict or not fitted.takes_something):
         together(ranks, judge)
@@ -150,7 +151,7 @@ def fit(
 
 def judge_twins(fitted: Fit, ranks: Ranks) -> None:
     """Judge what only the bytes tell, once they are read: whether what is one tensor here is stored
-    as two of the same. If not, that is a `Mismatch` when strict; else the first holds."""
+    as two of the same. If not, that is a `MismatchError` when strict; else the first holds."""
     if not fitted.have_twins:
         return
     mine = together(
@@ -159,11 +160,12 @@ def judge_twins(fitted: Fit, ranks: Ranks) -> None:
     notes = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
     texts = tuple(dict.fromkeys(text for note in notes for text in note))
     if texts and fitted.strict:
-        raise Mismatch.of(
-            Problems(mismatched=texts), where=fitted.where,
+        raise MismatchError.of(
+            Problems(mismatched=texts),
+            where=fitted.where,
             remedy="restore into a state in which they are apart, "
             "or pass strict=False to take the first",
-        )  # fmt: skip
+        )
     fitted.problems = msgspec.structs.replace(
         fitted.problems, mismatched=fitted.problems.mismatched + texts
     )
@@ -348,16 +350,19 @@ def _warn_of_problems(problems: Problems) -> None:
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     log.warning(
         "not all of the live state is restored, the rest is left as it is: %s%s "
-        "(restored.problems is all of it)", shown, more,
-    )  # fmt: skip
+        "(restored.problems is all of it)",
+        shown,
+        more,
+    )
 
 
 def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
     for item, names in removed.items():
         log.warning(
             "%s goes back to what was saved, without %s; strict=False would keep them",
-            item, _first(names),
-        )  # fmt: skip
+            item,
+            _first(names),
+        )
 
 
 def warn_of_left_out(item: str, provider: StateProvider, made: object) -> None:
@@ -373,8 +378,10 @@ def warn_of_left_out(item: str, provider: StateProvider, made: object) -> None:
         if names:
             log.warning(
                 "%s becomes what its function for when_ranks_change gives, without %s: have it "
-                "give them too to keep them", item, _first(names),
-            )  # fmt: skip
+                "give them too to keep them",
+                item,
+                _first(names),
+            )
 
 
 def _first(names: Sequence[str]) -> str:
@@ -385,20 +392,22 @@ def _first(names: Sequence[str]) -> str:
 def _check_all_used(
     only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
 ) -> None:
-    """`NotFound` for a part that was asked for and picks nothing, such as a misspelt one."""
+    """`NotFoundError` for a part that was asked for and picks nothing, such as a misspelt one."""
     names = {name: content.items[name].names() for name in providers if name in content.items}
     items = f"items {', '.join(sorted(content.items))} in the checkpoint"
     for pattern in only:
         whose = pattern.split("/", 1)[0]
         if pattern in providers or any(
             pattern == item
-            or (fnmatch.fnmatchcase(item, whose)
-                and any(map(_picks(pattern, item, tensors), tensors)))
+            or (
+                fnmatch.fnmatchcase(item, whose)
+                and any(map(_picks(pattern, item, tensors), tensors))
+            )
             for item, tensors in names.items()
-        ):  # fmt: skip
+        ):
             continue
         if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
-            raise NotFound(
+            raise NotFoundError(
                 "no live item of this Checkpointer matches",
                 where=where,
                 expected=pattern,
@@ -407,7 +416,54 @@ def _check_all_used(
                 if whose in content.items
                 else "name one of the live items",
             )
-        raise NotFound(
-            "nothing in the checkpoint matches", where=where, expected=pattern, found=items,
+        raise NotFoundError(
+            "nothing in the checkpoint matches",
+            where=where,
+            expected=pattern,
+            found=items,
             remedy="`laststep show --all` lists the names",
-        )  # fmt: skip
+        )
+
+
+def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> None:
+    """`MismatchError` if a tensor that is to be restored was rounded."""
+    if not content.commit.lossy:
+        return
+    for match in matches:
+        for name in match.reads:
+            how = _rounded(content, match.item.name, name)
+            if how is not None:
+                raise MismatchError(
+                    "the checkpoint is not exact",
+                    where=where,
+                    expected="no tensor that was rounded, with exact=True",
+                    found=f"{match.item.name}/{name}, rounded to {how} when it was saved",
+                    remedy="restore(exact=False) takes it as it is; `laststep ls` shows which "
+                    "checkpoints are exact",
+                )
+
+
+def _rounded(content: Content, item: str, name: str) -> str | None:
+    for place in content.places(item, name):
+        stored = content.files[place.file].stored
+        for entry in stored.layout.tensors if stored.lossy else ():
+            if entry.start == place.start and entry.name in stored.lossy:
+                return stored.lossy[entry.name]
+    return None
+
+
+def refuse_excerpt(commit: Commit, only: Sequence[str] | None, where: str) -> None:
+    """`MismatchError` where something is wanted that an excerpt lacks."""
+    lacking = [item for item in commit.left_out if selection(only, item)[0]]
+    if lacking:
+        here = [record.name for record in commit.items]
+        error = MismatchError(
+            "the checkpoint is an excerpt, without " + ", ".join(lacking),
+            where=where,
+            expected="all items" if only is None else f"what only={list(only)} names",
+            found=f"{', '.join(here)} of a checkpoint of the run {commit.run}",
+            remedy=f"restore(only={here}) takes what is here; the whole is, or was, in the "
+            "run that this was copied from",
+        )
+        error.problems = Problems(missing=tuple(lacking))
+        raise error

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.state.names import name_of, path_of
 from laststep.state.optimizers import group_of, is_optimizer_state
-from laststep.state.tree import OWNED, Path, owned, owners, rebuild
+from laststep.state.tree import OWNED, Path, name_of, owned, owners, path_of, rebuild
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from laststep.state.stored_items import StoredItem
+    from laststep.state.tree import StoredItem
 
 
 class ModuleNames(NamedTuple):
@@ -187,10 +186,10 @@ def _names_of_same(name: str, modules: Modules) -> list[str]:
     asked = [module for module in modules.values() if name in module.names]
     others = {other: None for module in asked for other in module.alike.get(name, ())}
     return [
-        other for other in others
-        if other != name
-        and all(other in m.alike.get(name, ()) for m in asked if other in m.names)
-    ]  # fmt: skip
+        other
+        for other in others
+        if other != name and all(other in m.alike.get(name, ()) for m in asked if other in m.names)
+    ]
 
 
 def _optimizer_at(tree: object, path: Path) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Find the checkpoint to restore and restore it: the newest that verifies, or the one named.
 
-Only `Corrupt`, which readers raise after a second look, makes an older checkpoint count; storage
-that cannot be reached and state that does not fit raise. Everything passed over is reported.
-"""
+Only `CorruptError`, which readers raise after a second look, makes an older checkpoint count;
+storage that cannot be reached and state that does not fit raise. Everything passed over is
+reported."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
-from laststep.errors import NotFound, Problems
+from laststep.errors import NotFoundError, Problems
 from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
 from laststep.ranks.group import together
-from laststep.restoring.attempts import Attempts, Skipped
 from laststep.restoring.choose import (
     Asked,
+    Attempts,
     Choosing,
+    Skipped,
     Which,
     check_asked,
+    look_at_tiers,
+    look_into_memory,
     open_run,
+    seen_in,
 )
-from laststep.restoring.exactness import refuse_rounded
-from laststep.restoring.excerpts import refuse_excerpt
-from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
-from laststep.restoring.places import look_at_tiers, look_into_memory, seen_in
+from laststep.restoring.fit import (
+    Fit,
+    fit,
+    judge_twins,
+    refuse_excerpt,
+    refuse_rounded,
+    warn_of_left_out,
+)
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content
     from laststep.restoring.choose import Chosen
-    from laststep.restoring.placer import TensorRoom
+    from laststep.restoring.exchange import TensorRoom
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
     from laststep.tiers.tier import Tier
@@ -104,10 +112,14 @@ class Outcome:
         """The same as a user is told it, with what was passed over before."""
         commit = self.commit
         return Restored(
-            step=commit.step, next_step=commit.step + 1, skipped=(*skipped, *self.skipped),
-            problems=self.problems, folder=self.chosen.folder, metrics=commit.metrics,
+            step=commit.step,
+            next_step=commit.step + 1,
+            skipped=(*skipped, *self.skipped),
+            problems=self.problems,
+            folder=self.chosen.folder,
+            metrics=commit.metrics,
             metadata=commit.metadata,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +184,13 @@ def peek_into(
         return None
     (folder, commit), skipped = found
     return Peeked(
-        step=commit.step, next_step=commit.step + 1, folder=folder, skipped=skipped,
-        metrics=commit.metrics, metadata=commit.metadata,
-    )  # fmt: skip
+        step=commit.step,
+        next_step=commit.step + 1,
+        folder=folder,
+        skipped=skipped,
+        metrics=commit.metrics,
+        metadata=commit.metadata,
+    )
 
 
 def _choosing(
@@ -186,10 +202,16 @@ def _choosing(
     check_asked(
         ranks,
         Asked(
-            step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact, in_memory=near,
-            tiers=len(wanted.tiers), peeked=wanted.peeked, call=call,
+            step=wanted.step,
+            only=only,
+            strict=wanted.strict,
+            exact=wanted.exact,
+            in_memory=near,
+            tiers=len(wanted.tiers),
+            peeked=wanted.peeked,
+            call=call,
         ),
-    )  # fmt: skip
+    )
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
     further = look_at_tiers(store, wanted, ranks)
     look_into_memory(store, ranks)
@@ -197,7 +219,7 @@ def _choosing(
     together(ranks, lambda: saw(seen_in(store)) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
-    except NotFound:
+    except NotFoundError:
         if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
@@ -236,9 +258,14 @@ class _Restoring:
             where = self._choosing.where(chosen)
             refuse_excerpt(content.commit, wanted.only, where)
             fitted = fit(
-                content, self._providers, wanted.only, strict=wanted.strict, where=where,
-                remedy=pass_objects(content, self._providers) + _REMEDY, ranks=ranks,
-            )  # fmt: skip
+                content,
+                self._providers,
+                wanted.only,
+                strict=wanted.strict,
+                where=where,
+                remedy=pass_objects(content, self._providers) + _REMEDY,
+                ranks=ranks,
+            )
             if wanted.exact:
                 refuse = functools.partial(refuse_rounded, content, fitted.matches, where)
                 together(ranks, refuse)
@@ -248,24 +275,35 @@ class _Restoring:
             size_bytes = transfer.run(room, wanted.threads)
             judge_twins(fitted, ranks)
             give = functools.partial(
-                hand_over, content, fitted, self._providers, room, ranks.rank,
+                hand_over,
+                content,
+                fitted,
+                self._providers,
+                room,
+                ranks.rank,
                 allow_pickle=wanted.allow_pickle,
-            )  # fmt: skip
+            )
             together(ranks, give)
         at_home = self._choosing.is_at_home(chosen) and not fitted.problems
         outcome = Outcome(
-            chosen=chosen, commit=content.commit, skipped=(), problems=fitted.problems,
-            was_at_home=at_home, was_read=at_home and wanted.only is None,
+            chosen=chosen,
+            commit=content.commit,
+            skipped=(),
+            problems=fitted.problems,
+            was_at_home=at_home,
+            was_read=at_home and wanted.only is None,
             # What a damaged one had put in place may lie beyond what this one covers, unless it is
             # the same, read elsewhere.
             mixed=len(self._changed) > 1 and (bool(fitted.problems) or wanted.only is not None),
-        )  # fmt: skip
+        )
         self._bus.emit(
             RestoredEvent(
-                step=chosen.step, folder=chosen.folder, size_bytes=size_bytes,
+                step=chosen.step,
+                folder=chosen.folder,
+                size_bytes=size_bytes,
                 seconds=time.perf_counter() - began,
             )
-        )  # fmt: skip
+        )
         return outcome
 
 
@@ -320,5 +358,5 @@ def newest_of(store: Store) -> Listed | None:
     """Return the newest checkpoint of a run; None if there is none yet."""
     try:
         return Run.open(store).newest()
-    except NotFound:
+    except NotFoundError:
         return None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laststep.plan.load import Read, Want, plan_reads
+from laststep.plan.reads import Read, Want, plan_reads
 from laststep.ranks.group import together
 from laststep.read.reader import read_all
-from laststep.restoring.exchange import BoxTransfer
+from laststep.restoring.exchange import BoxTransfer, Placer
 from laststep.restoring.match import Match, load_item
-from laststep.restoring.placer import Placer
 from laststep.state.tensors import copy_tensors
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content
-    from laststep.restoring.placer import TensorRoom
+    from laststep.restoring.exchange import TensorRoom
     from laststep.tiers.nodes import Readers
 
 
@@ -49,10 +48,11 @@ class Transfer:
         self._ranks = ranks
         # What every rank has for itself is nobody else's business.
         self._own = [
-            match for match in matches
+            match
+            for match in matches
             if match.item.name in content.per_rank
             or (ranks.size == 1 and _is_simple(content, match))
-        ]  # fmt: skip
+        ]
         common = [match for match in matches if not any(match is own for own in self._own)]
         self._boxes = None
         if common or ranks.size > 1:

@@ -1,7 +1,8 @@
-"""Wait, before a restore, for saves that other processes have under way: something newer may come.
-Whoever goes on saving then is told of.
+"""The Checkpointers of this process, by run: a restore waits for what the others have under way.
 
-Nothing tells when another process is done, so the run is looked at now and then, up to a limit.
+Two on one run are common in a notebook, where a cell that is run again makes a second one while the
+first still flushes. Nothing is kept alive by being listed here, and a forked child starts with
+nothing: what the parent has under way is not its own.
 """
 
 from __future__ import annotations
@@ -10,21 +11,49 @@ import functools
 import logging
 import os
 import time
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from laststep.catalog.run import Run
 from laststep.catalog.starts import coming, still_coming
 from laststep.errors import LaststepError
-from laststep.process import interrupts
+from laststep.process import signals
 from laststep.settings import WAIT_FOR_OTHERS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from laststep.catalog.run import LiveWriter
+    from laststep.flush.saves import SaveHandle
     from laststep.storage.store import Store
 
+
 log = logging.getLogger(__name__)
+
+
+_Ask = Callable[[Any], "tuple[SaveHandle, ...]"]
+_entered: weakref.WeakKeyDictionary[object, tuple[Path, _Ask]] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_entered.clear)
+
+
+def enter(who: object, run: str, under_way: _Ask) -> None:
+    """`who` saves to that run; `under_way(who)` says what it has not finished."""
+    _entered[who] = Path(run).resolve(), under_way
+
+
+def wait_for_others(who: object, run: str) -> None:
+    """Wait until the saves that others had under way are over; how they ended is theirs to tell."""
+    for other, (place, ask) in list(_entered.items()):
+        if place != Path(run).resolve():
+            continue
+        handles = () if other is who else ask(other)
+        if not handles:
+            continue
+        steps = ", ".join(str(handle.step) for handle in handles)
+        log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
+        for handle in handles:
+            handle.committed.over_within(None)
+
 
 _LOOK_S = 0.05
 
@@ -42,8 +71,9 @@ def wait_for_writers(store: Store) -> None:
         if not writer.trainer_is_gone:
             log.warning(
                 "%s saves to this run: only one job at a time may. If this one saves too, the "
-                "saves of one of them fail", _named(writer),
-            )  # fmt: skip
+                "saves of one of them fail",
+                _named(writer),
+            )
             return
 
 
@@ -81,10 +111,13 @@ def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float
         if time.monotonic() >= deadline:
             log.warning(
                 "%s is alive and has not finished %s after %.0f s: restoring the newest "
-                "checkpoint that is committed", who, saves, WAIT_FOR_OTHERS_S,
-            )  # fmt: skip
+                "checkpoint that is committed",
+                who,
+                saves,
+                WAIT_FOR_OTHERS_S,
+            )
             return
-        interrupts.let_in()
+        signals.let_in()
         time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 

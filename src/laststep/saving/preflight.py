@@ -10,15 +10,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageError
 from laststep.events import Bus, Preflight
-from laststep.memory.shared import available_bytes
+from laststep.memory.segments import available_bytes
 from laststep.process import threads
 from laststep.ranks.rank import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
-from laststep.state.members import make_late
+from laststep.state.items import TrainableProvider, make_late
 from laststep.state.tensors import is_module, is_optimizer, share_bytes
-from laststep.state.trainable import TrainableProvider
 from laststep.terms import CHUNK_BYTES
 from laststep.watching import human
 
@@ -28,10 +27,9 @@ if TYPE_CHECKING:
     from laststep.capture.job import Job
     from laststep.capture.layout import Way
     from laststep.catalog.retention import Keep
-    from laststep.flush.handle import SaveReport
+    from laststep.flush.saves import SaveReport
     from laststep.ranks.rank import Rank
-    from laststep.state.pieces import Piece
-    from laststep.state.provider import StateProvider
+    from laststep.state.provider import Piece, StateProvider
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -114,16 +112,19 @@ def start_preflight(
         rate = _write_rate(store, probe) if probe and roomy else None
         bus.emit(
             Preflight(
-                state_bytes=state_bytes, host_memory_bytes=host_bytes, free_disk_bytes=free,
-                needed_disk_bytes=needed, kept_checkpoints=kept,
+                state_bytes=state_bytes,
+                host_memory_bytes=host_bytes,
+                free_disk_bytes=free,
+                needed_disk_bytes=needed,
+                kept_checkpoints=kept,
                 estimated_s=None if rate is None else state_bytes / rate,
             )
-        )  # fmt: skip
+        )
 
     thread = threading.Thread(target=run, name="laststep-preflight", daemon=True)
     try:
         threads.start(thread)
-    except StorageFailed as error:
+    except StorageError as error:
         log.warning("what saves need could not be found out: %s", error)
     return thread
 

@@ -12,13 +12,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from laststep.capture.copies import Copies
-from laststep.flush.rounding import Rounding
+from laststep.flush.encoder import Rounding
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import SavePlan, plan_save
-from laststep.process import interrupts
-from laststep.saving.describe import take_state
-from laststep.saving.pausing import without_collection
-from laststep.saving.portion import agree_alone, table_of, work_out
+from laststep.process import signals
+from laststep.saving.describe import agree_alone, table_of, take_state, without_collection, work_out
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
     from laststep.plan.files import ItemSpec
     from laststep.plan.tables import Agreement, Table
     from laststep.ranks.rank import Rank
-    from laststep.saving.describe import Described, TakenState
-    from laststep.saving.portion import Portion
+    from laststep.saving.describe import Described, Portion, TakenState
     from laststep.state.provider import StateProvider
     from laststep.state.tensors import CollectCache
 
@@ -142,7 +139,7 @@ def rehearse(
         return True  # what is not may have come to a dict meanwhile
     if not capturer.is_ready():
         return False
-    with interrupts.held(), without_collection(), contextlib.suppress(Exception):
+    with signals.held(), without_collection(), contextlib.suppress(Exception):
         taken = take_state(providers, caches, None, None, allow_pickle=allow_pickle)
         prepared, sources = preparer.prepare(taken)
         pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)

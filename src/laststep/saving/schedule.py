@@ -1,11 +1,9 @@
-"""When `step()` saves: the running state, and how all ranks come to decide alike.
+"""How fast training goes, and what saves cost it: measured where `step()` is called.
 
-Belongs to the training thread. By steps, every rank knows by itself. By the clock, the first rank
-alone measures and decides, and the others read: calls of `step()` are counted, and at some of them,
-the meetings, all ranks look at one note. It says whether all save at this very call, and after how
-many more calls the next meeting is. The first rank leaves each note one meeting ahead, so nobody
-waits for it, and no clock but its own matters. Meetings come closer as the next save does, by half
-of what is left, and are never more than `_LOOK_S` apart: should training slow down, it is noticed.
+Belongs to the training thread of the first rank; times come from outside. An iteration lies between
+two calls. Those in which a save was under way are compared, by their medians, with the last before
+it in which none was: a validation now and then does not count, nor do steps that become longer. The
+first iterations of a start are not typical, and are left out.
 """
 
 from __future__ import annotations
@@ -13,25 +11,175 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from laststep.errors import Aborted, Usage
+from laststep.errors import AbortedError, UsageError
 from laststep.plan import frequency
-from laststep.process import interrupts
-from laststep.saving.pace import Pace
+from laststep.plan.frequency import mid
+from laststep.process import signals
 from laststep.terms import duration_s, duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.catalog.failures import Past
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import SaveHandle
     from laststep.plan.frequency import Reckoning
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
     from laststep.settings import Settings
+
+
+WARM_UP = 3
+"""So many iterations of a start are left out: kernels are compiled and chosen, buffers made."""
+BASELINE = 8
+"""So many undisturbed iterations are seen before the first save, if that does not take long."""
+_RECENT, _SAVES = 16, 5
+
+
+class _Beside(NamedTuple):
+    """The iterations in which a save was under way."""
+
+    number: int
+    usual_s: float | None
+    """What those just before it took; None where none were seen."""
+    seconds: list[float]
+
+    @property
+    def lost_s(self) -> float:
+        """What they took longer, all together; by chance that may be less than nothing."""
+        if self.usual_s is None:
+            return 0.0
+        return (mid(self.seconds) - self.usual_s) * len(self.seconds)
+
+
+class _Ended(NamedTuple):
+    """What one save took."""
+
+    stall_s: float
+    device_s: float
+    slower_s: float
+    latency_s: float
+    size_bytes: int
+    bytes_per_s: float
+
+
+class Pace:
+    """What was seen so far; also of saves that a user asked for himself."""
+
+    def __init__(self) -> None:
+        self._alone: deque[float] = deque(maxlen=_RECENT)
+        """Seconds of the last iterations without a save."""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Of the last of all."""
+        self._ended: deque[_Ended] = deque(maxlen=_SAVES)
+        self._under_way: dict[SaveHandle, _Beside] = {}
+        self._fresh: deque[SaveHandle] = deque(maxlen=_SAVES)
+        """The last saves of this iteration."""
+        self._seen = 0
+        self._last_s: float | None = None
+        self._saves = 0
+        self.captured_s: float | None = None
+        """When the last save began."""
+        self.failed = False
+        """Whether that came to nothing."""
+
+    def anew(self) -> None:
+        """A restore came between: what iterations take is seen anew, what saves cost is known."""
+        self._last_s, self._seen = None, 0
+        self._alone.clear()
+        self._recent.clear()
+
+    def iterated(self, now_s: float) -> None:
+        """An iteration is over, and the next begins."""
+        if self._last_s is not None:
+            self._seen += 1
+            # What saves held up is told by themselves.
+            held_s = sum(handle.report.stall_s for handle in self._fresh)
+            seconds = max(now_s - self._last_s - held_s, 0.0)
+            self._recent.append(seconds)
+            for beside in self._under_way.values():
+                beside.seconds.append(seconds)
+            if self._seen > WARM_UP and not self._under_way:
+                self._alone.append(seconds)
+        self._last_s = now_s
+        self._fresh.clear()
+        if self._under_way:
+            self._look()
+
+    def began(self, handle: SaveHandle, now_s: float) -> None:
+        """A save begins."""
+        self._look()  # where nobody calls step(), nobody else does
+        self._saves += 1
+        usual_s = mid(self._alone) if self._alone else None
+        self._under_way[handle] = _Beside(self._saves, usual_s, [])
+        self._fresh.append(handle)
+        self.captured_s, self.failed = now_s, False
+
+    def _look(self) -> None:
+        """See which saves are over."""
+        for handle in list(self._under_way):
+            if not handle.done():
+                continue
+            beside, report = self._under_way.pop(handle), handle.report
+            if report.committed_s is None:
+                self.failed = self.failed or beside.number == self._saves
+                continue
+            moved = (report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9)
+            self._ended.append(
+                _Ended(
+                    report.stall_s,
+                    report.device_copy_s + report.fence_s,
+                    beside.lost_s,
+                    report.committed_s,
+                    report.size_bytes,
+                    moved,
+                )
+            )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return bool(self._under_way)
+
+    @property
+    def missing(self) -> int:
+        """How many undisturbed iterations are still to be seen before the first save."""
+        return max(WARM_UP + BASELINE - self._seen, 0)
+
+    @property
+    def step_s(self) -> float | None:
+        """What an iteration takes now; None while that is not known."""
+        return mid(self._recent) if self._recent else None
+
+    @property
+    def cost_s(self) -> float | None:
+        """What a save costs training: what it held up, and the longer of what the device did for it
+        and what the iterations beside it took longer, which may be the same. None before the first
+        has ended."""
+        if not self._ended:
+            return None
+        slower_s = mid([one.slower_s for one in self._ended])
+        device_s = mid([one.device_s for one in self._ended])
+        return mid([one.stall_s for one in self._ended]) + max(device_s, slower_s)
+
+    @property
+    def latency_s(self) -> float:
+        """How long a save takes until it is committed."""
+        return mid([one.latency_s for one in self._ended])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._ended[-1].size_bytes if self._ended else 0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What a save writes in a second, until it is durable."""
+        return mid([one.bytes_per_s for one in self._ended])
+
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +257,13 @@ class BoardNotes(OwnNotes):
             late = (
                 f"nothing within {self._deadline_s:g} s" if note is None else "that of much later"
             )
-            raise Aborted(
-                "this rank does not know when to save next", expected="rank 0's word on it",
-                found=late, remedy="every rank must call step() for the same steps; rank 0 may be "
+            raise AbortedError(
+                "this rank does not know when to save next",
+                expected="rank 0's word on it",
+                found=late,
+                remedy="every rank must call step() for the same steps; rank 0 may be "
                 "stopped, slow or dead: see its log; a larger deadline_s waits longer",
-            )  # fmt: skip
+            )
         return note
 
 
@@ -191,17 +341,21 @@ class Schedule:
         if before is not None and step <= before:
             if step == before:
                 return False
-            raise Usage(
-                f"step {step} comes after step {before}", expected=f"a step from {before} on",
-                found=str(step), remedy="count steps over the whole training, not within an epoch; "
+            raise UsageError(
+                f"step {step} comes after step {before}",
+                expected=f"a step from {before} on",
+                found=str(step),
+                remedy="count steps over the whole training, not within an epoch; "
                 "restore() an earlier step to go back to it",
-            )  # fmt: skip
+            )
         if self._every is None and not self._may_only_end:
-            raise Usage(
-                "step() does not know how often to save", expected="a Checkpointer with every=…",
-                found="every=None", remedy="pass every='auto', every=1000 or every='10 min'; or "
+            raise UsageError(
+                "step() does not know how often to save",
+                expected="a Checkpointer with every=…",
+                found="every=None",
+                remedy="pass every='auto', every=1000 or every='10 min'; or "
                 "call save() where you want to",
-            )  # fmt: skip
+            )
         self._last_step = step
         if self._every is None:
             return False
@@ -229,8 +383,10 @@ class Schedule:
             )
             log.warning(
                 "training ends with step %d, which is not saved (%s was): step(…, last=True) saves "
-                "the last step in any case", self._last_step, saved,
-            )  # fmt: skip
+                "the last step in any case",
+                self._last_step,
+                saved,
+            )
         return self._pace is not None and self._fixed_s is None
 
     # -- by the clock -----------------------------------------------------------------------------
@@ -243,7 +399,7 @@ class Schedule:
         self._calls += 1
         saves = False
         while self._at <= self._calls:
-            with interrupts.held():
+            with signals.held():
                 saves = self._at_meeting(self._notes)
         return saves
 
@@ -325,11 +481,17 @@ class Schedule:
         tiers = (frequency.TierCost(cost_s, pace.latency_s, mtbf_s),)
         (chosen,) = frequency.intervals(tiers, self._most_share)
         return frequency.Reckoning(
-            interval_s=chosen.seconds, bound=chosen.bound, cost_s=cost_s,
-            latency_s=pace.latency_s, mtbf_s=mtbf_s, mtbf_from=mtbf_from,
-            lost_share=frequency.lost_share(tiers, [chosen.seconds]), step_s=step_s,
-            size_bytes=pace.size_bytes, bytes_per_s=pace.bytes_per_s,
-        )  # fmt: skip
+            interval_s=chosen.seconds,
+            bound=chosen.bound,
+            cost_s=cost_s,
+            latency_s=pace.latency_s,
+            mtbf_s=mtbf_s,
+            mtbf_from=mtbf_from,
+            lost_share=frequency.lost_share(tiers, [chosen.seconds]),
+            step_s=step_s,
+            size_bytes=pace.size_bytes,
+            bytes_per_s=pace.bytes_per_s,
+        )
 
     def _mtbf_s(self) -> tuple[float, str]:
         """The mean time between failures, and where it comes from, in words."""

@@ -6,16 +6,22 @@ way of their own. Mere wrappers are looked through.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from laststep.checks import plain, shown
-from laststep.errors import Usage
-from laststep.state.late import Late
-from laststep.state.members import EntryProvider, GroupProvider
-from laststep.state.modules import ModuleProvider, parameter_names
+from laststep.errors import MismatchError, UsageError
+from laststep.state.modules import (
+    ModuleProvider,
+    Unwrapped,
+    layers_of,
+    parameter_names,
+    walk_modules,
+)
 from laststep.state.optimizers import Names, OptimizerProvider
-from laststep.state.provider import StateProvider
+from laststep.state.provider import ABSENT, AroundProvider, State, StateProvider, handing_over
 from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
 from laststep.state.tree import MAX_DEPTH, PLAIN
 from laststep.state.values import (
@@ -24,13 +30,319 @@ from laststep.state.values import (
     ScalerProvider,
     StateDictProvider,
     ValueProvider,
+    put_entry,
     refuse_immutable,
 )
-from laststep.state.wrappers import Unwrapped, layers_of
-from laststep.terms import is_item_name
+from laststep.terms import is_item_name, with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from laststep.state.provider import WhenRanksChange
+    from laststep.state.tree import Path
+
+
+def make_late(provider: StateProvider) -> StateProvider:
+    """See to it that what is made late exists, also within: only then does it tell what it is.
+    Returns what others stand around."""
+    while isinstance(provider, AroundProvider):
+        provider = provider._inner
+    if isinstance(provider, GroupProvider):
+        for member in provider._members.values():
+            make_late(member)
+    return provider
+
+
+class EntryProvider(StateProvider):
+    """A plain entry of a dict that is a group: looked up at each save, replaced on restore."""
+
+    kind = "value"
+    cheap = True
+    passive = True
+
+    def __init__(self, owner: dict[Any, Any], key: object) -> None:
+        self._owner = owner
+        self._key = key
+
+    def describe(self) -> State:
+        return State(value=self._owner[self._key])
+
+    def restore(self, value: object) -> None:
+        with handing_over("an entry of a dict"):
+            put_entry(self._owner, self._key, value)
+
+
+class GroupProvider(StateProvider):
+    """Several providers as one item, each under its own key. `make` chooses one for a key."""
+
+    kind = "group"
+
+    def __init__(self, owner: dict[Any, Any], make: Callable[[Any], StateProvider]) -> None:
+        self._owner = owner
+        self._make = make
+        self._made: dict[Any, tuple[object, StateProvider]] = {}
+        """What stood under each key when it was last looked at, and its provider."""
+
+    @property
+    def _members(self) -> dict[Any, StateProvider]:
+        """The providers of what the dict holds now. That of a thing which is still there stays, for
+        what it has learnt; a plain entry, such as a dict, may have become a thing by now."""
+        made = {}
+        for key, thing in self._owner.items():
+            known = self._made.get(key)
+            if known is None or known[0] is not thing or isinstance(known[1], EntryProvider):
+                known = thing, self._make(key)
+            made[key] = known
+        self._made = made
+        return {key: member for key, (_thing, member) in made.items()}
+
+    @property
+    def cheap(self) -> bool:  # type: ignore[override]
+        return all(member.cheap for member in self._members.values())
+
+    @property
+    def passive(self) -> bool:  # type: ignore[override]
+        return all(member.passive for member in self._members.values())
+
+    @property
+    def per_rank(self) -> bool:  # type: ignore[override]
+        members = self._members.values()
+        return bool(members) and all(member.per_rank for member in members)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some of it is each rank's own and some is not: no job of several saves that."""
+        members = self._members.values()
+        inside = any(getattr(member, "mixed", False) for member in members)
+        return inside or len({member.per_rank for member in members}) > 1
+
+    @property
+    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
+        """What its members say, if they agree; functions are asked for each member's state."""
+        said = self._policies()
+        if said and all(map(callable, said.values())):
+            return self._merged
+        return "refuse" if self.undecided else next(iter(said.values()), "refuse")
+
+    @property
+    def undecided(self) -> str:
+        """Which members say different things of that, and what, in words."""
+        said = {
+            key: "a function" if callable(policy) else f"{policy!r}"
+            for key, policy in self._policies().items()
+        }
+        if len(set(said.values())) < 2:
+            return ""
+        return ", ".join(f"{key}: {policy}" for key, policy in said.items())
+
+    def _policies(self) -> dict[Any, WhenRanksChange]:
+        return {key: member.when_ranks_change for key, member in self._members.items()}
+
+    def _merged(self, states: list[Any], rank: int, ranks: int) -> object:
+        """The state that the functions of all members make of theirs."""
+        made = {}
+        for key, merge in self._policies().items():
+            if not all(isinstance(state, dict) and key in state for state in states):
+                raise MismatchError(
+                    f"not every rank has stored {key}", remedy="leave it out, or restore without it"
+                )
+            if callable(merge):
+                made[key] = merge([state[key] for state in states], rank, ranks)
+        return made
+
+    def derive(self, value: object, rank: int) -> None:
+        for key, member in self._stored_in(value).items():
+            if value[key] is not ABSENT:  # type: ignore[index]
+                member.derive(value[key], rank)  # type: ignore[index]
+
+    def parts(self) -> tuple[object, ...]:
+        return tuple(part for member in self._members.values() for part in member.parts())
+
+    def describe(self) -> State:
+        members = self._members
+        states = {key: member.describe() for key, member in members.items()}
+        volatile = {(key, *path) for key, state in states.items() for path in state.volatile}
+        things = ((k, m) for k, m in members.items() if not isinstance(m, EntryProvider))
+        return State(
+            value={key: state.value for key, state in states.items()},
+            fresh=tuple((key, *path) for key, state in states.items() for path in state.fresh),
+            loose=tuple((key, *path) for key, state in states.items() for path in state.loose),
+            things=tuple(
+                (key, *path)
+                for key, member in things
+                for path in (states[key].things if isinstance(member, GroupProvider) else ((),))
+            ),
+            volatile=frozenset(volatile),
+        )
+
+    def check(self, stored: object) -> list[str]:
+        if not isinstance(stored, dict):
+            return ["is not a group"]
+        return [
+            f"{key} {text}"
+            for key, member in self._stored_in(stored).items()
+            for text in member.check(stored[key])
+        ]
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        return {
+            (key, *path): f"{key} {text}"
+            for key, member in self._stored_in(stored).items()
+            for path, text in member.refuses(stored[key]).items()  # type: ignore[index]
+        }
+
+    def lacks(self, stored: object) -> list[Path]:
+        return [
+            (key, *path)
+            for key, member in self._stored_in(stored).items()
+            for path in member.lacks(stored[key])  # type: ignore[index]
+        ]
+
+    def _stored_in(self, stored: object) -> dict[Any, StateProvider]:
+        """The members of which there is something in a stored tree."""
+        if not isinstance(stored, dict):
+            return {}
+        return {key: member for key, member in self._members.items() if key in stored}
+
+    def models(self, paths: list[Path]) -> list[object]:
+        members = self._members
+        return [members[p[0]].models([p[1:]])[0] if p and p[0] in members else None for p in paths]
+
+    def devices(self, paths: list[Path]) -> list[str]:
+        members = self._members
+        return [
+            members[p[0]].devices([p[1:]])[0] if p and p[0] in members else "cpu" for p in paths
+        ]
+
+    def restore(self, value: object) -> None:
+        if not isinstance(value, dict):
+            return
+        members = self._members
+        for key, member in members.items():
+            if key not in value and _is_plain(member):
+                del self._owner[key]  # as in a plain dict: it came to be after the checkpoint
+            elif value.get(key, ABSENT) is not ABSENT:
+                member.restore(value[key])
+        for key, entry in value.items():
+            if key not in members:
+                put_entry(self._owner, key, entry)
+
+
+def _is_plain(member: StateProvider) -> bool:
+    """Whether it is a plain entry, or a dict from which all things have gone."""
+    if isinstance(member, GroupProvider):
+        return all(map(_is_plain, member._members.values()))
+    return isinstance(member, EntryProvider)
+
+
+class Late(AroundProvider):
+    """Names an item by a function that gives it: `Late(lambda: trainer.optimizer)`. Each save and
+    restore asks the function for what there is by then; it gives None while there is nothing.
+    `make` makes the item of what it gives, once for as long as that is the same."""
+
+    def __init__(
+        self, held: Callable[[], object], make: Callable[[Any], object] | None = None
+    ) -> None:
+        for function in (held,) if make is None else (held, make):
+            if not callable(function):
+                raise UsageError(
+                    "a late item is not a function",
+                    expected="a function that gives the item",
+                    found=shown(function),
+                    remedy="pass Late(lambda: item), or the item itself",
+                )
+        self._held, self._make = held, make
+        self._known: tuple[object, object] = (None, None)
+        """What was held last, and the item that is made of it."""
+        self._source = self
+        self._provide: Callable[[object], StateProvider] | None = None
+        self._made: tuple[object, StateProvider] | None = None
+        """The item that was last asked for something, and its provider."""
+
+    def around(self, provide: Callable[[object], StateProvider]) -> Late:
+        """One for a Checkpointer, that makes its provider so; of one thing all have one item."""
+        made = Late(self._held, self._make)
+        made._source, made._provide = self._source, provide
+        return made
+
+    def thing(self) -> object:
+        """The item that there is by now; None where that is nothing."""
+        source, held = self._source, self._held()
+        if held is not source._known[0]:
+            if self._held() is not held:
+                raise UsageError(
+                    "a late item is another one each time that it is asked for",
+                    expected="a function that gives what there is",
+                    found=shown(held),
+                    remedy="keep it and give that, as Late(lambda: self.model) does; what is made "
+                    "of it goes behind: Late(lambda: self.model, laststep.trainable)",
+                )
+            item = held if self._make is None or held is None else self._make(held)
+            source._known = (held, item)
+        return source._known[1]
+
+    def is_there(self) -> bool:
+        """Whether it is there, which makes its provider. What keeps it from that, a save tells."""
+        with contextlib.suppress(Exception):
+            return self._inner is not None
+        return False
+
+    @property
+    def _inner(self) -> StateProvider:  # type: ignore[override]
+        thing = self.thing()
+        if self._made is None or self._made[0] is not thing:
+            if thing is None or self._provide is None:
+                raise UsageError(
+                    "a late item does not exist yet",
+                    expected="what its function gives",
+                    found="None",
+                    remedy="save and restore it once it is made, or leave it out: "
+                    "restore(only=[…])",
+                )
+            self._made = (thing, self._provide(thing))
+        return self._made[1]
+
+    @property
+    def is_made(self) -> bool:
+        return self._made is not None
+
+    def parts(self) -> tuple[object, ...]:
+        return () if self._made is None else self._inner.parts()
+
+    def _told(self, name: str, otherwise: Any) -> Any:
+        return otherwise if self._made is None else getattr(self._inner, name, otherwise)
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return str(self._told("kind", StateProvider.kind))
+
+    @property
+    def passive(self) -> bool:  # type: ignore[override]
+        return bool(self._told("passive", otherwise=False))
+
+    @property
+    def cheap(self) -> bool:  # type: ignore[override]
+        return bool(self._told("cheap", otherwise=False))
+
+    @property
+    def per_rank(self) -> bool:  # type: ignore[override]
+        return bool(self._told("per_rank", otherwise=False))
+
+    @property
+    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
+        told: WhenRanksChange = self._told("when_ranks_change", StateProvider.when_ranks_change)
+        return told
+
+    @property
+    def mixed(self) -> bool:
+        return bool(self._told("mixed", otherwise=False))
+
+    @property
+    def undecided(self) -> str:
+        return str(self._told("undecided", ""))
+
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")
 """How the files of an item are named that is split, or that several ranks have."""
@@ -40,24 +352,26 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
     """A provider for each item; optimizers learn the names of parameters from the modules, and from
     dicts that hold them."""
     if not items:
-        raise Usage(
+        raise UsageError(
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
         )
     items = {plain(name): item for name, item in items.items()}  # type: ignore[misc]
     for name in items:
         if not is_item_name(name):
-            raise Usage(
+            raise UsageError(
                 "an item's name becomes a file's name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
-                found=shown(name), remedy="choose another name",
-            )  # fmt: skip
+                found=shown(name),
+                remedy="choose another name",
+            )
         part = _PART.fullmatch(name)
         if part is not None and (part[1] in items or part[1] == "shared"):
-            raise Usage(
+            raise UsageError(
                 "an item's name is that of a part of another one's file",
-                expected=f"not {part[1]!r} and a number behind it", found=repr(name),
+                expected=f"not {part[1]!r} and a number behind it",
+                found=repr(name),
                 remedy="choose another name",
-            )  # fmt: skip
+            )
 
     def names() -> dict[int, tuple[str, str]]:
         return _names_of_parameters(items)
@@ -143,10 +457,12 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, Late):
         return item.around(lambda thing: _provider(name, thing, names))
     if isinstance(item, type):
-        raise Usage(
-            f"item {name!r} is a class, which has no state", expected="an object of it",
-            found=repr(item), remedy=f"make one, and pass it: {item.__name__}(…)",
-        )  # fmt: skip
+        raise UsageError(
+            f"item {name!r} is a class, which has no state",
+            expected="an object of it",
+            found=repr(item),
+            remedy=f"make one, and pass it: {item.__name__}(…)",
+        )
     if isinstance(item, StateProvider):
         return item
     if is_module(item):
@@ -170,3 +486,62 @@ def _member(group: dict[Any, Any], key: object, name: str, names: Names) -> Stat
     if _has_own_state(group[key]):
         return _provider(name, group[key], names)
     return EntryProvider(group, key)
+
+
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+def trainable(model: torch.nn.Module) -> TrainableProvider:
+    """What of a module is trained: `Checkpointer(run, model=laststep.trainable(model), …)`."""
+    if not is_module(model):
+        raise UsageError(
+            "trainable() takes a module",
+            expected="an nn.Module",
+            found=with_article(type(model)),
+            remedy="pass the model itself",
+        )
+    return TrainableProvider(model)
+
+
+class TrainableProvider(ModuleProvider):
+    """Describes a module without what is frozen, and was so at each save and restore."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self._once: set[str] = set()
+        """What was trained at an earlier save or restore, or when it was stored."""
+
+    def expect(self, stored: Iterable[str]) -> None:
+        """These are stored, and about to be restored, frozen or not."""
+        self._once.update(stored)
+
+    def describe(self) -> State:
+        state = super().describe()
+        self._once |= self._names()
+        value, names = state.value, self._once
+        assert isinstance(value, dict)  # noqa: S101 (of a module)
+        extra = {path[0] for path in state.fresh}
+        kept = {name: entry for name, entry in value.items() if name in names or name in extra}
+        volatile = frozenset(path for path in state.volatile if path[0] in kept)
+        return replace(state, value=kept, volatile=volatile)
+
+    def _names(self) -> set[str]:
+        names: set[str] = set()
+        is_trained = False
+        for _own, prefix, node in walk_modules(self._module):
+            trained = [
+                name
+                for name, parameter in node._parameters.items()
+                if parameter is not None and parameter.requires_grad
+            ]
+            buffers = node._buffers if trained else _STATISTICS.intersection(node._buffers)
+            names.update(prefix + name for name in (*trained, *buffers))
+            is_trained = is_trained or bool(trained)
+        if not (is_trained or self._once):
+            raise UsageError(
+                "nothing of the module is trained",
+                expected="parameters that want a gradient",
+                found="none",
+                remedy="pass the module itself to save what is frozen",
+            )
+        return names

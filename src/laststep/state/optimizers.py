@@ -13,18 +13,10 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from laststep.errors import Usage
-from laststep.state.provider import (
-    ABSENT,
-    Absent,
-    State,
-    StateProvider,
-    handing_over,
-    has_absent,
-)
-from laststep.state.stored_items import TensorSpec
+from laststep.errors import UsageError
+from laststep.state.provider import ABSENT, Absent, State, StateProvider, handing_over, has_absent
 from laststep.state.tensors import is_tensor, put_tensor
-from laststep.state.tree import Owned
+from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +67,7 @@ class OptimizerProvider(StateProvider):
                 groups[-1]["items"] = {item: len(params)}
         if not held.keys() <= names.keys():
             others = [key for key in state if id(key) not in names]
-            raise Usage(
+            raise UsageError(
                 "cannot save optimizer state that belongs to none of its parameters",
                 found=", ".join(type(key).__name__ for key in others[:3]),
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
@@ -239,11 +231,13 @@ class OptimizerProvider(StateProvider):
             log.warning(
                 "%d of %d parameters of an optimizer are in no item: their state goes by place, so "
                 "restore it into one that has them in the same order, or pass what holds them "
-                "(model=…, or a dict of them) as an item too", by_place, len(named),
-            )  # fmt: skip
+                "(model=…, or a dict of them) as an item too",
+                by_place,
+                len(named),
+            )
         names = dict(zip(chain.from_iterable(ids), named, strict=True))
         if len(set(names.values())) != len(names):
-            raise Usage(
+            raise UsageError(
                 "two parameters of the optimizer have the same name",
                 remedy="pass their modules as items too, under different names",
             )

@@ -1,8 +1,7 @@
-"""What a state provider is: the object that describes an item's state and puts it back.
+"""The values that describe state on its way to and from a checkpoint.
 
-Knows nothing of files or copies. Everything that a save or a restore needs follows from
-`describe`: the tree is taken apart and the bytes behind every tensor are found; a restore writes
-them back in place, or hands the loaded tree to `restore`.
+Knows nothing of torch: live tensors are opaque here. Pieces are named tuples, not dataclasses,
+because a save of 100,000 tensors makes as many of them while training waits.
 """
 
 from __future__ import annotations
@@ -11,16 +10,76 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from laststep.errors import LaststepError, Mismatch
-from laststep.process import shortage
+from laststep.errors import LaststepError, MismatchError
+from laststep.process import system
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+    import torch
+
+    from laststep.state.layouts import Layout
     from laststep.state.tree import Path
+
+
+Shape = tuple[int, ...]
+
+
+class BoxPart(NamedTuple):
+    """What a piece is that is not a whole tensor but a box of one."""
+
+    tensor: str
+    shape: Shape
+    start: Shape
+
+
+class Piece(NamedTuple):
+    """A tensor of an item, described; plans are cached under pieces, so they hold no memory."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    size_bytes: int
+    device: str
+    contiguous: bool
+    volatile: bool
+    """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
+    part: BoxPart | None = None
+    trained: bool = False
+    """Whether an optimizer may change it: what is frozen lies together, apart from the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A tensor that shares bytes with others: a strided window into a stored base piece."""
+
+    base: str
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """An item's state taken apart: its tree, its pieces, and which names share bytes."""
+
+    tree: object
+    pieces: tuple[Piece, ...]
+    sources: tuple[torch.Tensor, ...]
+    """The live tensor of each piece (possibly strided); nobody here looks into it."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """A name whose tensor is the same memory as the piece named by the value."""
+    views: dict[str, View] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every tensor by its name, those that share bytes included; opaque like `sources`."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """How those lie that this rank holds a part of; `tensors` and `sources` have that part."""
+    owners: dict[str, object] = field(default_factory=dict)
+    """The live object of each of those, to be handed over when its part has been restored."""
 
 
 class Absent:
@@ -90,17 +149,17 @@ def _parts(entry: object) -> Collection[object]:
 
 @contextlib.contextmanager
 def handing_over(to: str) -> Iterator[None]:
-    """`Mismatch` where code of others does not take what is stored. That this process is short of
-    memory, or a file cannot be read, says nothing about what is stored."""
+    """`MismatchError` where code of others does not take what is stored. That this process is short
+    of memory, or a file cannot be read, says nothing about what is stored."""
     try:
         yield
     except (LaststepError, OSError):
         raise
     except Exception as error:
-        if shortage.is_one(error):
+        if system.is_one(error):
             raise
         why = str(error).partition("\n")[0]
-        raise Mismatch(
+        raise MismatchError(
             f"{to} does not take what is stored",
             found=f"{type(error).__name__}: {why}"[:300],
             remedy="restore into what was saved, or leave it out: only=[…]",

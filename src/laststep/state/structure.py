@@ -14,9 +14,8 @@ from itertools import chain, compress
 from typing import TYPE_CHECKING, Final
 
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
-from laststep.state.names import name_of, names_in
-from laststep.state.tree import MAX_DEPTH, OWNED, PLAIN, Owned, Path
+from laststep.errors import UsageError
+from laststep.state.tree import MAX_DEPTH, OWNED, PLAIN, Owned, Path, name_of, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -173,7 +172,7 @@ class KnownState:
         keys have different names, to the last bit. None where one has no name."""
         try:
             return [name_of((keys[number],)) for number in self._inexact]
-        except Usage:
+        except UsageError:
             return None
 
 
@@ -185,7 +184,7 @@ def first_walk(
     walk = FirstWalk(takes, volatile)
     try:
         walk.tree = _walked(walk, value)
-    except Usage:
+    except UsageError:
         return None
     return None if walk.tree is None else walk
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from laststep.checks import shown
 from laststep.codecs.digests import digest
-from laststep.errors import Mismatch, Usage
+from laststep.errors import MismatchError, UsageError
+from laststep.state.modules import of_torch
 from laststep.state.provider import (
     ABSENT,
     AroundProvider,
@@ -24,7 +25,6 @@ from laststep.state.provider import (
     has_absent,
     has_loaded,
 )
-from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import (
     is_tensor,
     put_tensor,
@@ -32,8 +32,7 @@ from laststep.state.tensors import (
     set_torch_rng_states,
     torch_rng_states,
 )
-from laststep.state.tree import Owned
-from laststep.state.wrappers import of_torch
+from laststep.state.tree import Owned, TensorSpec
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ class ValueProvider(StateProvider):
     def restore(self, value: object) -> None:
         with handing_over(with_article(type(self._value))):
             if put(self._value, value) is not self._value and not self.check(value):
-                raise Mismatch(
+                raise MismatchError(
                     f"{with_article(type(self._value))} cannot be changed in place",
                     remedy="pass one that can be written, or a dict that holds it",
                 )
@@ -305,11 +304,13 @@ class PerRank(AroundProvider):
             remedy = "choose one of these, or leave it out"
             if when_ranks_change == "derive":
                 remedy = "only RNG() can, and does by itself, without PerRank; else pass a function"
-            raise Usage(
-                "when_ranks_change has no such value", expected=f"one of {', '.join(known)}, or "
+            raise UsageError(
+                "when_ranks_change has no such value",
+                expected=f"one of {', '.join(known)}, or "
                 "a function of all ranks' states, a rank and the number of ranks",
-                found=shown(when_ranks_change), remedy=remedy,
-            )  # fmt: skip
+                found=shown(when_ranks_change),
+                remedy=remedy,
+            )
         self.item = item
         self._said = when_ranks_change
 
@@ -342,7 +343,7 @@ def refuse_immutable(name: str, value: object) -> None:
             remedy = f"leave {name} out"
         elif hasattr(value, "dataset"):
             remedy = "use a loader with a state, such as torchdata's StatefulDataLoader"
-        raise Usage(
+        raise UsageError(
             f"item {name!r} is {with_article(type(value))}, which cannot be restored in place",
             expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
             "a StateProvider, a dict, a list, a tensor or an array",

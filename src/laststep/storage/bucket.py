@@ -1,37 +1,27 @@
-"""The objects of one bucket, over obstore: each call is tried again, and tells no secrets.
+"""Try again what a server may do the next time: with growing pauses, until a deadline.
 
-Knows keys, bytes and the two conditions that everything else rests on: put a name only if it is
-free, and replace an object only if it is still the one that was read. An answer may get lost on its
-way, and the second try then finds what the first one made, so every object carries a random token
-by which its maker knows it again. Errors of obstore quote answers of servers, which may quote keys:
-what is told of them is picked word by word.
-
-Safe to use from several threads. Not in a forked process: the threads that obstore works with stay
-in its parent, and a call would wait for them for ever.
+Knows nothing of what is asked for. Whoever asks says by `Trouble` what was found, in words that
+hold no key and no signature: they end in errors and logs.
 """
 
 from __future__ import annotations
 
+import contextvars
 import datetime as dt
+import math
 import os
+import random
 import re
 import secrets
+import time
 from typing import IO, TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from laststep.errors import Corrupt, Usage
-from laststep.storage.paths import refuse_secrets
-from laststep.storage.retrying import Patience, Trouble, persist
+from laststep.errors import CorruptError, StorageError, UsageError
+from laststep.storage.files import refuse_secrets
 from laststep.storage.store import check_name
-
-try:
-    import obstore
-    from obstore import exceptions
-    from obstore.store import AzureStore, GCSStore, S3Store
-except ImportError as error:
-    raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +29,85 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
+
 _Result = TypeVar("_Result")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_LOOK = "look at the server and at the network, and try again"
+
+
+_until: contextvars.ContextVar[float] = contextvars.ContextVar("_until", default=math.inf)
+"""When the request ends that this one is a part of."""
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a server is waited for."""
+
+    deadline_s: float = 300.0
+    """For one request, with all that is tried again, and asked meanwhile; the last try may end up
+    to `request_s` later."""
+    request_s: float = 120.0
+    """For one request, with its body."""
+    idle_s: float = 20.0
+    """For the next bytes of one."""
+
+
+class Trouble(Exception):
+    """One try failed; `transient` says that the next may not."""
+
+    def __init__(
+        self, found: str, *, transient: bool, expected: str | None = None, remedy: str = _LOOK
+    ) -> None:
+        super().__init__(found)
+        self.found = found
+        self.transient = transient
+        self.expected = expected
+        self.remedy = remedy
+
+
+def persist(
+    attempt: Callable[[], _Result], *, what: str, where: str, patience: Patience
+) -> _Result:
+    """What `attempt` returns, once it raises no `Trouble`; `StorageError` when it is in vain."""
+    began = time.monotonic()
+    until = min(began + patience.deadline_s, _until.get())
+    tries = 0
+    while True:
+        tries += 1
+        outer = _until.set(until)
+        try:
+            return attempt()
+        except Trouble as error:
+            trouble = error
+        finally:
+            _until.reset(outer)
+        spent = time.monotonic() - began
+        pause = min(_FIRST_PAUSE_S * 2 ** min(tries - 1, 10), _LONGEST_PAUSE_S)
+        pause *= random.uniform(0.5, 1.0)  # noqa: S311 (ranks must not come back all at once)
+        if not trouble.transient or began + spent + pause > until:
+            break
+        time.sleep(pause)
+    # Outside of `except`: a client's own error may quote what must not be told, and an error keeps
+    # the one that was being handled when it was raised.
+    often = f", {tries} times in {spent:.1f} s" if tries > 1 else ""
+    failure = StorageError(
+        f"cannot {what}",
+        where=where,
+        expected=trouble.expected,
+        found=f"{trouble.found}{often}",
+        remedy=trouble.remedy,
+    )
+    failure.transient = trouble.transient
+    raise failure
+
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import AzureStore, GCSStore, S3Store
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
 
 TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure takes no others)
 """Under what an object's metadata tell who made it."""
@@ -124,7 +192,7 @@ class Bucket:
         return _found(answer.meta, answer.attributes.get(TOKEN))
 
     def read(self, key: str, *, limit_bytes: int) -> tuple[bytes, Found]:
-        """All of a small object; `Missing`, or `Corrupt` where it is larger."""
+        """All of a small object; `Missing`, or `CorruptError` where it is larger."""
 
         def attempt() -> tuple[bytes | None, Found]:
             answer = obstore.get(self.client, key)
@@ -137,11 +205,13 @@ class Bucket:
 
         data, found = self._ask("read", key, attempt)
         if data is None:
-            raise Corrupt(
-                "a file is too large to be what it should be", where=self.where(key),
-                expected=f"at most {limit_bytes} bytes", found=f"{found.size_bytes} bytes",
+            raise CorruptError(
+                "a file is too large to be what it should be",
+                where=self.where(key),
+                expected=f"at most {limit_bytes} bytes",
+                found=f"{found.size_bytes} bytes",
                 remedy="restore it from a copy, or take another checkpoint",
-            )  # fmt: skip
+            )
         return data, found
 
     def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
@@ -186,9 +256,13 @@ class Bucket:
         def put() -> None:
             file.seek(0)
             obstore.put(
-                client, key, file, chunk_size=part_bytes, max_concurrency=12,
+                client,
+                key,
+                file,
+                chunk_size=part_bytes,
+                max_concurrency=12,
                 attributes={TOKEN: token},
-            )  # fmt: skip
+            )
 
         def attempt() -> None:
             try:
@@ -228,10 +302,14 @@ class Bucket:
             try:
                 put = self._once(
                     lambda: obstore.put(
-                        self.client, key, data, mode=mode, attributes={TOKEN: token},  # type: ignore[arg-type]
+                        self.client,
+                        key,
+                        data,
+                        mode=mode,  # type: ignore[arg-type]
+                        attributes={TOKEN: token},
                         use_multipart=False,
                     )
-                )  # fmt: skip
+                )
             except _Refused:
                 # Only an earlier try of our own can have made what is in its own way.
                 there = self.head(key) if tries > 1 else None
@@ -260,7 +338,7 @@ class Bucket:
     def _once(self, call: Callable[[], _Result]) -> _Result:
         """One try, with obstore's errors as ours."""
         if _Clients.left_in_parent:
-            raise Usage(
+            raise UsageError(
                 "cannot reach an object store in a forked process",
                 where=f"{self.scheme}://{self.name}",
                 expected="a process that was started by itself, or forked before its parent used "
@@ -292,8 +370,9 @@ class Bucket:
             "allow_http": endpoint.startswith("http://"),
         }
         retry: RetryConfig = {
-            "max_retries": retries, "retry_timeout": dt.timedelta(seconds=self.patience.deadline_s),
-        }  # fmt: skip
+            "max_retries": retries,
+            "retry_timeout": dt.timedelta(seconds=self.patience.deadline_s),
+        }
         url = f"{self.scheme}://{self.name}"
         try:
             if self.scheme != "s3":
@@ -304,20 +383,22 @@ class Bucket:
             return S3Store.from_url(url, config=named, client_options=options, retry_config=retry)
         except (exceptions.BaseError, ValueError) as error:
             kind = type(error).__name__
-        raise Usage(
-            "cannot open an object store", where=self.where(self.prefix),
-            expected="settings of the provider in the environment", found=f"{kind} of obstore",
+        raise UsageError(
+            "cannot open an object store",
+            where=self.where(self.prefix),
+            expected="settings of the provider in the environment",
+            found=f"{kind} of obstore",
             remedy="docs/guides/object-storage.md has the variables",
-        )  # fmt: skip
+        )
 
 
 def parse(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of a URL; `Usage` for one that says more, or less."""
+    """Scheme, bucket and prefix of a URL; `UsageError` for one that says more, or less."""
     refuse_secrets(url)
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
     if not parts.netloc or parts.query or parts.fragment or parts.scheme not in ("s3", *_OTHERS):
-        raise Usage(
+        raise UsageError(
             "this URL names no place in an object store",
             where=f"{parts.scheme}://{parts.netloc}{parts.path}",
             expected=f"{parts.scheme or 's3'}://BUCKET/PREFIX, and nothing behind it",
@@ -369,6 +450,8 @@ def _check_whole(got: int, wanted: int) -> None:
 
 def _found(meta: ObjectMeta, token: str | None) -> Found:
     return Found(
-        size_bytes=meta["size"], modified_s=meta["last_modified"].timestamp(),
-        version=(meta["e_tag"], meta["version"]), token=token,
-    )  # fmt: skip
+        size_bytes=meta["size"],
+        modified_s=meta["last_modified"].timestamp(),
+        version=(meta["e_tag"], meta["version"]),
+        token=token,
+    )

@@ -16,10 +16,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from laststep.errors import Exists, StorageFailed, Usage
+from laststep.errors import AlreadyExistsError, StorageError, UsageError
 from laststep.storage import files, locks
-from laststep.storage.disk import UNSUPPORTED, Disk, absent, failed, open_to_read
-from laststep.storage.paths import absolute
+from laststep.storage.files import UNSUPPORTED, Disk, absent, absolute, failed, open_to_read
 from laststep.storage.store import Store, StoreEntry, check_name
 
 if TYPE_CHECKING:
@@ -47,9 +46,12 @@ def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
             return None
         raise
     return StoreEntry(
-        name=item.name, is_folder=is_folder, size_bytes=status.st_size,
-        modified_s=status.st_mtime, is_link=is_link,
-    )  # fmt: skip
+        name=item.name,
+        is_folder=is_folder,
+        size_bytes=status.st_size,
+        modified_s=status.st_mtime,
+        is_link=is_link,
+    )
 
 
 def _is_file(item: os.DirEntry[str]) -> bool:
@@ -143,7 +145,7 @@ class DirectoryStore(Store):
 
         The bytes are durable under a temporary name before `link` makes the real one appear, which
         fails if that is taken. When the sync of the folder after it fails, the name is there but
-        may not outlive a crash: `StorageFailed` then means unknown, and reading tells.
+        may not outlive a crash: `StorageError` then means unknown, and reading tells.
         """
         path = self._path_to_change(name)
         self._make_root()
@@ -153,7 +155,7 @@ class DirectoryStore(Store):
             self._publish(temporary, path)
         except FileExistsError as error:
             self._discard(temporary)
-            raise Exists("cannot create, the name is taken", where=path) from error
+            raise AlreadyExistsError("cannot create, the name is taken", where=path) from error
         except FileNotFoundError as error:
             raise absent("cannot create, there is no such folder", path) from error
         except OSError as error:
@@ -173,7 +175,7 @@ class DirectoryStore(Store):
             for count in range(1, len(parts)):
                 self._make_one(os.path.join(self._root, *parts[:count]))
             if not self._make_one(path):
-                raise Exists("cannot make a folder, the name is taken", where=path)
+                raise AlreadyExistsError("cannot make a folder, the name is taken", where=path)
         except FileNotFoundError as error:
             raise absent("cannot make a folder in one that is absent", path) from error
         except OSError as error:
@@ -228,7 +230,7 @@ class DirectoryStore(Store):
         try:
             fd, direct = self._create_for_writing(path)
         except FileExistsError as error:
-            raise Exists("cannot create, the name is taken", where=path) from error
+            raise AlreadyExistsError("cannot create, the name is taken", where=path) from error
         except FileNotFoundError as error:
             raise absent("cannot create, there is no such folder", path) from error
         except OSError as error:
@@ -250,7 +252,7 @@ class DirectoryStore(Store):
                 return False
             self._disk.link(path, second)
         except FileExistsError as error:
-            raise Exists("cannot link, the name is taken", where=second) from error
+            raise AlreadyExistsError("cannot link, the name is taken", where=second) from error
         except FileNotFoundError as error:
             raise absent("cannot link, there is no such file or folder", path) from error
         except OSError as error:
@@ -291,15 +293,15 @@ class DirectoryStore(Store):
         return os.path.join(self._root, check_name(name))
 
     def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
-        """The path of a name; `Usage` where a folder on the way to it is a link, because what lies
-        behind a link is not this store's. Calls that make or remove the name itself do not follow
-        a link there, so the last part is checked only for a caller that goes into it."""
+        """The path of a name; `UsageError` where a folder on the way to it is a link, because what
+        lies behind a link is not this store's. Calls that make or remove the name itself do not
+        follow a link there, so the last part is checked only for a caller that goes into it."""
         path = self._root
         parts = check_name(name).split("/")
         for count, part in enumerate(parts, 1):
             path = os.path.join(path, part)
             if (count < len(parts) or and_itself) and os.path.islink(path):
-                raise Usage(
+                raise UsageError(
                     "refused to change what lies behind a symbolic link",
                     where=path,
                     expected="a folder",
@@ -376,7 +378,7 @@ class DirectoryStore(Store):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            raise StorageFailed(
+            raise StorageError(
                 "cannot create a file only if its name is free",
                 where=path,
                 expected="a filesystem with hard links or exclusive renames",

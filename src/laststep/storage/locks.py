@@ -21,9 +21,9 @@ import struct
 import threading
 import weakref
 
-from laststep.errors import Exists, StorageFailed
-from laststep.process import kernel
-from laststep.storage.disk import Disk, absent, failed, open_to_read
+from laststep.errors import AlreadyExistsError, StorageError
+from laststep.process import system
+from laststep.storage.files import Disk, absent, failed, open_to_read
 
 _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
 _LAST_PLACE = (1 << 63) - 1
@@ -109,9 +109,7 @@ class FileLock:
 
 _held = _HeldLocks()
 os.register_at_fork(
-    before=_held.before_fork,
-    after_in_parent=_held.in_parent,
-    after_in_child=_held.leave_to_parent,
+    before=_held.before_fork, after_in_parent=_held.in_parent, after_in_child=_held.leave_to_parent
 )
 
 
@@ -124,7 +122,7 @@ def take(disk: Disk, path: str) -> FileLock:
             fd = _open_or_create(disk, path)
             try:
                 record = _lock_first(fd, path)
-            except (Exists, StorageFailed):
+            except (AlreadyExistsError, StorageError):
                 os.close(fd)
                 raise
             # Who removes locks that nobody holds may have come between the two.
@@ -148,7 +146,7 @@ def adopt(fd: int, path: str) -> FileLock:
 
 def are_all_seen(path: str) -> bool:
     """Whether that lies on a filesystem that only this machine has, and so all who lock there."""
-    return kernel.filesystem_of(path) in _OF_ONE_MACHINE
+    return system.filesystem_of(path) in _OF_ONE_MACHINE
 
 
 def is_held(path: str) -> bool:
@@ -262,8 +260,8 @@ def _key(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _taken(path: str) -> Exists:
-    return Exists(
+def _taken(path: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
         "cannot take a lock that is held",
         where=path,
         found="held by a live process",

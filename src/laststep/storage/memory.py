@@ -11,7 +11,7 @@ import time
 
 import msgspec
 
-from laststep.errors import Corrupt, Exists, NotFound, Usage
+from laststep.errors import AlreadyExistsError, CorruptError, NotFoundError, UsageError
 from laststep.storage.store import Lock, Store, StoreEntry, check_name
 
 __all__ = ["MemoryStore", "clear"]
@@ -67,7 +67,7 @@ class _MemoryWriter:
 
     def _open(self) -> bytearray:
         if self._data is None:
-            raise Usage("cannot write to a file that has been closed", where=self._where)
+            raise UsageError("cannot write to a file that has been closed", where=self._where)
         return self._data
 
 
@@ -125,21 +125,25 @@ class MemoryStore(Store):
         found = sorted((url[len(above) :], file) for url, file in all_below)
         return [
             StoreEntry(
-                name=name, is_folder=file.data is None, size_bytes=len(file.data or b""),
+                name=name,
+                is_folder=file.data is None,
+                size_bytes=len(file.data or b""),
                 modified_s=file.made_s,
             )
             for name, file in found
             if "/" not in name
-        ]  # fmt: skip
+        ]
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         with _mutex:
             data = self._file(name)
             if len(data) > limit_bytes:
-                raise Corrupt(
-                    "a file is too large to be what it should be", where=self._at(name),
-                    expected=f"at most {limit_bytes} bytes", found=f"{len(data)} bytes",
-                )  # fmt: skip
+                raise CorruptError(
+                    "a file is too large to be what it should be",
+                    where=self._at(name),
+                    expected=f"at most {limit_bytes} bytes",
+                    found=f"{len(data)} bytes",
+                )
             return bytes(data)
 
     def create(self, name: str, data: bytes) -> None:
@@ -177,7 +181,7 @@ class MemoryStore(Store):
     def lock(self, name: str) -> _MemoryLock:
         with _mutex:
             if self.is_locked(name):
-                raise Exists("the lock is held", where=self._at(name))
+                raise AlreadyExistsError("the lock is held", where=self._at(name))
             if self._at(name) not in _files:
                 self.create(name, b"")
             return _MemoryLock(self._at(name))
@@ -194,7 +198,7 @@ class MemoryStore(Store):
     def _file(self, name: str) -> bytearray:
         file = _files.get(self._at(name))
         if file is None or file.data is None:
-            raise NotFound("there is no such file", where=self._at(name))
+            raise NotFoundError("there is no such file", where=self._at(name))
         return file.data
 
     def _add(self, name: str, file: _MemoryFile) -> None:
@@ -202,7 +206,7 @@ class MemoryStore(Store):
         with _mutex:
             folder = _files.get(self._at(above)) if above else _MemoryFile(None)
             if folder is None or folder.data is not None:
-                raise NotFound("there is no such folder", where=at)
+                raise NotFoundError("there is no such folder", where=at)
             if at in _files:
-                raise Exists("the name is taken", where=at)
+                raise AlreadyExistsError("the name is taken", where=at)
             _files[at] = file

@@ -1,35 +1,303 @@
-"""A store in a bucket of an object store: `s3://`, `gs://` and `az://`.
+"""Prove, before anything is written to an object store, that it keeps what a run rests on.
 
-Objects have no folders, and a run needs them: a folder that is deleted must be gone for everybody
-at once, for who is still writing into it too. So a folder is there if and only if its *marker* is,
-an object beside it: `.step-1.folder` for `step-1/`. Who creates a file looks at the markers above
-it once more when the file is there, and takes it away again if one has gone or is another
-(docs/decisions/0035). A folder under deletion has a second marker, under a temporary name, so that
-somebody else can end what its deleter has begun.
-
-Knows nothing of checkpoints. Safe to use from several threads.
+Five requests and a deletion below the run's prefix. A server that ignores a condition is refused:
+two writers could both believe that they have committed. Knows nothing of runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import email.utils
+import http.client
+import logging
+import os
 import re
 import secrets
 import threading
+import time
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING
 
-from laststep.errors import Exists, NotFound, Usage
-from laststep.process.workers import Workers
+import msgspec
+
+from laststep.errors import (
+    AlreadyExistsError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
+from laststep.process import threads
+from laststep.process.system import boot, pid_namespace, process_started
+from laststep.process.threads import Workers
 from laststep.storage import s3
-from laststep.storage.bucket import Bucket, Found, Missing
-from laststep.storage.leases import Lease, Leases
-from laststep.storage.probe import PROBE, probe
-from laststep.storage.retrying import Patience
-from laststep.storage.store import FileReading, FileWriting, Store, StoreEntry, check_name
+from laststep.storage.bucket import Bucket, Found, Missing, Patience, Trouble, persist
+from laststep.storage.store import FileReading, FileWriting, Lock, Store, StoreEntry, check_name
 from laststep.storage.transfers import ObjectReader, PartsWriter, SpooledWriter, taken
 
 if TYPE_CHECKING:
+    from laststep.storage.bucket import Found
     from laststep.storage.s3 import Uploads
+
+
+PROBE = ".probe-"
+"""How the names of such objects begin; no list has them."""
+_CONTENT = b"what a server keeps is what was put there"
+_RANGE = (5, 8)
+_NO_VERSION = '"0123456789abcdef0123456789abcdef"', "1"
+
+
+def probe(bucket: Bucket) -> None:
+    """`StorageError` where the server lacks something; leaves nothing behind."""
+    prefix = f"{bucket.prefix}/" if bucket.prefix else ""
+    key = f"{prefix}{PROBE}{secrets.token_hex(6)}"
+    try:
+        lacks = _lacks(bucket, key)
+    finally:
+        with contextlib.suppress(LaststepError):
+            bucket.delete([key])
+    if lacks is not None:
+        what, found = lacks
+        raise StorageError(
+            "this object store cannot keep a run",
+            where=bucket.where(bucket.prefix),
+            expected=what,
+            found=found,
+            remedy="use a server, or a version of it, that can; or save to a folder. "
+            "docs/guides/object-storage.md lists what has been tried",
+        )
+
+
+def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
+    """What was expected and what was found, at the first that is not as it must be."""
+    if bucket.create(key, _CONTENT) is None:
+        return "names that are free where nothing was put", "a random name that is taken"
+    for expected, holds in (
+        ("puts that fail where the name is taken (If-None-Match)", _refuses_second),
+        ("puts that fail where another version is there (If-Match)", _refuses_other_version),
+        ("reads of ranges (Range)", _reads_range),
+        ("lists that have what was put before", _lists),
+    ):
+        try:
+            found = None if holds(bucket, key) else "it is ignored"
+        except StorageError as error:
+            if error.transient:
+                raise
+            found = error.found
+        if found is not None:
+            return expected, found
+    return None
+
+
+def _refuses_second(bucket: Bucket, key: str) -> bool:
+    return bucket.create(key, b"") is None
+
+
+def _refuses_other_version(bucket: Bucket, key: str) -> bool:
+    return bucket.replace(key, b"", _NO_VERSION) is None
+
+
+def _reads_range(bucket: Bucket, key: str) -> bool:
+    first, last = _RANGE
+    return bucket.read_range(key, first, last - first) == _CONTENT[first:last]
+
+
+def _lists(bucket: Bucket, key: str) -> bool:
+    return key in [meta["path"] for meta in bucket.names(bucket.prefix)]
+
+
+_log = logging.getLogger(__name__)
+
+RENEWED_S = 10.0
+DEAD_S = 45.0
+_LIMIT_BYTES = 4096
+_CLOCK_KEPT_S = 30.0
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lease says: whose it is."""
+
+    token: str
+    """Random, another one for each holder; "" where nobody holds it."""
+    boot: str = ""
+    pids: str = ""
+    pid: int = 0
+    started: str = ""
+    turn: int = 0
+    """Grows with each renewal: many servers call equal bytes by the same tag, and whoever looked
+    before a renewal must not replace what is there after it."""
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process, as a new holder."""
+        pid = os.getpid()
+        return cls(
+            token=secrets.token_hex(8),
+            boot=boot(),
+            pids=pid_namespace(),
+            pid=pid,
+            started=process_started(pid),
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known that the process is dead; of those elsewhere nothing is known."""
+        known = self.boot and self.pids and self.started
+        same = (self.boot, self.pids) == (boot(), pid_namespace())
+        return bool(known) and same and process_started(self.pid) != self.started
+
+
+class Lease(Lock):
+    """A lease that this process holds; a thread of its own renews it."""
+
+    def __init__(self, bucket: Bucket, key: str, holder: Holder, found: Found) -> None:
+        self._bucket, self._key, self._holder, self._found = bucket, key, holder, found
+        self._pid = os.getpid()
+        self._mutex = threading.Lock()
+        self._over = threading.Event()
+        self.is_lost = False
+        self._thread = threading.Thread(target=self._renew, name="laststep-lease", daemon=True)
+        threads.start(self._thread)
+
+    def mark(self, place: int) -> None:
+        """Does nothing: see `Store.has_marks`."""
+
+    def clear(self, place: int) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Let go of it. A forked child, which has no part in it, does nothing."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        self._over.set()
+        with self._mutex, contextlib.suppress(LaststepError):  # then it ends by itself
+            free = msgspec.json.encode(Holder(token=""))
+            self._bucket.replace(self._key, free, self._found.version)
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEWED_S):
+            try:
+                self._renew_now()
+            except LaststepError as error:
+                _log.warning("a lease could not be renewed: %s", error)
+
+    def _renew_now(self) -> None:
+        with self._mutex:
+            if self._over.is_set():
+                return
+            self._holder = msgspec.structs.replace(self._holder, turn=self._holder.turn + 1)
+            content = msgspec.json.encode(self._holder)
+            found = self._bucket.replace(self._key, content, self._found.version)
+            if found is None:  # by others, or by an earlier renewal that seemed to have failed
+                there = read_lease(self._bucket, self._key)
+                found = there[1] if there and there[0].token == self._holder.token else None
+            if found is not None:
+                self._found = found
+                return
+            self.is_lost = True
+            self._over.set()
+        _log.warning(
+            "the lease %s is lost: another process has taken or removed it",
+            self._bucket.where(self._key),
+        )
+
+
+class Leases:
+    """The leases of one bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._clock = ServerClock(bucket)
+
+    def take(self, key: str) -> Lease:
+        """The lease `key`; `AlreadyExistsError` where somebody holds it."""
+        holder = Holder.here()
+        content = msgspec.json.encode(holder)
+        while True:
+            there = read_lease(self._bucket, key)
+            if there is None:
+                found = self._bucket.create(key, content)
+            elif self._is_held(*there):
+                raise _held(self._bucket.where(key))
+            else:
+                found = self._bucket.replace(key, content, there[1].version)
+            if found is not None:
+                return Lease(self._bucket, key, holder, found)
+
+    def is_held(self, key: str) -> bool:
+        """Whether a live process holds that lease."""
+        there = read_lease(self._bucket, key)
+        return there is not None and self._is_held(*there)
+
+    def _is_held(self, holder: Holder, found: Found) -> bool:
+        if not holder.token or holder.is_gone:
+            return False
+        return self._clock.now_s() - found.modified_s < DEAD_S
+
+
+def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
+    """Who holds a lease, and the version that says so; None where there is none."""
+    try:
+        data, found = bucket.read(key, limit_bytes=_LIMIT_BYTES)
+    except Missing:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Holder), found
+    except msgspec.MsgspecError:
+        # Of nobody that is known: it is held until it is old.
+        return Holder(token="?"), found  # noqa: S106
+
+
+class ServerClock:
+    """The time as a server tells it with every answer, a refusal too; asked again now and then."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._ahead_s = 0.0
+        self._asked_s = -_CLOCK_KEPT_S
+
+    def now_s(self) -> float:
+        """Seconds since 1970 there."""
+        if time.monotonic() - self._asked_s >= _CLOCK_KEPT_S:
+            bucket = self._bucket
+            told = persist(
+                self._ask,
+                what="ask for the time",
+                where=bucket.where(bucket.prefix),
+                patience=Patience(deadline_s=min(30.0, bucket.patience.deadline_s)),
+            )
+            now = time.monotonic()
+            self._ahead_s = told - now  # first: another thread may look at both
+            self._asked_s = now
+        return time.monotonic() + self._ahead_s
+
+    def _ask(self) -> float:
+        request = urllib.request.Request(self._bucket.front(), method="HEAD")  # noqa: S310 (ours)
+        try:
+            with urllib.request.urlopen(request, timeout=5.0) as answer:  # noqa: S310
+                date = answer.headers["Date"]
+        except urllib.error.HTTPError as error:  # without credentials that is the usual answer
+            with error:
+                date = error.headers["Date"]
+        except (OSError, http.client.HTTPException) as error:
+            raise Trouble(f"no answer: {type(error).__name__}", transient=True) from None
+        except ValueError:
+            raise Trouble("settings that name no server", transient=False) from None
+        try:
+            return email.utils.parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError):
+            raise Trouble("an answer without a date", transient=False) from None
+
+
+def _held(where: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        "cannot take a lock that is held",
+        where=where,
+        found="held by a live process",
+        remedy="wait for that writer or end it: a lease ends 45 s after its holder",
+    )
+
 
 _MARKER = re.compile(r"\.(.+)\.folder")
 _TEMPORARY = ".tmp-"
@@ -114,7 +382,7 @@ class ObjectStore(Store):
         if above and self._seen(above) is None:
             if not parents:
                 raise self._absent(above)
-            with contextlib.suppress(Exists):  # by somebody else, just now
+            with contextlib.suppress(AlreadyExistsError):  # by somebody else, just now
                 self.make_folder(above)
         if self._bucket.head(self._key(name)) is not None:
             raise taken(self._bucket, self._key(name))
@@ -173,13 +441,16 @@ class ObjectStore(Store):
         uploads = self._uploads()
         if uploads is None:
             return SpooledWriter(
-                self._bucket, key, expected_bytes=expected_bytes,
-                settle=lambda: self._settle(name),
-            )  # fmt: skip
+                self._bucket, key, expected_bytes=expected_bytes, settle=lambda: self._settle(name)
+            )
         return PartsWriter(
-            self._bucket, uploads, key, expected_bytes=expected_bytes, pool=self._pool(),
+            self._bucket,
+            uploads,
+            key,
+            expected_bytes=expected_bytes,
+            pool=self._pool(),
             settle=lambda: self._settle(name),
-        )  # fmt: skip
+        )
 
     # Locks
 
@@ -240,21 +511,24 @@ class ObjectStore(Store):
 
     def _key(self, name: str) -> str:
         if _MARKER.fullmatch(check_name(name).rpartition("/")[2]):
-            raise Usage(
-                "refused a name that means a folder here", where=self.url, found=repr(name),
+            raise UsageError(
+                "refused a name that means a folder here",
+                where=self.url,
+                found=repr(name),
                 expected="a name that is not of the form .….folder",
-            )  # fmt: skip
+            )
         return f"{self._bucket.prefix}/{name}".lstrip("/")
 
     def _marker(self, folder: str) -> str:
         above, _, last = self._key(folder).rpartition("/")
         return f"{above}/.{last}.folder".lstrip("/")
 
-    def _absent(self, name: str) -> NotFound:
-        return NotFound(
-            "there is no such file or folder", where=f"{self.url}/{name}",
+    def _absent(self, name: str) -> NotFoundError:
+        return NotFoundError(
+            "there is no such file or folder",
+            where=f"{self.url}/{name}",
             remedy="somebody has deleted it, or it was never there",
-        )  # fmt: skip
+        )
 
 
 def _upwards(folder: str) -> list[str]:

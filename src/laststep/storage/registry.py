@@ -13,10 +13,10 @@ import importlib
 import os
 from collections.abc import Callable
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import absolute, scheme_of
 from laststep.storage.memory import MemoryStore
-from laststep.storage.paths import absolute, scheme_of
 from laststep.storage.store import Store
 
 Opener = Callable[[str], Store]
@@ -37,46 +37,51 @@ def register_store(scheme: str, opener: Opener | str) -> None:
     process alone: with `flush="thread"`, in a job of one rank.
     """
     if scheme_of(f"{scheme}://") in (None, "file"):
-        raise Usage(
-            "cannot register a store under this scheme", found=repr(scheme),
+        raise UsageError(
+            "cannot register a store under this scheme",
+            found=repr(scheme),
             expected='letters, digits, "+", "-" and ".", and not "file"',
-        )  # fmt: skip
+        )
     module, _, name = opener.partition(":") if isinstance(opener, str) else ("", "", "")
     # No other process has this one's `__main__`.
     if not callable(opener) and not (module and module != "__main__" and name):
-        raise Usage(
-            f"cannot register a store for {scheme}://", found=repr(opener),
+        raise UsageError(
+            f"cannot register a store for {scheme}://",
+            found=repr(opener),
             expected='what opens a URL, or its name as "package.module:function"',
-        )  # fmt: skip
+        )
     _openers[scheme.lower()] = opener
 
 
 def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
-    """The store at a path or URL. `Usage` for a scheme that nobody has registered, and for a store
-    of this process alone where it is to be `shared` with others."""
+    """The store at a path or URL. `UsageError` for a scheme that nobody has registered, and for a
+    store of this process alone where it is to be `shared` with others."""
     if local_path(place) is not None:
         return DirectoryStore(place)
     url = str(place).rstrip("/")
     opener = _opener(str(place))
     if not isinstance(opener, str):
         if shared:
-            raise Usage(
-                "other processes cannot open this store", where=url,
+            raise UsageError(
+                "other processes cannot open this store",
+                where=url,
                 expected="a store that the flusher, and every rank, can open by its URL",
                 found="what opens it is an object of this process",
                 remedy="pass flush='thread' in a job of one rank, or register it by its name, as "
                 '"package.module:function"',
-            )  # fmt: skip
+            )
         return opener(url)
     module, _, name = opener.partition(":")
     try:
         imported: Opener = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise Usage(
-            "cannot import what opens this store", where=f"{scheme_of(url)}://", expected=opener,
+        raise UsageError(
+            "cannot import what opens this store",
+            where=f"{scheme_of(url)}://",
+            expected=opener,
             found=str(error),
             remedy="install the package that has it, or register another",
-        ) from error  # fmt: skip
+        ) from error
     return imported(url)
 
 
@@ -85,7 +90,7 @@ def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
     full = local_path(place)
     parent, _, name = (str(place).rstrip("/") if full is None else full).rpartition("/")
     if full is None and parent.endswith(":/"):
-        raise Usage("this is a whole store, not a folder in one", where=str(place))
+        raise UsageError("this is a whole store, not a folder in one", where=str(place))
     return open_store(parent or "/"), name
 
 
@@ -115,13 +120,15 @@ def _opener(url: str) -> Opener | str:
         installed = {**_BUILT_IN, **_installed()}
         if scheme not in installed:
             known = ", ".join(f"{name}://" for name in sorted({"file", *_openers, *installed}))
-            raise Usage(
-                f"no store is registered for {scheme}://", where=url,
-                expected=f"the path of a folder, or a URL of {known}", found=repr(url),
+            raise UsageError(
+                f"no store is registered for {scheme}://",
+                where=url,
+                expected=f"the path of a folder, or a URL of {known}",
+                found=repr(url),
                 remedy="install the package that has such a store, or call "
                 f"laststep.register_store({scheme!r}, …); or mount it, and pass the path of a "
                 "folder in it",
-            )  # fmt: skip
+            )
         _openers[scheme] = installed[scheme]
     return _openers[scheme]
 

@@ -1,11 +1,8 @@
-"""Multipart uploads of an S3 bucket, part by part in any order: what obstore does not offer.
+"""Keys of S3, and what they sign: Amazon's Signature Version 4.
 
-obstore numbers parts in the order in which it is given them, and the header of a data file, which
-is its beginning, is known last. So these five requests are made here: over `http.client`, which
-sends straight from the memory that it is handed. Where obstore alone has the keys to sign them
-with, `of_bucket` is None. No error of this module quotes an answer beyond its status and code.
-
-Safe to use from several threads: each request has a connection of its own while it lasts.
+The keys are those of the environment, or whatever botocore finds where that is installed: roles of
+instances, containers and pods, and profiles. Those it renews in time, so they are asked for at each
+request. Nothing here is ever shown: `Keys` has no repr of what it holds.
 """
 
 from __future__ import annotations
@@ -13,28 +10,80 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
+import hashlib
+import hmac
 import html
 import http.client
+import importlib
+import os
 import re
 import select
 import ssl
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
-from laststep.storage.bucket import TOKEN, Missing, trouble_of
-from laststep.storage.retrying import Trouble, persist
-from laststep.storage.signing import authorization, known_keys
+from laststep.storage.bucket import TOKEN, Missing, Trouble, persist, trouble_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from laststep.storage.bucket import Bucket
-    from laststep.storage.signing import Keys
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests are signed with."""
+
+    name: str
+    secret: str
+    session: str | None
+
+    def __repr__(self) -> str:
+        return "Keys(…)"
+
+
+def known_keys() -> Callable[[], Keys] | None:
+    """What tells the keys that count now; None where only obstore can have some."""
+    name, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    if name and secret:
+        session = os.environ.get("AWS_SESSION_TOKEN") or None
+        keys = Keys(name=name, secret=secret, session=session)
+        return lambda: keys
+    try:
+        botocore: Any = importlib.import_module("botocore.session")
+    except ImportError:
+        return None
+    found = botocore.get_session().get_credentials()
+
+    def frozen() -> Keys:
+        now = found.get_frozen_credentials()
+        return Keys(name=now.access_key, secret=now.secret_key, session=now.token)
+
+    return None if found is None else frozen
+
+
+def authorization(keys: Keys, region: str, request: str, headers: Mapping[str, str]) -> str:
+    """The header that signs a request, its method, path and query on three lines, and `headers`."""
+    names = ";".join(sorted(headers))
+    lines = "".join(f"{name}:{headers[name].strip()}\n" for name in sorted(headers))
+    canonical = f"{request}\n{lines}\n{names}\n{headers['x-amz-content-sha256']}"
+    date = headers["x-amz-date"]
+    scope = f"{date[:8]}/{region}/s3/aws4_request"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    key = f"AWS4{keys.secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    told = f"AWS4-HMAC-SHA256\n{date}\n{scope}\n{digest}"
+    signature = hmac.digest(key, told.encode(), "sha256").hex()
+    return (
+        f"AWS4-HMAC-SHA256 Credential={keys.name}/{scope}, SignedHeaders={names}, "
+        f"Signature={signature}"
+    )
+
 
 _Result = TypeVar("_Result")
 
@@ -162,9 +211,14 @@ class Uploads:
         return persist(told, what=what, where=bucket.where(key), patience=bucket.patience)
 
     def _send(
-        self, method: str, key: str, query: Mapping[str, str], data: memoryview | None = None, *,
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        data: memoryview | None = None,
+        *,
         headers: Mapping[str, str] | None = None,
-    ) -> _Answer:  # fmt: skip
+    ) -> _Answer:
         """One request; `Missing`, `_Taken`, or `Trouble` for an answer that is not a success."""
         path = f"{self._path}/{quote(key, safe='/-._~')}" if key else self._path or "/"
         asked = "&".join(f"{name}={quote(query[name], safe='-._~')}" for name in sorted(query))

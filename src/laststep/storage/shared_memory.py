@@ -11,9 +11,9 @@ import contextlib
 import os
 import stat
 
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import StorageError, UsageError
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.disk import failed
+from laststep.storage.files import failed
 from laststep.storage.store import check_name
 
 BASE = "/dev/shm"  # noqa: S108 (a folder of this user's own is made in it)
@@ -27,13 +27,14 @@ class SharedMemoryStore(DirectoryStore):
         name = url.partition("://")[2]
         try:
             self._named = f"shm://{check_name(name)}"
-        except Usage:
-            raise Usage(
-                "this names no run in shared memory", found=repr(url),
+        except UsageError:
+            raise UsageError(
+                "this names no run in shared memory",
+                found=repr(url),
                 expected="shm://name, with plain parts and no slash in front",
                 remedy="name it; where shared memory is a tier before others, "
                 "tiers=['shm:///path/of/a/tmpfs', …] says where it lies",
-            ) from None  # fmt: skip
+            ) from None
         with contextlib.suppress(FileNotFoundError):
             own_folder(BASE)
         super().__init__(f"{_own(BASE)}/{RUNS}/{name}")
@@ -56,10 +57,11 @@ def made_own_folder(base: str) -> str:
             os.mkdir(_own(base), 0o700)
         return own_folder(base)
     except FileNotFoundError:
-        raise StorageFailed(
-            "there is no shared memory that could outlive this process", where=base,
+        raise StorageError(
+            "there is no shared memory that could outlive this process",
+            where=base,
             remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
-        ) from None  # fmt: skip
+        ) from None
     except OSError as error:
         raise failed("use shared memory", base, error) from error
 
@@ -70,12 +72,13 @@ def own_folder(base: str) -> str:
     place = _own(base)
     status = os.lstat(place)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StorageFailed(
-            "refused a folder in shared memory into which others can look", where=place,
+        raise StorageError(
+            "refused a folder in shared memory into which others can look",
+            where=place,
             expected="a folder of this user's, with mode 700",
             found=f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
             remedy="have it removed; somebody else may have made it",
-        )  # fmt: skip
+        )
     return place
 
 

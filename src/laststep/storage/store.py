@@ -2,11 +2,10 @@
 
 A store of one's own subclasses `Store` and writes what is abstract; the rest has an answer that is
 right where there is no disk. Knows nothing of checkpoints. Names are relative, `/`-separated and
-checked by `check_name`. A call that fails raises `NotFound`, `Exists` or `StorageFailed`, never a
-bare `OSError`. It raises `Usage` before it would change what lies behind a symbolic link. All
-methods are safe to call from several threads; a `FileWriting` or `FileReading` is too, as long as
-ranges do not overlap.
-"""
+checked by `check_name`. A call that fails raises `NotFoundError`, `AlreadyExistsError` or
+`StorageError`, never a bare `OSError`. It raises `UsageError` before it would change what lies
+behind a symbolic link. All methods are safe to call from several threads; a `FileWriting` or
+`FileReading` is too, as long as ranges do not overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 __all__ = [
     "FileReading",
@@ -44,7 +43,8 @@ class FileWriting(Protocol):
     """A new file being written at given offsets; not durable before `finish`."""
 
     alignment_bytes: int
-    """Offsets, lengths and addresses of `write_at` MUST be multiples of this (else `Usage`)."""
+    """Offsets, lengths and addresses of `write_at` MUST be multiples of this (else
+    `UsageError`)."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`; several threads may call this at once."""
@@ -125,21 +125,24 @@ class Store(Protocol):
 
     @abstractmethod
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """A whole small file. `Corrupt` where it is larger than `limit_bytes`."""
+        """A whole small file. `CorruptError` where it is larger than `limit_bytes`."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:
-        """Make a small file, all or nothing and durable; `Exists` where the name is taken.
+        """Make a small file, all or nothing and durable; `AlreadyExistsError` where the name is
+        taken.
 
-        Its folder MUST be there (else `NotFound`). Of several at once exactly one succeeds. After
-        `StorageFailed` the file is there whole or not at all; `read` tells.
+        Its folder MUST be there (else `NotFoundError`). Of several at once exactly one succeeds.
+        After
+        `StorageError` the file is there whole or not at all; `read` tells.
         """
 
     @abstractmethod
     def make_folder(self, name: str, *, parents: bool = True) -> None:
-        """Make one folder, durably, and its parents; `Exists` where it is there already.
+        """Make one folder, durably, and its parents; `AlreadyExistsError` where it is there
+        already.
 
-        Without `parents`, `NotFound` where the folder that it is to be in is absent.
+        Without `parents`, `NotFoundError` where the folder that it is to be in is absent.
         """
 
     def sync_folder(self, name: str) -> None:
@@ -157,20 +160,21 @@ class Store(Protocol):
 
         The name of the folder goes before what is left in it: nobody ever sees a part of it, and
         nobody can create a file in it meanwhile. Symbolic links are removed, never followed; a
-        `name` that is or passes through one is refused with `Usage`. An absent folder is fine.
+        `name` that is or passes through one is refused with `UsageError`. An absent folder is fine.
         """
 
     @abstractmethod
     def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
-        """A new file; `Exists` where the name is taken, `NotFound` where its folder is absent.
+        """A new file; `AlreadyExistsError` where the name is taken, `NotFoundError` where its
+        folder is absent.
 
-        Room for it is asked for where possible (`StorageFailed` where there is not enough).
+        Room for it is asked for where possible (`StorageError` where there is not enough).
         """
 
     def link(self, name: str, new: str) -> bool:
         """Give a file a second name in another folder, without a copy; durable with `sync_folder`.
-        `Exists` where that name is taken, `NotFound` where the file or the folder is absent. False
-        where the place cannot do that, or not with this file."""
+        `AlreadyExistsError` where that name is taken, `NotFoundError` where the file or the folder
+        is absent. False where the place cannot do that, or not with this file."""
         check_name(name)
         check_name(new)
         return False
@@ -181,7 +185,8 @@ class Store(Protocol):
 
     @abstractmethod
     def lock(self, name: str) -> Lock:
-        """Take the lock `name` for this process's life or until `close`; `Exists` if held.
+        """Take the lock `name` for this process's life or until `close`; `AlreadyExistsError` if
+        held.
 
         Also refused where this process holds it already. A forked child does not inherit it. It is
         listed as a file.
@@ -205,7 +210,7 @@ class Lock(Protocol):
     """A held lock; it is let go of when all who hold it are dead.
 
     Beside the lock itself its holders may mark places of it, numbered from 1, for others to see: a
-    restore waits for saves that are marked as coming. `StorageFailed` where that fails. Without
+    restore waits for saves that are marked as coming. `StorageError` where that fails. Without
     marks a restore waits only for saves that have begun.
     """
 
@@ -224,10 +229,10 @@ class Lock(Protocol):
 
 
 def check_name(name: str) -> str:
-    """`name`, if it is a relative path of plain parts; else `Usage`."""
+    """`name`, if it is a relative path of plain parts; else `UsageError`."""
     parts = name.split("/")
     if name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise Usage(
+        raise UsageError(
             "refused a name that could leave its store",
             expected="a relative path without empty, '.' or '..' parts",
             found=repr(name),

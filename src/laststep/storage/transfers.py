@@ -19,14 +19,14 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from laststep.errors import Exists, LaststepError, NotFound, Usage
+from laststep.errors import AlreadyExistsError, LaststepError, NotFoundError, UsageError
 from laststep.storage.bucket import Missing
-from laststep.storage.disk import failed
+from laststep.storage.files import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.process.workers import Workers
+    from laststep.process.threads import Workers
     from laststep.storage.bucket import Bucket
     from laststep.storage.s3 import Uploads
 
@@ -72,7 +72,7 @@ class _ObjectWriter(Protocol):
 
     def check_open(self, operation: str) -> None:
         if not self.is_open:
-            raise Usage(
+            raise UsageError(
                 f"cannot {operation} a file that has been closed", where=self.bucket.where(self.key)
             )
 
@@ -93,9 +93,15 @@ class PartsWriter(_ObjectWriter):
     """A file that goes up in parts while it is written."""
 
     def __init__(
-        self, bucket: Bucket, uploads: Uploads, key: str, *, expected_bytes: int,
-        pool: Workers, settle: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        bucket: Bucket,
+        uploads: Uploads,
+        key: str,
+        *,
+        expected_bytes: int,
+        pool: Workers,
+        settle: Callable[[], None],
+    ) -> None:
         self.bucket, self.key, self.settle = bucket, key, settle
         self._uploads, self._pool = uploads, pool
         self._size = part_bytes_of(expected_bytes)
@@ -127,10 +133,12 @@ class PartsWriter(_ObjectWriter):
         """Take note of bytes of a part; the whole part, where that is what it is now."""
         with self._mutex:
             if number in self._tags:
-                raise Usage(
-                    "refused to write bytes that have been sent", where=self.bucket.where(self.key),
-                    expected="ranges that do not overlap", found=f"part {number + 1} again",
-                )  # fmt: skip
+                raise UsageError(
+                    "refused to write bytes that have been sent",
+                    where=self.bucket.where(self.key),
+                    expected="ranges that do not overlap",
+                    found=f"part {number + 1} again",
+                )
             if data.nbytes == self._size:
                 self._tags[number] = None
                 return data
@@ -182,11 +190,13 @@ class PartsWriter(_ObjectWriter):
     def _refuse_cut(self, count: int, size_bytes: int) -> None:
         last = count - 1
         if count > _MOST_PARTS or (last in self._tags and size_bytes < count * self._size):
-            raise Usage(
-                "cannot make a file of this size", where=self.bucket.where(self.key),
+            raise UsageError(
+                "cannot make a file of this size",
+                where=self.bucket.where(self.key),
                 expected=f"at most {_MOST_PARTS} parts of {self._size} bytes, and none cut that "
-                "has been sent", found=f"{size_bytes} bytes",
-            )  # fmt: skip
+                "has been sent",
+                found=f"{size_bytes} bytes",
+            )
 
     def let_go(self) -> None:
         self._gathered.clear()
@@ -267,10 +277,11 @@ class ObjectReader:
         try:
             return self._bucket.read_range(self._key, offset, size_bytes)
         except Missing:
-            raise NotFound(
-                "a file is gone", where=self._bucket.where(self._key),
+            raise NotFoundError(
+                "a file is gone",
+                where=self._bucket.where(self._key),
                 remedy="somebody has deleted it since it was opened",
-            ) from None  # fmt: skip
+            ) from None
 
     def close(self) -> None:
         """Close; a second time does nothing."""
@@ -279,7 +290,7 @@ class ObjectReader:
     def _check(self, offset: int) -> None:
         if not self._is_open or offset < 0:
             why = "before the start" if self._is_open else "a file that has been closed"
-            raise Usage(f"cannot read {why}", where=self._bucket.where(self._key))
+            raise UsageError(f"cannot read {why}", where=self._bucket.where(self._key))
 
 
 class _OpenPart:
@@ -323,6 +334,6 @@ def _at_once(pool: Workers, call: Callable[[_Item], None], items: Sequence[_Item
         raise errors[0]
 
 
-def taken(bucket: Bucket, key: str) -> Exists:
+def taken(bucket: Bucket, key: str) -> AlreadyExistsError:
     """The error for a name that another object has."""
-    return Exists("the name is taken", where=bucket.where(key))
+    return AlreadyExistsError("the name is taken", where=bucket.where(key))

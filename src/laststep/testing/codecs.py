@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from laststep.codecs.blocks.codec import ELEMENT_BYTES
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.terms import BLOCK_BYTES
 from laststep.testing.stores import check
 
@@ -34,9 +34,7 @@ _SPECIAL = {
 }
 """-0, denormals, infinities and NaNs with payloads, quiet and signalling, as bits."""
 _ODD_BYTES = (64, 1000, 4096, 4099, 70_001)
-_DAMAGED = (
-    *(f"{size} bytes" for size in (0, 1, 2, 3, 8, 16, 17, *_ODD_BYTES)), "a whole block",
-)  # fmt: skip
+_DAMAGED = (*(f"{size} bytes" for size in (0, 1, 2, 3, 8, 16, 17, *_ODD_BYTES)), "a whole block")
 _ROOM_BYTES = 1 << 20
 """What a decoder may take beside multiples of the sizes: its tables and contexts."""
 
@@ -202,13 +200,13 @@ def _expect_corrupt(
 def _decode(
     codec: BlockCodec, case: _Case, stored: bytes, size_bytes: int, how: str
 ) -> bytes | None:
-    """Exactly the declared size, or None for `Corrupt`, within bounds of memory."""
+    """Exactly the declared size, or None for `CorruptError`, within bounds of memory."""
     about = f"{case.what}, elements of {case.element_bytes}, {how}"
     tracemalloc.reset_peak()
     held, _ = tracemalloc.get_traced_memory()
     try:
         found = case.decode(codec, stored, size_bytes)
-    except Corrupt:
+    except CorruptError:
         found = None
     except Exception as error:
         raise AssertionError(f"{about}: {error!r} instead of Corrupt") from error

@@ -11,7 +11,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from laststep.storage.disk import Disk
+from laststep.storage.files import Disk
 
 
 class Kind(enum.Enum):

@@ -20,7 +20,13 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from laststep.errors import Corrupt, Exists, LaststepError, NotFound, Usage
+from laststep.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +56,7 @@ class StoreConformance:
         store = self.make_store(tmp_path / "s")
         for name in _BAD_NAMES:
             for call in calls_with(store, name):
-                expect(Usage, call)
+                expect(UsageError, call)
 
     def test_it_has_a_name_for_people(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
@@ -73,10 +79,10 @@ class StoreConformance:
     def test_a_folder_is_made_with_its_parents_and_only_once(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         store.make_folder("a/b/c")
-        expect(Exists, lambda: store.make_folder("a/b/c"))
-        expect(Exists, lambda: store.make_folder("a"))
+        expect(AlreadyExistsError, lambda: store.make_folder("a/b/c"))
+        expect(AlreadyExistsError, lambda: store.make_folder("a"))
         store.make_folder("a/b/d", parents=False)
-        expect(NotFound, lambda: store.make_folder("x/y", parents=False))
+        expect(NotFoundError, lambda: store.make_folder("x/y", parents=False))
         store.sync_folder("a/b")
         store.sync_folder("")
         names = [(entry.name, entry.is_folder) for entry in store.list("a/b")]
@@ -148,28 +154,28 @@ class StoreConformance:
     def test_a_file_larger_than_the_limit_is_not_read(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         store.create("x", b"12345")
-        expect(Corrupt, lambda: store.read("x", limit_bytes=4))
+        expect(CorruptError, lambda: store.read("x", limit_bytes=4))
 
     def test_create_refuses_a_taken_name_and_leaves_it_alone(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         store.create("x", b"first")
-        expect(Exists, lambda: store.create("x", b"second"))
+        expect(AlreadyExistsError, lambda: store.create("x", b"second"))
         store.make_folder("f")
-        expect(Exists, lambda: store.create("f", b"second"))
+        expect(AlreadyExistsError, lambda: store.create("f", b"second"))
         check(store.read("x", limit_bytes=99) == b"first", "it was overwritten")
         check([entry.name for entry in store.list("")] == ["f", "x"], "debris is left")
 
     def test_create_needs_its_folder(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
-        expect(NotFound, lambda: store.create("nowhere/x", b"1"))
-        expect(NotFound, lambda: store.open_writer("nowhere/x", expected_bytes=1))
-        expect(NotFound, lambda: store.lock("nowhere/x"))
+        expect(NotFoundError, lambda: store.create("nowhere/x", b"1"))
+        expect(NotFoundError, lambda: store.open_writer("nowhere/x", expected_bytes=1))
+        expect(NotFoundError, lambda: store.lock("nowhere/x"))
 
     def test_an_absent_file_is_not_found(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
-        expect(NotFound, lambda: store.read("x", limit_bytes=1))
-        expect(NotFound, lambda: store.open_reader("x"))
-        expect(NotFound, lambda: store.open_reader("x", cached=True))
+        expect(NotFoundError, lambda: store.read("x", limit_bytes=1))
+        expect(NotFoundError, lambda: store.open_reader("x"))
+        expect(NotFoundError, lambda: store.open_reader("x", cached=True))
 
     def test_of_many_who_create_one_name_exactly_one_wins(self, tmp_path: Path) -> None:
         for turn in range(self.races):
@@ -177,7 +183,10 @@ class StoreConformance:
             won, lost = race_to_create(stores, f"x{turn}")
             stored = stores[0].read(f"x{turn}", limit_bytes=1000)
             check(won == [stored], f"{len(won)} won, or the file is not the winner's")
-            check(all(isinstance(error, Exists) for error in lost), f"others failed by {lost}")
+            check(
+                all(isinstance(error, AlreadyExistsError) for error in lost),
+                f"others failed by {lost}",
+            )
 
     def test_a_reader_never_sees_a_part_of_a_created_file(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
@@ -191,7 +200,7 @@ class StoreConformance:
                 for turn in range(10):
                     try:
                         content = other.read(f"x{turn}", limit_bytes=1 << 20)
-                    except NotFound:
+                    except NotFoundError:
                         continue
                     if content != data:
                         bad.append(len(content))
@@ -210,7 +219,7 @@ class StoreConformance:
         store.delete("x")
         store.delete("x")
         store.delete("nowhere/x")
-        expect(NotFound, lambda: store.read("x", limit_bytes=9))
+        expect(NotFoundError, lambda: store.read("x", limit_bytes=9))
 
     # Large files
 
@@ -222,9 +231,17 @@ class StoreConformance:
             reader = store.open_reader("x", cached=cached)
             check(reader.size_bytes == len(data), f"size is {reader.size_bytes}")
             for offset, size in (
-                (0, len(data)), (0, 4096), (4096, 8192), (1, 4095), (4095, 2), (8192, 5000),
-                (12288, 1), (3, 1 << 20), ((5 << 20) + 1, 12344), (5 << 20, 12345),
-            ):  # fmt: skip
+                (0, len(data)),
+                (0, 4096),
+                (4096, 8192),
+                (1, 4095),
+                (4095, 2),
+                (8192, 5000),
+                (12288, 1),
+                (3, 1 << 20),
+                ((5 << 20) + 1, 12344),
+                (5 << 20, 12345),
+            ):
                 for shift in (0, 1):
                     with aligned(size + shift) as view:
                         count = reader.read_into(offset, view[shift : shift + size])
@@ -280,14 +297,14 @@ class StoreConformance:
         check(alignment >= 1 and alignment & (alignment - 1) == 0, f"alignment {alignment}")
         if alignment > 1:
             with aligned(2 * alignment) as view:
-                expect(Usage, lambda: writer.write_at(1, view[:alignment]))
-                expect(Usage, lambda: writer.write_at(0, view[: alignment - 1]))
+                expect(UsageError, lambda: writer.write_at(1, view[:alignment]))
+                expect(UsageError, lambda: writer.write_at(0, view[: alignment - 1]))
         writer.close()
 
     def test_a_writer_refuses_a_taken_name(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         write_file(store, "x", b"first")
-        expect(Exists, lambda: store.open_writer("x", expected_bytes=0))
+        expect(AlreadyExistsError, lambda: store.open_writer("x", expected_bytes=0))
         check(store.read("x", limit_bytes=9) == b"first", "it was overwritten")
 
     def test_a_closed_writer_writes_no_more(self, tmp_path: Path) -> None:
@@ -296,8 +313,8 @@ class StoreConformance:
         writer.finish(0)
         writer.close()
         with aligned(4096) as view:
-            expect(Usage, lambda: writer.write_at(0, view))
-        expect(Usage, lambda: writer.finish(0))
+            expect(UsageError, lambda: writer.write_at(0, view))
+        expect(UsageError, lambda: writer.finish(0))
 
     def test_room_is_known_or_none(self, tmp_path: Path) -> None:
         free = self.make_store(tmp_path / "s").free_bytes()
@@ -308,8 +325,8 @@ class StoreConformance:
     def test_a_lock_is_refused_to_a_second_holder_in_the_same_process(self, tmp_path: Path) -> None:
         first, second = self.make_store(tmp_path / "s"), self.make_store(tmp_path / "s")
         lock = first.lock("x.lock")
-        expect(Exists, lambda: first.lock("x.lock"))
-        expect(Exists, lambda: second.lock("x.lock"))
+        expect(AlreadyExistsError, lambda: first.lock("x.lock"))
+        expect(AlreadyExistsError, lambda: second.lock("x.lock"))
         check(first.is_locked("x.lock") and second.is_locked("x.lock"), "it does not look held")
         lock.close()
         lock.close()
@@ -343,7 +360,7 @@ class SharedStoreConformance(StoreConformance):
                 return False
             try:
                 other.lock("x.lock")
-            except Exists:
+            except AlreadyExistsError:
                 return True
             return False
 
@@ -364,7 +381,7 @@ class SharedStoreConformance(StoreConformance):
         os.close(ready_read)
         check(answer == b"1", "the child did not get the lock")
         check(store.is_locked("x.lock"), "the child's lock is not seen")
-        expect(Exists, lambda: store.lock("x.lock"))
+        expect(AlreadyExistsError, lambda: store.lock("x.lock"))
         os.kill(child, 9)
         os.waitpid(child, 0)
         check(not store.is_locked("x.lock"), "the lock outlived its holder")

@@ -1,10 +1,6 @@
-"""Copy committed checkpoints of a run from one store to another, verified, in bounded memory.
+"""A checkpoint as it is to be brought elsewhere: all of it, or an excerpt of some items.
 
-A copy has the name and the bytes of its original: data files, indexes, and last, by create-only,
-`manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it,
-which no reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files
-there that are right. Of some items alone a copy is an excerpt, with indexes and a manifest of its own. Knows
-nothing of torch, lineage or retention. One thread calls a `Copier`.
+Owned by one `Copier`.
 """
 
 from __future__ import annotations
@@ -15,21 +11,115 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
-from laststep.catalog.indexes import name_of, read_index
-from laststep.catalog.names import PIN_NAME, copying_name, is_copying_name
-from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
-from laststep.format.manifest import Abort, Commit
-from laststep.tiers.bringing import Bringing, Moved
-from laststep.tiers.links import Links
-from laststep.tiers.originals import Originals
+from laststep.catalog.indexes import name_of, read_bytes, read_indexes
+from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name
+from laststep.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
+from laststep.format import index as index_format
+from laststep.format import manifest
+from laststep.format.manifest import Abort, Commit, WrittenIndexes
+from laststep.plan.files import excerpt_of, is_excerpt, left_out_of, only_items
+from laststep.terms import MANIFEST_NAME
+from laststep.tiers.bringing import Bringing, Links, Moved
 from laststep.tiers.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.format.index import Index
-    from laststep.storage.store import Lock
+    from laststep.storage.store import Lock, Store
     from laststep.tiers.bringing import CopyRoute
+
+
+class Originals:
+    """The checkpoints of a store, with all their items or with these."""
+
+    def __init__(self, store: Store, items: Sequence[str] | None) -> None:
+        self._store = store
+        self._items = items
+        self._read: dict[tuple[str, int], tuple[Index, bytes]] = {}
+        """Indexes of the last checkpoint that was asked for: of an excerpt each is needed twice."""
+
+    def commit(self, folder: str) -> Commit:
+        """What the manifest of the original says."""
+        commit = decision.read(self._store, folder)
+        if not isinstance(commit, Commit):
+            raise NotFoundError("there is no such checkpoint", where=f"{self._store.url}/{folder}")
+        return commit
+
+    def index(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
+        """The index of a rank as it is to be there, and its bytes."""
+        index, data = self._original(folder, commit, rank)
+        if self._is_whole(commit):
+            return index, data
+        index = only_items(index, self._items or (), f"{self._store.url}/{folder}")
+        return index, index_format.encode(index)
+
+    def dropped(self, folder: str, commit: Commit, rank: int) -> frozenset[str]:
+        """The files of a rank that are left out."""
+        if self._is_whole(commit):
+            return frozenset()
+        every = {file.name for file in self._original(folder, commit, rank)[0].files}
+        kept = {file.name for file in self.index(folder, commit, rank)[0].files}
+        return frozenset(every - kept)
+
+    def _original(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
+        """The index of a rank as it is stored, and its bytes."""
+        found = self._read.get((folder, rank))
+        if found is None:
+            data, where = read_bytes(self._store, folder, commit, rank)
+            found = index_format.decode(data, where=where), data
+            self._read = {key: known for key, known in self._read.items() if key[0] == folder}
+            self._read[folder, rank] = found
+        return found
+
+    def manifest(self, folder: str) -> tuple[Commit, bytes]:
+        """The commit as it is to be there, and the bytes of its manifest."""
+        commit = self.commit(folder)
+        if self._is_whole(commit):
+            return commit, self._manifest(self._store, folder)
+        written = WrittenIndexes()
+        for rank in range(commit.index_count):
+            written = written.plus(index_format.written_of(*self.index(folder, commit, rank)))
+        excerpt = excerpt_of(commit, self._items or (), written)
+        return excerpt, manifest.encode(excerpt)
+
+    def is_at(self, target: Store, folder: str) -> bool:
+        """Whether the target has just that; `AlreadyExistsError` where it has something else of
+        that name."""
+        there = decision.read_manifest(target, folder)
+        if not isinstance(there, Commit):
+            return False
+        commit = None if self._items is None else self.commit(folder)
+        left_out = () if commit is None else self._left_out(commit)
+        if commit is not None and left_out != commit.left_out:
+            same = is_excerpt(there, commit, left_out)
+        else:
+            same = self._manifest(self._store, folder) == self._manifest(target, folder)
+        if not same:
+            raise AlreadyExistsError(
+                "another checkpoint has this name",
+                where=f"{target.url}/{folder}",
+                expected=f"a copy of {self._store.url}/{folder}{_without(left_out)}",
+                found=f"another manifest{_without(there.left_out)}",
+                remedy="copy to another place",
+            )
+        return True
+
+    def _is_whole(self, commit: Commit) -> bool:
+        """Whether all that a checkpoint has is to be brought."""
+        return self._left_out(commit) == commit.left_out
+
+    def _left_out(self, commit: Commit) -> tuple[str, ...]:
+        return commit.left_out if self._items is None else left_out_of(commit, self._items)
+
+    @staticmethod
+    def _manifest(store: Store, folder: str) -> bytes:
+        return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=decision.MANIFEST_LIMIT_BYTES)
+
+
+def _without(items: Sequence[str]) -> str:
+    return f" without {', '.join(items)}" if items else ""
+
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +138,17 @@ class Copier:
     def copy(self, folder: str) -> Moved | None:
         """Copy one checkpoint; None where it is there already.
 
-        `NotFound` where it was deleted meanwhile and `Corrupt` where it is damaged: then nothing of
-        it stays at the target. After any other error, and where it is stopped (`Aborted`), what was
-        copied stays for the next time. `Exists` where another checkpoint has its name, or somebody
-        else is copying it; `Usage` where the target is another run.
-        """
+        `NotFoundError` where it was deleted meanwhile and `CorruptError` where it is damaged: then
+        nothing of it stays at the target. After any other error, and where it is stopped
+        (`AbortedError`), what was copied stays for the next time. `AlreadyExistsError` where
+        another checkpoint has its name, or somebody else is copying it; `UsageError` where the
+        target is another run."""
         if self.is_there(folder):
             return None
         try:
             moved = self.bring(folder)
             self.commit(folder)
-        except (Corrupt, NotFound) as error:
+        except (CorruptError, NotFoundError) as error:
             # Somebody else may have copied it meanwhile: what is committed stays.
             if isinstance(decision.abort(self._target, folder, error.what), Abort):
                 self._target.delete_folder(folder)
@@ -69,7 +159,8 @@ class Copier:
         return moved
 
     def is_there(self, folder: str) -> bool:
-        """Whether the target has that very checkpoint; `Exists` where it has another."""
+        """Whether the target has that very checkpoint; `AlreadyExistsError` where it has
+        another."""
         return self._originals.is_at(self._target, folder)
 
     def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
@@ -88,7 +179,7 @@ class Copier:
             parsed = [index for index, _ in indexes.values()]
             names = _names(commit, parsed)
             for inner in _inner_folders(names):
-                with contextlib.suppress(Exists):
+                with contextlib.suppress(AlreadyExistsError):
                     self._target.make_folder(f"{folder}/{inner}")
             there = self._sizes(folder, names)
             for rank in wanted:  # of a copy with other items, that was interrupted
@@ -97,10 +188,16 @@ class Copier:
             moved = Bringing(self._route, self._links, folder, parsed, there).all()
             for rank, (_, data) in indexes.items():
                 name = name_of(commit, rank)
-                if name in there:
-                    self._target.delete(f"{folder}/{name}")
-                self._target.create(f"{folder}/{name}", data)
+                self._bring_index(f"{folder}/{name}", data, there.get(name))
             return moved
+
+    def _bring_index(self, path: str, data: bytes, there_bytes: int | None) -> None:
+        """Put an index there; the same one stays, which somebody may be reading."""
+        if there_bytes == len(data) and self._target.read(path, limit_bytes=len(data)) == data:
+            return
+        if there_bytes is not None:
+            self._target.delete(path)
+        self._target.create(path, data)
 
     def is_under_way(self, folder: str) -> bool:
         """Whether somebody brings files of it to the target now."""
@@ -109,23 +206,24 @@ class Copier:
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target whose data files have all been brought."""
         commit, data = self._originals.manifest(folder)
-        indexes = [
-            read_index(self._target, folder, commit, rank) for rank in range(commit.index_count)
-        ]
+        indexes = self._indexes_there(folder, commit)
         self._check_all_there(folder, commit, indexes)
         self._records.check()
         decision.publish(self._target, folder, data)
         for index in indexes:
             self._links.add(folder, index.files)
         if PIN_NAME in self._source.file_names(folder):
-            with contextlib.suppress(Exists):
+            with contextlib.suppress(AlreadyExistsError):
                 self._target.create(f"{folder}/{PIN_NAME}", b"")
         for name in filter(is_copying_name, self._target.file_names(folder)):
             self._target.delete(f"{folder}/{name}")
         _log.info(
-            "copied %s from %s to %s (%d bytes)", folder, self._source.url, self._target.url,
+            "copied %s from %s to %s (%d bytes)",
+            folder,
+            self._source.url,
+            self._target.url,
             commit.size_bytes,
-        )  # fmt: skip
+        )
 
     # Steps of the above
 
@@ -134,12 +232,12 @@ class Copier:
         what this does: whoever copies all of it needs all ranks to be done."""
         if isinstance(decision.read_manifest(self._target, folder), Abort):
             self._target.delete_folder(folder)
-        with contextlib.suppress(Exists):
+        with contextlib.suppress(AlreadyExistsError):
             self._target.make_folder(folder)
         mine, whole = copying_name(first_rank), copying_name(None)
         try:
             lock = self._target.lock(f"{folder}/{mine}")
-        except Exists:
+        except AlreadyExistsError:
             raise self._busy(folder, mine) from None
         for name in self._under_way(folder):
             if name != mine and whole in (name, mine):
@@ -152,23 +250,39 @@ class Copier:
         names = filter(is_copying_name, self._target.file_names(folder))
         return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
 
-    def _busy(self, folder: str, name: str) -> Exists:
-        return Exists(
-            "somebody else is copying this checkpoint", where=f"{self._target.url}/{folder}",
-            found=f"{name} is locked", remedy="wait for that copy to end",
-        )  # fmt: skip
+    def _busy(self, folder: str, name: str) -> AlreadyExistsError:
+        return AlreadyExistsError(
+            "somebody else is copying this checkpoint",
+            where=f"{self._target.url}/{folder}",
+            found=f"{name} is locked",
+            remedy="wait for that copy to end",
+        )
+
+    def _indexes_there(self, folder: str, commit: Commit) -> list[Index]:
+        """The indexes of a checkpoint that have been brought: all of them."""
+        names = [name_of(commit, rank) for rank in range(commit.index_count)]
+        sizes = self._sizes(folder, names)
+        for name in names:
+            if name not in sizes:
+                raise self._not_whole(folder, name, "an index", "no file")
+        return read_indexes(self._target, folder, commit)
+
+    def _not_whole(self, folder: str, name: str, expected: str, found: str) -> StorageError:
+        return StorageError(
+            "cannot commit a copy that is not whole",
+            where=f"{self._target.url}/{folder}/{name}",
+            expected=expected,
+            found=found,
+            remedy="copy again: it goes on from there",
+        )
 
     def _check_all_there(self, folder: str, commit: Commit, indexes: Sequence[Index]) -> None:
         names = _names(commit, indexes)
         sizes = self._sizes(folder, names)
         for file in (file for index in indexes for file in index.files):
             if sizes.get(file.name) != file.size_bytes:
-                raise StorageFailed(
-                    "cannot commit a copy that is not whole",
-                    where=f"{self._target.url}/{folder}/{file.name}",
-                    expected=f"{file.size_bytes} bytes", found=f"{sizes.get(file.name, 'no file')}",
-                    remedy="copy again: it goes on from there",
-                )  # fmt: skip
+                found = str(sizes.get(file.name, "no file"))
+                raise self._not_whole(folder, file.name, f"{file.size_bytes} bytes", found)
         for inner in _inner_folders(names):
             self._target.sync_folder(f"{folder}/{inner}")
 

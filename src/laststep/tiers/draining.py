@@ -1,14 +1,7 @@
-"""Bring checkpoints to a further tier: in the background, the newest first, one at a time.
+"""The note in a run of the tiers that it is drained to, for whoever looks at it later.
 
-A tier is a run of its own, with the same checkpoints under the same names; what is committed at
-home is copied there. While one is on its way others may be committed at home: of these only the
-newest waits, the others are left out. What fails is tried again, later and later; nothing that goes
-wrong here reaches home. After a restart the newest that the tier lacks is the first.
-
-In a job of several ranks each brings its own files. The first rank says which checkpoint it is, by
-the folder that it makes at the tier, and commits when all files are there. What an earlier start
-has left undone, whose ranks may have been others, it brings alone. Knows nothing of torch, nor of
-who saves.
+Nothing depends on it: who restores names the tiers. It is written when a drain has first brought
+something, and anew where other tiers are named.
 """
 
 from __future__ import annotations
@@ -20,23 +13,60 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laststep.catalog import decision
-from laststep.catalog.names import AttemptName, copying_name, parse_folder
-from laststep.catalog.prune import plan_prune
+from laststep.catalog.lineage import AttemptName, copying_name, parse_folder
+from laststep.catalog.retention import plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.process import threads
 from laststep.storage.registry import open_store
-from laststep.tiers.bringing import CopyRoute
+from laststep.tiers.bringing import CopyRoute, Pacing
 from laststep.tiers.copying import Copier
 from laststep.tiers.drains import Drained, DrainFailed, Draining
-from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.storage.store import Store
     from laststep.tiers.drains import DrainOrder, Tell
 
+
 log = logging.getLogger(__name__)
+
+_NAME = "tiers.json"
+_LIMIT_BYTES = 1 << 20
+
+
+class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run knows of the tiers that it is drained to."""
+
+    tiers: tuple[str, ...]
+    """Their URLs, nearest first."""
+
+
+def noted_tiers(store: Store) -> tuple[str, ...]:
+    """The tiers that a run says it is drained to."""
+    try:
+        data = store.read(_NAME, limit_bytes=_LIMIT_BYTES)
+        return msgspec.json.decode(data, type=TiersRecord).tiers
+    except NotFoundError:
+        pass
+    except (CorruptError, msgspec.MsgspecError) as error:
+        log.warning("the tiers of %s are not known: %s: %s", store.url, _NAME, error)
+    return ()
+
+
+def note_tiers(store: Store, tiers: Sequence[str]) -> None:
+    """Note them, unless that is what the run says already; failing costs nothing but the note."""
+    try:
+        if noted_tiers(store) != tuple(tiers):
+            store.delete(_NAME)
+            store.create(_NAME, msgspec.json.encode(TiersRecord(tiers=tuple(tiers))))
+    except LaststepError as error:
+        log.warning("the tiers of %s cannot be noted there: %s", store.url, error)
+
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 """Before a drain that has failed is tried again: twice as long each time."""
@@ -150,7 +180,7 @@ class Drain:
                 self._lead(at)
             else:
                 at = self._follow(at)
-        except Aborted:
+        except AbortedError:
             return True  # it was stopped
         except (LaststepError, OSError) as error:
             if self._is_lost(at, error):
@@ -171,11 +201,11 @@ class Drain:
     def _is_lost(self, at: AttemptName, error: Exception) -> bool:
         """Return whether home has the checkpoint no more, or has it damaged: then trying again is
         of no use. Damage elsewhere, such as in the target's run.json, can be mended."""
-        if isinstance(error, Corrupt):
+        if isinstance(error, CorruptError):
             return (error.where or "").startswith(f"{self._home.url}/{at.folder}")
-        if not isinstance(error, NotFound):
+        if not isinstance(error, NotFoundError):
             return False
-        with contextlib.suppress(StorageFailed):
+        with contextlib.suppress(StorageError):
             return decision.deleted(self._home, at.folder) is not None
         return False
 
@@ -196,7 +226,7 @@ class Drain:
         while True:
             try:
                 copier.commit(at.folder)
-            except StorageFailed:
+            except StorageError:
                 if copier.is_under_way(at.folder):
                     waited_s = 0.0
                 elif waited_s > (_LAST_PATIENCE_S if self._ends else _PATIENCE_S):
@@ -226,14 +256,14 @@ class Drain:
             waited_s += _LOOK_S if self._ends else 0.0
 
     def _rest(self) -> None:
-        """Give others time; `Aborted` where there is none left."""
+        """Give others time; `AbortedError` where there is none left."""
         if self._stop.wait(_LOOK_S):
-            raise Aborted("the drain was stopped")
+            raise AbortedError("the drain was stopped")
 
     def _is_begun(self, at: AttemptName) -> bool:
         try:
             self._target().read(f"{at.folder}/{copying_name(0)}", limit_bytes=_PROBE_LIMIT_BYTES)
-        except NotFound:
+        except NotFoundError:
             return False
         return True
 
@@ -276,7 +306,7 @@ def _steps_of(store: Store) -> frozenset[str]:
     """The folders of the checkpoints in a tier."""
     try:
         return frozenset(listed.folder for listed in Run.open(store).checkpoints())
-    except NotFound:
+    except NotFoundError:
         return frozenset()
 
 

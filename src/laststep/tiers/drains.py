@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.retention import Keep
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Drains:
     def _hear(self, news: Drained | Draining | DrainFailed) -> None:
         self._tell(news)
         if isinstance(news, Drained) and not self._is_noted:
-            from laststep.tiers.noted import note_tiers
+            from laststep.tiers.draining import note_tiers
 
             self._is_noted = True
             note_tiers(self._home, self._urls)

@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog.epochs import Epochs
+from laststep.catalog.lineage import AttemptName, parse_folder
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
-from laststep.process import interrupts
-from laststep.process.workers import Workers
+from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
+from laststep.process import signals
+from laststep.process.threads import Workers
 from laststep.storage.registry import open_store
+from laststep.storage.shared_memory import BASE
+from laststep.terms import MEMORY
+from laststep.tiers.draining import noted_tiers
+from laststep.tiers.leftovers import SaveFate, rescue
 from laststep.tiers.records import Records
+from laststep.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from laststep.catalog.listing import Listed
     from laststep.storage.store import Store
-    from laststep.tiers.tier import Tier
+
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +81,7 @@ def only_there(
         try:
             if has.listed or has.excerpts:
                 _make_same_run(nearest, tuple(here.values()), has)
-        except Usage as error:
+        except UsageError as error:
             if not has_some:
                 raise
             log.warning("nothing is read at %s: %s", has.url, error)
@@ -85,16 +93,16 @@ def only_there(
 
 
 def ask(url: str, within_s: float | None) -> TierHas:
-    """What a tier has; `StorageFailed` where it does not answer in time. A server that is away, or
+    """What a tier has; `StorageError` where it does not answer in time. A server that is away, or
     a mount that hangs, is left to its thread."""
     answered = threading.Event()
     future = Workers(1, "laststep-ask").submit(_held, url)
     future.add_done_callback(lambda _: answered.set())
     told_s = _TOLD_S if within_s is None else min(_TOLD_S, within_s)
-    if not interrupts.wait(answered, told_s):
+    if not signals.wait(answered, told_s):
         log.warning("waiting for %s, to learn which checkpoints it has", url)
-        if not interrupts.wait(answered, None if within_s is None else within_s - told_s):
-            raise StorageFailed(
+        if not signals.wait(answered, None if within_s is None else within_s - told_s):
+            raise StorageError(
                 "a further tier does not answer",
                 where=url,
                 found=f"nothing within {within_s:g} s",
@@ -111,10 +119,7 @@ def _held(url: str) -> TierHas:
 
 
 def _excerpt_beyond(
-    here: Sequence[Listed],
-    found: Sequence[TierHas],
-    step: int | None,
-    takes: Callable[[str], bool],
+    here: Sequence[Listed], found: Sequence[TierHas], step: int | None, takes: Callable[[str], bool]
 ) -> dict[str, str]:
     """The excerpt of what is to be restored, with all that is taken of it, where nothing that is
     here counts for that; and its tier. One that lacks some counts where there is nothing at all, so
@@ -123,8 +128,12 @@ def _excerpt_beyond(
     for has in found:
         for one in _beyond(here, has.excerpts, step):
             if has_some and any(map(takes, _lacking(one))):
-                log.warning("%s is whole nowhere: %s has it without %s", one.folder, has.url,
-                            ", ".join(_lacking(one)))  # fmt: skip
+                log.warning(
+                    "%s is whole nowhere: %s has it without %s",
+                    one.folder,
+                    has.url,
+                    ", ".join(_lacking(one)),
+                )
             else:
                 return {one.folder: has.url}
     return {}
@@ -143,8 +152,9 @@ def _beyond(here: Sequence[Listed], there: Sequence[Listed], step: int | None) -
 
 def _make_same_run(nearest: Store, here: Sequence[Listed], has: TierHas) -> None:
     """Bring home what records of the run it lacks: of all epochs, also of those that have committed
-    nothing, so that the next one is none of them. `Usage` where home is another run, or both have
-    gone on: a start at the tier may have left behind what home has committed, if it knew that."""
+    nothing, so that the next one is none of them. `UsageError` where home is another run, or both
+    have gone on: a start at the tier may have left behind what home has committed, if it knew
+    that."""
     there = {one.folder: one for one in (*has.listed, *has.excerpts)}
     records = Records(has.tier, nearest, may_be_ahead=True)
     records.check()
@@ -159,23 +169,26 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: TierHas) -> None
     known = {name.folder for name in Run.open(has.tier).would_descend(names)} | there.keys()
     newest = max(here, key=lambda one: one.point).folder if here else None
     if ours - theirs or not (newest is None or newest in known):
-        raise Usage(
-            "this run and a further tier have gone on, each by itself", where=nearest.url,
+        raise UsageError(
+            "this run and a further tier have gone on, each by itself",
+            where=nearest.url,
             found=f"epochs {sorted(theirs - ours)} at {has.url} alone",
             remedy="home counts; what was saved there by itself can be restored there, and another "
             "place is wanted for the checkpoints of this run",
-        )  # fmt: skip
+        )
     records.bring(None)
 
 
-def _unknown(nearest: Store, url: str, error: Exception) -> StorageFailed:
+def _unknown(nearest: Store, url: str, error: Exception) -> StorageError:
     told, remedy = str(error), "start again when it can be reached"
     if isinstance(error, LaststepError):
         told, remedy = error.without_remedy(), error.remedy or remedy
-    return StorageFailed(
-        f"there is no checkpoint here, and {url} may have some", where=nearest.url, found=told,
+    return StorageError(
+        f"there is no checkpoint here, and {url} may have some",
+        where=nearest.url,
+        found=told,
         remedy=f"{remedy}; to begin anew without it, leave that tier out",
-    )  # fmt: skip
+    )
 
 
 def _lacking(listed: Listed) -> tuple[str, ...]:
@@ -187,5 +200,111 @@ def _listed(store: Store) -> tuple[Listed, ...]:
     """All checkpoints, also those of which something is missing."""
     try:
         return Run.open(store).checkpoints()
-    except NotFound:
+    except NotFoundError:
         return ()
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint of a tier, and when it came there."""
+
+    name: AttemptName
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far one tier has come."""
+
+    tier: str
+    newest: Newest | None = None
+    checkpoints: int = 0
+    behind_s: float | None = None
+    """How much older its newest is than that of all tiers: the work that is lost with everything
+    nearer. None: all of it, as far as anybody knows."""
+    behind_steps: int | None = None
+    items: tuple[str, ...] = ()
+    """Those of its newest; where that is in shared memory, all are."""
+    left_out: tuple[str, ...] = ()
+    """The items that its newest lacks, being an excerpt: with everything nearer they are lost."""
+    error: str | None = None
+    """Why nobody knows."""
+
+
+def standings(run: Run, further: Sequence[str] = ()) -> list[Standing]:
+    """How far each tier of that run has come, nearest first. Of `further` ones, `shm:///…` is where
+    shared memory lies."""
+    bases = {url: base for url in further if (base := Tier(url).memory_base) is not None}
+    memory = bases or {MEMORY: BASE}
+    found = [one for url, base in memory.items() if (one := _in_memory(run, url, base)) is not None]
+    found.append(_of_run(run.store.url, run))
+    behind = [*noted_tiers(run.store), *(url for url in further if url not in bases)]
+    found += [_of_store(url) for url in dict.fromkeys(behind)]
+    return _compared(found)
+
+
+def _in_memory(run: Run, tier: str, base: str) -> Standing | None:
+    """Of shared memory: what all ranks hold that have some of this run on this machine."""
+    try:
+        segments = rescue(run.store.url, base=base, dry_run=True).segments
+    except LaststepError as error:
+        return Standing(tier=tier, error=str(error))
+    if not segments:
+        return None
+    counted = (SaveFate.STORED, SaveFate.ALONE)
+    held = {
+        (one.rank, save.folder): save
+        for one in segments
+        for save in one.saves
+        if save.fate in counted
+    }
+    ranks = len({one.rank for one in segments})
+    holders = Counter(folder for _, folder in held)
+    saves = [save for (_, folder), save in held.items() if holders[folder] == ranks]
+    return _standing(tier, ((parse_folder(save.folder), save.created_s) for save in saves))
+
+
+def _of_run(tier: str, run: Run) -> Standing:
+    whole = [item for item in run.lineage() if item.is_whole]
+    standing = _standing(tier, ((item, item.created_s) for item in whole))
+    commit = max(whole, key=lambda item: item.point).commit if whole else None
+    if commit is None:
+        return standing
+    items = tuple(record.name for record in commit.items)
+    return replace(standing, items=items, left_out=commit.left_out)
+
+
+def _of_store(url: str) -> Standing:
+    try:
+        return _of_run(url, Run.open(open_store(url)))
+    except NotFoundError:
+        return Standing(tier=url)  # nothing was drained yet
+    except LaststepError as error:
+        return Standing(tier=url, error=str(error))
+
+
+def _standing(tier: str, saves: Iterable[tuple[AttemptName | None, float]]) -> Standing:
+    known = [Newest(name, created_s) for name, created_s in saves if name is not None]
+    newest = max(known, key=_order, default=None)
+    return Standing(tier=tier, newest=newest, checkpoints=len({one.name.folder for one in known}))
+
+
+def _order(one: Newest) -> tuple[int, int]:
+    return one.name.point
+
+
+def _compared(found: list[Standing]) -> list[Standing]:
+    """The same, with how far each is behind the newest of all."""
+    first = max((one.newest for one in found if one.newest is not None), key=_order, default=None)
+    return [one if first is None else _behind(one, first) for one in found]
+
+
+def _behind(one: Standing, first: Newest) -> Standing:
+    if one.newest is None:
+        return one
+    # Of one checkpoint tiers tell different times: when it was sealed there, or committed.
+    is_same = one.newest.name.folder == first.name.folder
+    return replace(
+        one,
+        behind_steps=first.name.step - one.newest.name.step,
+        behind_s=0.0 if is_same else max(first.created_s - one.newest.created_s, 0.0),
+    )

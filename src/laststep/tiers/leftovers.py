@@ -17,7 +17,7 @@ from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
 from laststep.memory import segments
-from laststep.storage.paths import absolute
+from laststep.storage.files import absolute
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
 from laststep.tiers import rescue as rescuing
@@ -186,7 +186,7 @@ class _Rescuer:
                 stack.callback(checkpoint.close)
             for checkpoint in checkpoints:
                 try:
-                    if rescuing.rescue(store, checkpoint):
+                    if rescuing.store_snapshot(store, checkpoint):
                         self._rescued.add(checkpoint.folder)
                 except LaststepError as error:
                     self._failed[checkpoint.folder] = error
@@ -201,17 +201,27 @@ class _Rescuer:
                 fate, error = SaveFate.ALONE, None  # nobody has tried to
             saves.append(
                 LeftoverSave(
-                    step=save.at.step, folder=save.at.folder, created_s=save.created_s,
-                    size_bytes=save.tensor_bytes, fate=fate,
+                    step=save.at.step,
+                    folder=save.at.folder,
+                    created_s=save.created_s,
+                    size_bytes=save.tensor_bytes,
+                    fate=fate,
                     error=error,
                 )
-            )  # fmt: skip
+            )
         return Leftover(
-            folder=segment.folder, run=owner.run, rank=owner.rank, ranks=owner.ranks, pid=owner.pid,
-            host=owner.host, created_s=owner.created_s, size_bytes=segment.size_bytes,
-            is_alive=is_alive, saves=tuple(saves),
+            folder=segment.folder,
+            run=owner.run,
+            rank=owner.rank,
+            ranks=owner.ranks,
+            pid=owner.pid,
+            host=owner.host,
+            created_s=owner.created_s,
+            size_bytes=segment.size_bytes,
+            is_alive=is_alive,
+            saves=tuple(saves),
             unreadable=max(len(segment.records()) - len(sealed), 0),
-        )  # fmt: skip
+        )
 
     def _fate(self, save: SealedSave, ranks: int) -> tuple[SaveFate, str | None]:
         folder, run = save.at.folder, self._run

@@ -20,11 +20,11 @@ import msgspec
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import manifest
 from laststep.format.manifest import Commit
 from laststep.memory import segments
-from laststep.process import interrupts
+from laststep.process import signals
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.registry import open_store, real_place
 from laststep.storage.store import Store, StoreEntry
@@ -36,7 +36,7 @@ from laststep.tiers.sealed import SealedCheckpoint, saves_in
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-    from laststep.catalog.names import AttemptName
+    from laststep.catalog.lineage import AttemptName
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
     from laststep.tiers.nodes import NodePart, Readers
@@ -60,10 +60,11 @@ def sealed_of(
     gone = {segment.folder for segment in there if not segment.is_alive()}
     mine = set() if own is None else {own.folder}
     whole = [
-        parts for parts in _whole(there)
+        parts
+        for parts in _whole(there)
         if (folders := {segment.folder for segment, _ in parts if segment is not None}) <= gone
         or folders & mine
-    ]  # fmt: skip
+    ]
     run, found = _run_id(store), []
     if whole and is_lost(store):
         run = max((parts[0][1] for parts in whole), key=lambda save: save.created_s).run
@@ -106,10 +107,13 @@ def _let_end(there: Sequence[Segment]) -> None:
     for segment in there:
         while segment.is_ending():
             if time.monotonic() >= deadline:
-                log.warning("the flusher of process %d does not end, and %s is left to it",
-                            segment.owner.pid, segment.folder)  # fmt: skip
+                log.warning(
+                    "the flusher of process %d does not end, and %s is left to it",
+                    segment.owner.pid,
+                    segment.folder,
+                )
                 return
-            interrupts.let_in()
+            signals.let_in()
             time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 
@@ -143,7 +147,7 @@ def _opened(parts: SealedByRanks) -> list[SealedCheckpoint]:
 
 
 def _run_id(store: Store) -> str | None:
-    with contextlib.suppress(NotFound):
+    with contextlib.suppress(NotFoundError):
         return Run.open(store).id
     return None
 
@@ -153,7 +157,7 @@ def _counts(store: Store, save: SealedSave) -> bool:
     since. That its own writers could not store it does not matter."""
     if is_of_another(store, save):
         return False
-    with contextlib.suppress(Corrupt):  # whatever it said: this is sound
+    with contextlib.suppress(CorruptError):  # whatever it said: this is sound
         if isinstance(decision.read(store, save.at.folder), Commit):
             return True
     return not is_left_behind(store, save)
@@ -213,8 +217,10 @@ class NearestStore(Store):
                     log.warning(
                         "there is no run in %s any more: step %d comes back out of shared memory, "
                         "and is stored there again; remove %s before a start that is to begin anew",
-                        self.url, found[-1].save.at.step, " and ".join(found[-1].segments),
-                    )  # fmt: skip
+                        self.url,
+                        found[-1].save.at.step,
+                        " and ".join(found[-1].segments),
+                    )
             return self._sealed
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:
@@ -223,7 +229,7 @@ class NearestStore(Store):
         with self._lock:
             self._sealed = {}
             for folder, places in named.items():
-                with contextlib.suppress(StorageFailed, NotFound):  # it is on another node
+                with contextlib.suppress(StorageError, NotFoundError):  # it is on another node
                     for parts in _whole(map(segments.opened, places)):
                         if parts[0][1].at.folder == folder:
                             self._sealed[folder] = SealedCheckpoint(parts)
@@ -327,9 +333,7 @@ class NearestStore(Store):
 
     def _records(self) -> dict[str, bytes]:
         """The records of runs and epochs that lie in memory."""
-        return {
-            name: data for one in self.look().values() for name, data in one.save.records
-        }  # fmt: skip
+        return {name: data for one in self.look().values() for name, data in one.save.records}
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         folder, _, file = name.partition("/")
@@ -337,7 +341,7 @@ class NearestStore(Store):
             return self._manifest(folder)
         try:
             return self._place(name).read(name, limit_bytes=limit_bytes)
-        except NotFound:
+        except NotFoundError:
             if (record := self._records().get(name)) is None:
                 raise
             return record

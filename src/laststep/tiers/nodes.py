@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.errors import StorageFailed
+from laststep.errors import StorageError
 from laststep.memory import segments
-from laststep.process.identity import boot
+from laststep.process.system import boot
 from laststep.tiers.sealed import SealedSave, saves_in
 
 if TYPE_CHECKING:
@@ -85,6 +85,6 @@ def _ranks_on(node: str, nodes: Sequence[str]) -> frozenset[int]:
 def _opened(node: str, part: NodePart, mine: str) -> tuple[Segment | None, SealedSave]:
     segment = None
     if node == mine:
-        with contextlib.suppress(StorageFailed):  # it has gone since
+        with contextlib.suppress(StorageError):  # it has gone since
             segment = segments.opened(part.folder)
     return segment, part.save

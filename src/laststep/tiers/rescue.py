@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import epochs
 from laststep.catalog.epochs import Epochs
-from laststep.catalog.lineage import order
-from laststep.catalog.names import RUN_NAME, epoch_record_name
+from laststep.catalog.lineage import RUN_NAME, epoch_record_name, order
 from laststep.catalog.run import Run, newest_point
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Aborted, Corrupt, Exists, NotFound
+from laststep.errors import AbortedError, AlreadyExistsError, CorruptError, NotFoundError
 from laststep.format.manifest import Commit
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, align_up
 
@@ -45,14 +44,14 @@ def is_of_another(store: Store, save: SealedSave) -> bool:
     """Whether its epoch is another start's here: the run was replaced by an older copy, which has
     gone on since."""
     epoch, known = save.at.epoch, dict(save.records)
-    with contextlib.suppress(Corrupt):  # that tells nothing
+    with contextlib.suppress(CorruptError):  # that tells nothing
         there, own = Epochs(store).read(epoch), known.get(epoch_record_name(epoch))
         if there is not None and own is not None:
             return there != epochs.decode(own, epoch=epoch, where="shared memory")
     return False
 
 
-def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
+def store_snapshot(store: Store, checkpoint: SealedCheckpoint) -> bool:
     """Store and commit it in its run; False where it is committed already."""
     run, save, at = Run.open(store), checkpoint.save, checkpoint.save.at
     if isinstance(run.decision(at.folder), Commit):
@@ -83,7 +82,7 @@ def put_records(store: Store, save: SealedSave) -> None:
     for name, data in save.records:
         if name != RUN_NAME:
             epochs.make_folder(store)
-        with contextlib.suppress(Exists):
+        with contextlib.suppress(AlreadyExistsError):
             store.create(name, data)
 
 
@@ -91,22 +90,24 @@ def _begin(run: Run, save: SealedSave) -> None:
     """Make the folder, then see whether nobody has gone on; see `Run.begin`."""
     folder, epoch = save.at.folder, save.at.epoch
     if run.epoch(epoch) is None:
-        raise NotFound(
+        raise NotFoundError(
             f"cannot store step {save.at.step}: the run is not the one that was saved to",
-            where=run.store.url, expected=f"its record of epoch {epoch}", found="none",
+            where=run.store.url,
+            expected=f"its record of epoch {epoch}",
+            found="none",
             remedy="bring the record back from a copy of the run",
-        )  # fmt: skip
+        )
     run.store.delete_folder(folder)  # what its writer has left is not whole
     run.store.make_folder(folder)
     try:
         _check_not_gone_on(run, save)
-    except Aborted as error:
+    except AbortedError as error:
         run.abort(folder, f"the run was taken over by {error.found}")
         raise
 
 
 def _check_not_gone_on(run: Run, save: SealedSave) -> None:
-    """`Aborted` where another start has gone on without it, or lives and may."""
+    """`AbortedError` where another start has gone on without it, or lives and may."""
     known, epoch = Epochs(run.store), save.at.epoch
     living = run.live_writer()
     if is_left_behind(run.store, save) or (living is not None and living.epoch > epoch):
@@ -114,7 +115,7 @@ def _check_not_gone_on(run: Run, save: SealedSave) -> None:
 
 
 def _write(store: Store, checkpoint: SealedCheckpoint, name: str) -> None:
-    """Write a file; `Corrupt` where the memory is not what was sealed."""
+    """Write a file; `CorruptError` where the memory is not what was sealed."""
     path = f"{checkpoint.folder}/{name}"
     stored = checkpoint.layouts.get(name)
     into = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # not closed: an error's traceback may hold it
@@ -138,5 +139,9 @@ def _verify(stored: StoredLayout, at: int, data: memoryview, where: str) -> None
     found = block_digests(data)
     expected = stored.digests[first : first + len(found)]
     if found != expected:
-        raise Corrupt("shared memory is not as it was sealed", where=where,
-                      expected=expected.hex(), found=found.hex())  # fmt: skip
+        raise CorruptError(
+            "shared memory is not as it was sealed",
+            where=where,
+            expected=expected.hex(),
+            found=found.hex(),
+        )

@@ -12,15 +12,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from laststep.catalog import decision, names
+from laststep.catalog import decision, lineage
 from laststep.catalog.listing import Listed, nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, NotFound, Usage
-from laststep.plan.excerpts import left_out_of
+from laststep.errors import CorruptError, NotFoundError, UsageError
+from laststep.plan.files import left_out_of
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.bringing import CopyRoute, Moved, Progress
+from laststep.tiers.bringing import CopyRoute, Moved, Pacing, Progress
 from laststep.tiers.copying import Copier
-from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyPlan", "CopyReport", "copy", "plan_copy"]
 
-Fate = Moved | Corrupt | Literal["deleted"] | None
+Fate = Moved | CorruptError | Literal["deleted"] | None
 """What became of a checkpoint; None: it was there already."""
 Watch = Callable[[Listed], AbstractContextManager[Progress | None]]
 
@@ -45,7 +44,7 @@ class CopyReport:
     """The target had these already."""
     deleted: tuple[str, ...] = ()
     """Somebody deleted these before their turn came."""
-    damaged: tuple[tuple[str, Corrupt], ...] = ()
+    damaged: tuple[tuple[str, CorruptError], ...] = ()
     """These cannot be read, and why; they are not at the target."""
     copied_bytes: int = 0
     linked_bytes: int = 0
@@ -90,7 +89,7 @@ class CopyPlan:
         alone ends it: what was copied by then stays, and the next copy goes on from there.
 
         If any of them is deleted meanwhile, the run is listed again: retention deletes only after a
-        newer commit, which is then copied too. `NotFound` if that one was named."""
+        newer commit, which is then copied too. `NotFoundError` if that one was named."""
         doing = _Doing(self, threads, pacing or Pacing())
         pending = self.checkpoints
         for _ in range(decision.MOST_TRIES):
@@ -116,11 +115,14 @@ class _Doing:
         self._progress: Progress | None = None
         self._copier = Copier(
             CopyRoute(
-                source=plan.source, target=plan.target, threads=threads, pacing=pacing,
+                source=plan.source,
+                target=plan.target,
+                threads=threads,
+                pacing=pacing,
                 progress=self._tell,
             ),
             plan.items,
-        )  # fmt: skip
+        )
         self._fates: dict[str, Fate] = {}
         self._moved = Moved()
 
@@ -131,11 +133,11 @@ class _Doing:
             if item.error is not None:
                 raise item.error
             fate = self._copier.copy(item.folder)
-        except NotFound:
+        except NotFoundError:
             if self._plan.is_named or decision.deleted(self._source, item.folder) is None:
                 raise
             fate = "deleted"
-        except Corrupt as error:
+        except CorruptError as error:
             fate = error
         if isinstance(fate, Moved):
             self._moved += fate
@@ -155,10 +157,13 @@ class _Doing:
             copied=tuple(folder for folder, fate in fates if isinstance(fate, Moved)),
             there=tuple(folder for folder, fate in fates if fate is None),
             deleted=tuple(folder for folder, fate in fates if fate == "deleted"),
-            damaged=tuple((folder, fate) for folder, fate in fates if isinstance(fate, Corrupt)),
-            copied_bytes=self._moved.copied_bytes, linked_bytes=self._moved.linked_bytes,
+            damaged=tuple(
+                (folder, fate) for folder, fate in fates if isinstance(fate, CorruptError)
+            ),
+            copied_bytes=self._moved.copied_bytes,
+            linked_bytes=self._moved.linked_bytes,
             kept_bytes=self._moved.kept_bytes,
-        )  # fmt: skip
+        )
 
     def _tell(self, done: int, total: int) -> None:
         if self._progress is not None:
@@ -174,21 +179,27 @@ def plan_copy(
     """What copying a run, one step of it, or the folder of one checkpoint in it would bring; of
     these items alone, if any are named, which each checkpoint has to have."""
     if items is not None and (isinstance(items, str) or not items):
-        raise Usage("items are some names", found=repr(items), remedy="pass items=('model',)")
+        raise UsageError("items are some names", found=repr(items), remedy="pass items=('model',)")
     store, folder = open_store(source), None
     if decision.is_checkpoint(store):
         store, folder = open_parent(source)
         if step is not None:
-            raise Usage("one checkpoint has but one step", where=str(source), remedy="leave it out")
-        if names.parse_folder(folder) is None:
-            raise Usage(
-                "cannot copy a checkpoint that is in no run", where=f"{store.url}/{folder}",
-                expected="the folder of a run, or of a checkpoint in one", found="a folder alone",
+            raise UsageError(
+                "one checkpoint has but one step", where=str(source), remedy="leave it out"
+            )
+        if lineage.parse_folder(folder) is None:
+            raise UsageError(
+                "cannot copy a checkpoint that is in no run",
+                where=f"{store.url}/{folder}",
+                expected="the folder of a run, or of a checkpoint in one",
+                found="a folder alone",
                 remedy="copy the folder as any other: it is whole by itself",
-            )  # fmt: skip
+            )
     place = open_store(target)
     if place.url == store.url:
-        raise Usage("cannot copy a run to itself", where=store.url, remedy="name another place")
+        raise UsageError(
+            "cannot copy a run to itself", where=store.url, remedy="name another place"
+        )
     run = Run.open(store)
     _check_place(place)
     listed = run.checkpoints()
@@ -197,37 +208,43 @@ def plan_copy(
     copier = Copier(CopyRoute(source=store, target=place), items)
     there = set()
     for item in chosen:
-        with suppress(NotFound):  # it is being deleted, which the copy will tell
+        with suppress(NotFoundError):  # it is being deleted, which the copy will tell
             if copier.is_there(item.folder):
                 there.add(item.folder)
     return CopyPlan(
-        source=store, target=place, checkpoints=chosen, there=frozenset(there),
+        source=store,
+        target=place,
+        checkpoints=chosen,
+        there=frozenset(there),
         items=None if items is None else tuple(items),
         is_named=step is not None or folder is not None,
-    )  # fmt: skip
+    )
 
 
 def _check_items(listed: Sequence[Listed], items: Sequence[str] | None) -> None:
-    """Raise `NotFound` if a checkpoint lacks one of the items that are to be copied."""
+    """Raise `NotFoundError` if a checkpoint lacks one of the items that are to be copied."""
     for item in listed:
         if items is not None and item.commit is not None:
             left_out_of(item.commit, items)
 
 
 def _check_place(place: Store) -> None:
-    """`Usage` for a place that is no run and is none for one: one checkpoint, or a folder of runs,
-    into which `cp` would put another."""
+    """`UsageError` for a place that is no run and is none for one: one checkpoint, or a folder of
+    runs, into which `cp` would put another."""
     found, remedy = "one checkpoint", "name its run, or another place"
     if not decision.is_checkpoint(place):
-        if names.RUN_NAME in place.file_names(""):
+        if lineage.RUN_NAME in place.file_names(""):
             return
         found, remedy = "a folder of runs", remedy_for_no_run(place) or ""
         if not remedy:
             return
-    raise Usage(
-        "cannot copy to that place", where=place.url, found=found, remedy=remedy,
+    raise UsageError(
+        "cannot copy to that place",
+        where=place.url,
+        found=found,
+        remedy=remedy,
         expected="a place for one run: a copy of it, or empty",
-    )  # fmt: skip
+    )
 
 
 def _chosen(
@@ -239,11 +256,12 @@ def _chosen(
         return tuple(sorted(listed, key=lambda item: not item.on_lineage))
     same = sorted((i for i in listed if i.step == step), key=lambda item: item.on_lineage)
     if not same:
-        raise NotFound(
-            f"there is no checkpoint of step {step}", where=run.store.url,
+        raise NotFoundError(
+            f"there is no checkpoint of step {step}",
+            where=run.store.url,
             found=nearest_steps((item.step for item in listed), step),
             remedy="`laststep ls` lists them",
-        )  # fmt: skip
+        )
     return (same[-1],)
 
 
@@ -261,15 +279,17 @@ def copy(
     `items`, only these: what lies there then are excerpts, which say what they lack.
 
     Copying again goes on where an interrupted copy ended, and brings what is new. `stop` may be set
-    by another thread: that raises `Aborted`. A damaged checkpoint is `Corrupt`, once all others are
-    copied.
-    """
+    by another thread: that raises `AbortedError`. A damaged checkpoint is `CorruptError`, once all
+    others are copied."""
     report = plan_copy(source, target, step, items).execute(
         threads=threads, pacing=Pacing(bytes_per_s=bytes_per_s, stop=stop)
     )
     for folder, error in report.damaged:
-        raise Corrupt(
-            f"{folder} is damaged and was not copied: {error.what}", where=error.where,
-            expected=error.expected, found=error.found, remedy=error.remedy,
-        ) from error  # fmt: skip
+        raise CorruptError(
+            f"{folder} is damaged and was not copied: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy,
+        ) from error
     return report

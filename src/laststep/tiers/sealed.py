@@ -2,9 +2,10 @@
 
 The flusher leaves a record of it in the segment whose memory holds its chunks: its index, and where
 each chunk lies. From that follow, byte for byte, the data files that a whole write of it makes, and
-its manifest; nobody writes them, whoever asks for bytes gets them out of the memory. They are verified like any other. Of a job of several ranks each has a segment
-with its own files; the first rank's manifest follows from what all of them have noted
-(`plan.receipts`), as if it had gathered that. Knows nothing of torch.
+its manifest; nobody writes them, whoever asks for bytes gets them out of the memory. They are
+verified like any other. Of a job of several ranks each has a segment with its own files; the first
+rank's manifest follows from what all of them have noted (`plan.receipts`), as if it had gathered
+that. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.names import AttemptName
+from laststep.catalog.lineage import AttemptName
 from laststep.codecs import objects as codec
-from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format.index import written_of
-from laststep.format.manifest import ClassRecord, Commit, ItemRecord, Written
+from laststep.format.manifest import ClassRecord, Commit, ItemRecord, WrittenIndexes
 from laststep.memory.segments import open_file
 from laststep.plan.files import index_name
-from laststep.process.logs import warn_once
+from laststep.process.system import warn_once
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
@@ -98,7 +99,7 @@ def saves_in(segment: Segment) -> list[SealedSave]:
         try:
             data = segment.read(name)
             saves += [] if data is None else [_decode(data)]
-        except (Corrupt, StorageFailed, msgspec.MsgspecError) as error:
+        except (CorruptError, StorageError, msgspec.MsgspecError) as error:
             warn_once(log, f"skipped record {name} in {segment.folder}: {error}")
     return saves
 
@@ -121,7 +122,7 @@ class SealedCheckpoint:
         self.indexes: dict[str, bytes] = {}
         """The index of each rank, by name."""
         self._saves = tuple(save for _, save in parts)
-        self._written = Written()
+        self._written = WrittenIndexes()
         self._places: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
         """Of each data file: the rank, and where its chunks lie."""
         self._memory: list[_Memory | None] = []
@@ -143,8 +144,8 @@ class SealedCheckpoint:
 
     @cached_property
     def agreed(self) -> tuple[tuple[ItemRecord, ...], tuple[ClassRecord, ...]]:
-        """The items of all ranks, and which ranks hold the same; `Corrupt` where ranks differ in
-        what they should have in common, so that it could never have been committed."""
+        """The items of all ranks, and which ranks hold the same; `CorruptError` where ranks differ
+        in what they should have in common, so that it could never have been committed."""
         if len(self._saves) == 1:
             return self.save.items, ()
         # Late: a flusher starts without what this brings, and needs it where a job has died.
@@ -157,12 +158,20 @@ class SealedCheckpoint:
         """What its manifest says."""
         save, (items, classes) = self.save, self.agreed
         return Commit(
-            run=save.run, step=save.at.step, epoch=save.at.epoch, attempt=save.at.attempt,
-            created_s=save.created_s, laststep=VERSION, items=items, classes=classes,
-            written=self._written, ranks=len(self._saves),
+            run=save.run,
+            step=save.at.step,
+            epoch=save.at.epoch,
+            attempt=save.at.attempt,
+            created_s=save.created_s,
+            laststep=VERSION,
+            items=items,
+            classes=classes,
+            written=self._written,
+            ranks=len(self._saves),
             metrics=codec.decode(save.metrics, where="metrics"),  # type: ignore[arg-type]
-            metadata=codec.decode(save.metadata, where="metadata"), continues=save.continues,
-        )  # fmt: skip
+            metadata=codec.decode(save.metadata, where="metadata"),
+            continues=save.continues,
+        )
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each of its files."""
@@ -170,13 +179,13 @@ class SealedCheckpoint:
         return sizes | {name: len(data) for name, data in self.indexes.items()}
 
     def reader(self, name: str) -> SealedReader:
-        """One of its files; `NotFound` for what is none."""
+        """One of its files; `NotFoundError` for what is none."""
         if name in self.indexes:
             return SealedReader(None, (), self.indexes[name], 0)
         try:
             layout, (rank, slots) = self.layouts[name].layout, self._places[name]
         except KeyError:
-            raise NotFound("there is no such file", where=f"{self.folder}/{name}") from None
+            raise NotFoundError("there is no such file", where=f"{self.folder}/{name}") from None
         return SealedReader(self._memory[rank], slots, layout.header(), layout.tensor_bytes)
 
 
@@ -187,9 +196,11 @@ class _Memory:
         try:
             self.fd = open_file(segment.pool_path)
         except FileNotFoundError:
-            raise NotFound("the shared memory of a save is gone", where=segment.folder) from None
+            raise NotFoundError(
+                "the shared memory of a save is gone", where=segment.folder
+            ) from None
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 "cannot open the shared memory of a save", where=segment.folder, found=str(error)
             ) from error
         weakref.finalize(self, os.close, self.fd)
@@ -264,13 +275,13 @@ class SealedReader:
             return len(part)
         place, there = self._place(at)
         if self._memory is None:
-            raise Corrupt("what is wanted lies in the shared memory of another node")
+            raise CorruptError("what is wanted lies in the shared memory of another node")
         try:
             got = os.preadv(self._memory.fd, [into[:there]], place)
         except OSError as error:
-            raise Corrupt("shared memory cannot be read", found=str(error)) from error
+            raise CorruptError("shared memory cannot be read", found=str(error)) from error
         if got == 0:
-            raise Corrupt("shared memory is shorter than what was sealed in it")
+            raise CorruptError("shared memory is shorter than what was sealed in it")
         return got
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.codecs.digests import digest
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.format.manifest import ClassRecord
 from laststep.format.spans import spans_of
 from laststep.plan.files import TABLE_NAME
@@ -29,7 +29,7 @@ def agreed_on(
     saves: Sequence[SealedSave], where: str
 ) -> tuple[tuple[ItemRecord, ...], tuple[ClassRecord, ...]]:
     """The items of all ranks, whose saves these are in their order, and which ranks hold the same;
-    `Corrupt` where they differ in what they should have in common."""
+    `CorruptError` where they differ in what they should have in common."""
     decode = msgspec.msgpack.Decoder(Receipt).decode
     receipts = {rank: decode(save.receipt) for rank, save in enumerate(saves)}
     members: dict[int, list[int]] = {}
@@ -43,8 +43,11 @@ def agreed_on(
     agreement = agreement_of(tables, classes, len(saves), where)
     summary = summarise(receipts, agreement)
     if objection := objection_to([summary], agreement):
-        raise Corrupt("the ranks of a save in shared memory do not fit together", where=where,
-                      found=str(objection))  # fmt: skip
+        raise CorruptError(
+            "the ranks of a save in shared memory do not fit together",
+            where=where,
+            found=str(objection),
+        )
     return items_of([summary], agreement), classes_of(agreement)
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
-from laststep.catalog.names import EPOCHS_FOLDER, parse_folder
+from laststep.catalog.lineage import EPOCHS_FOLDER, parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.checks import Checked, shown
-from laststep.errors import Usage
-from laststep.storage.paths import refuse_secrets
+from laststep.errors import UsageError
+from laststep.storage.files import refuse_secrets
 from laststep.storage.registry import real_place
 from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
@@ -83,54 +83,66 @@ def arranged(
     if run is not None and not tiers:
         return Arranged(None, run, keep)
     if run is not None or not tiers or not isinstance(tiers, list | tuple):
-        raise Usage(
+        raise UsageError(
             "a run has one place, or several tiers",
             found="neither" if run is None and not tiers else f"{shown(run)}, tiers={shown(tiers)}",
             expected="the path or URL of a run, or tiers=[…]",
             remedy="pass Checkpointer('runs/gpt', …) or Checkpointer(tiers=['shm://', 'runs/gpt'])",
-        )  # fmt: skip
+        )
     named = [tier if isinstance(tier, Tier) else Tier(_text(tier)) for tier in tiers]
     memory, *_ = [*(tier.memory_base for tier in named[:1]), None]
     stores = named if memory is None else named[1:]
     if not stores or any(tier.memory_base is not None for tier in stores):
-        raise Usage(
+        raise UsageError(
             "one tier at least is a store, and shared memory comes before all others",
-            expected="tiers=['shm://', 'runs/gpt', …]", found=f"tiers={shown(tiers)}",
+            expected="tiers=['shm://', 'runs/gpt', …]",
+            found=f"tiers={shown(tiers)}",
             remedy="name a folder or a URL behind shm://; a run in memory alone is "
             "Checkpointer('shm://name')",
-        )  # fmt: skip
+        )
     home, *further = stores
     if memory is not None and named[0].items is not None:
-        raise Usage(
+        raise UsageError(
             "shared memory takes all items: what lies there is the snapshot itself",
-            found=str(named[0]), remedy="pass items= for the tiers behind the first store",
-        )  # fmt: skip
+            found=str(named[0]),
+            remedy="pass items= for the tiers behind the first store",
+        )
     if home.every != 1 or home.limit is not None or home.items is not None:
-        raise Usage(
-            "every save goes to the first store among the tiers, whole", found=str(home),
+        raise UsageError(
+            "every save goes to the first store among the tiers, whole",
+            found=str(home),
             remedy="pass every=, limit= and items= for the tiers behind it",
-        )  # fmt: skip
+        )
     if keep is not None and home.keep is not None:
-        raise Usage("the first store among the tiers has two rules of retention",
-                    found=f"keep={keep} and {home}", remedy="leave one of them out")  # fmt: skip
+        raise UsageError(
+            "the first store among the tiers has two rules of retention",
+            found=f"keep={keep} and {home}",
+            remedy="leave one of them out",
+        )
     _refuse_same([tier.url for tier in stores])
     return Arranged(memory, home.url, home.keep or keep, tuple(further))
 
 
 def _refuse_same(urls: Sequence[str]) -> None:
-    """`Usage` where retention at one place would delete what lies at another."""
+    """`UsageError` where retention at one place would delete what lies at another."""
     for (one, place), (other, second) in permutations([(url, _parts(url)) for url in urls], 2):
         if place == second:
-            raise Usage(
-                "two tiers are the same place", where=one, found=f"{other}, which leads there too",
-                expected="another place for each", remedy="name each place once",
-            )  # fmt: skip
+            raise UsageError(
+                "two tiers are the same place",
+                where=one,
+                found=f"{other}, which leads there too",
+                expected="another place for each",
+                remedy="name each place once",
+            )
         inner = second[len(place) :] if second[: len(place)] == place else ()
         if inner and (inner[0] == EPOCHS_FOLDER or parse_folder(inner[0]) is not None):
-            raise Usage(
-                "a tier lies in what another keeps of its run", where=other,
-                expected=f"a place beside {one}", found="one in it", remedy="name another folder",
-            )  # fmt: skip
+            raise UsageError(
+                "a tier lies in what another keeps of its run",
+                where=other,
+                expected=f"a place beside {one}",
+                found="one in it",
+                remedy="name another folder",
+            )
 
 
 def _parts(url: str) -> tuple[str, ...]:
@@ -142,5 +154,5 @@ def _text(tier: object) -> str:
     if isinstance(tier, os.PathLike):
         tier = os.fspath(tier)
     if not isinstance(tier, str):
-        raise Usage("a tier is a path, a URL or a laststep.Tier", found=shown(tier))
+        raise UsageError("a tier is a path, a URL or a laststep.Tier", found=shown(tier))
     return tier

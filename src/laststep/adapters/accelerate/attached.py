@@ -21,14 +21,14 @@ from laststep.adapters.accelerate.prepared import FRAMEWORK, engines_of, held, i
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from laststep.browse import Checkpoint
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import SaveHandle
     from laststep.restoring.restore import Restored
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,11 @@ def attach(accelerator: Any, run: str | os.PathLike[str] | None = None, /, **set
     """Let `save_state` and `load_state` of this Accelerator save to and load from a run; `settings`
     are those of a Checkpointer. Returns the Accelerator."""
     if isinstance(getattr(accelerator.save_state, "__self__", None), Attached):
-        raise Usage(
+        raise UsageError(
             "this Accelerator is attached to a run already",
-            found=str(accelerator.save_state.__self__), remedy="attach it once",
-        )  # fmt: skip
+            found=str(accelerator.save_state.__self__),
+            remedy="attach it once",
+        )
     attached = Attached(accelerator, run, settings)
     keep_places(accelerator)
     for name in _REPLACED:
@@ -104,9 +105,11 @@ class Attached:
         names += [] if output_dir is None else [os.fspath(output_dir)]
         self._names, self._others_stepped = (step, names), False
         handle = checkpointer.save(
-            step, metrics=metrics, overwrite=True,
+            step,
+            metrics=metrics,
+            overwrite=True,
             metadata=FRAMEWORK.stamp(names=names, iteration=project.iteration),
-        )  # fmt: skip
+        )
         project.iteration += 1
         return handle
 
@@ -184,7 +187,7 @@ class Attached:
         """What came later would not be saved."""
         new = [one for one in self._prepared() if all(one is not old for old in self._made_for)]
         if new:
-            raise Usage(
+            raise UsageError(
                 "something was prepared or registered after the first save_state or load_state",
                 found=", ".join(type(one).__name__ for one in new),
                 remedy="prepare and register all before; or call accelerator.free_memory() first, "
@@ -220,7 +223,7 @@ class Attached:
         if not hooks:
             return models
         if folder is None:
-            raise Usage(
+            raise UsageError(
                 "hooks of register_save_state_pre_hook write into a folder, and there is none",
                 remedy="name it: save_state(folder), or turn on automatic_checkpoint_naming",
             )
@@ -245,7 +248,7 @@ class Attached:
             checkpointer = self._checkpointer or self._make(models)
             try:
                 return checkpointer.restore(checkpoint.step)
-            except Corrupt as damage:
+            except CorruptError as damage:
                 if older is None:
                     raise
                 log.warning(
@@ -258,7 +261,7 @@ class Attached:
         one that is called the same elsewhere, unless Accelerate has saved in that folder."""
         try:
             newest_first: list[Checkpoint] = [*open_run(self._home)][::-1]
-        except NotFound:
+        except NotFoundError:
             return []
         if name is None:
             return newest_first
@@ -272,10 +275,11 @@ class Attached:
     def _load_folder(self, folder: Any, load_kwargs: Any, more: dict[str, Any]) -> None:
         """One that Accelerate has saved."""
         if not Path(folder).expanduser().is_dir():
-            raise NotFound(
-                f"there is no checkpoint {os.fspath(folder)!r}", where=str(self._home),
+            raise NotFoundError(
+                f"there is no checkpoint {os.fspath(folder)!r}",
+                where=str(self._home),
                 remedy="`laststep ls` lists what is there; load_state() takes the newest",
-            )  # fmt: skip
+            )
         log.info("%s is none of this run's checkpoints: Accelerate loads it", folder)
         self._before["load_state"](folder, load_kwargs, **more)
 

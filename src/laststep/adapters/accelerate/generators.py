@@ -69,8 +69,10 @@ def packed(drawn: Drawn) -> Drawn:
     """As plain values, which cost a save nothing: arrays would be laid out in its files anew."""
     kind, keys, *rest = drawn["numpy"]
     return {
-        **drawn, "numpy": (str(kind), keys.tobytes(), *rest), "torch": bytes(drawn["torch"].numpy())
-    }  # fmt: skip
+        **drawn,
+        "numpy": (str(kind), keys.tobytes(), *rest),
+        "torch": bytes(drawn["torch"].numpy()),
+    }
 
 
 def unpacked(drawn: Drawn) -> Drawn:

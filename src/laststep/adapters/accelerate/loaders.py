@@ -28,9 +28,17 @@ log = logging.getLogger(__name__)
 _OURS: Final = "laststep"
 """What is ours in the state that Accelerate takes; the rest is that of the loader inside."""
 _TAKEN_OVER: Final = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator",
-    "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
-)  # fmt: skip
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 """What a loader of the rest of an epoch has from the loader of all of it."""
 
 
@@ -186,9 +194,7 @@ class PlacedLoader:
         ours = self._state[_OURS]
         inner = None if self.inner_state is None else _without_ours(self._state)
         packed = {name: ours[name] and generators.packed(ours[name]) for name in _KEPT}
-        return {
-            "batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed
-        }  # fmt: skip
+        return {"batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed}
 
     def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
         """Begin the next epoch there."""
@@ -200,9 +206,12 @@ class PlacedLoader:
         place = self._to_come
         if batches and place is None:
             place = {
-                "batches": 0, "inner": None, "start": None, "fetch": None,
+                "batches": 0,
+                "inner": None,
+                "start": None,
+                "fetch": None,
                 "workers": self.has_workers,
-            }  # fmt: skip
+            }
         if place is not None and place["batches"] != batches:
             self._to_come = {**place, "batches": batches, "inner": None, "fetch": None}
 
@@ -214,8 +223,9 @@ class PlacedLoader:
             self._fetch = None if self._base.num_workers else generators.all_of(self)
         return {
             "batches": self._batches - self._batches % self.at_once,
-            "start": self._start, "fetch": self._fetch,
-        }  # fmt: skip
+            "start": self._start,
+            "fetch": self._fetch,
+        }
 
     def _fills_up(self, outer: Any) -> bool:
         """Whether Accelerate fills up the last batch of an epoch with samples of the first: it

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from laststep.adapters import deepspeed, fsdp1
 from laststep.adapters.accelerate.loaders import LoaderProgress, place_in
 from laststep.adapters.framework import Framework
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.provider import State, StateProvider
 from laststep.state.values import RNG
 
@@ -39,10 +39,11 @@ def items(accelerator: Any) -> dict[str, object]:
     found |= _numbered("loader", _loaders(accelerator))
     found |= _numbered("custom", held(accelerator, "custom_objects"))
     if not found:
-        raise Usage(
-            "this Accelerator has prepared nothing yet", expected="models, optimizers, loaders",
+        raise UsageError(
+            "this Accelerator has prepared nothing yet",
+            expected="models, optimizers, loaders",
             remedy="call accelerator.prepare(…) before",
-        )  # fmt: skip
+        )
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     return {**found, "accelerator": _Count(accelerator), "rng": RNG()}
@@ -52,11 +53,12 @@ def engines_of(accelerator: Any) -> list[Any]:
     """DeepSpeed's, which hold model and optimizer."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in {"MEGATRON_LM", "XLA"}:
-        raise Usage(
+        raise UsageError(
             f"laststep.accelerate does not know the state of {kind}",
-            expected="DDP, FSDP, DeepSpeed or one process", found=kind,
+            expected="DDP, FSDP, DeepSpeed or one process",
+            found=kind,
             remedy="for Megatron, pass laststep.adapters.megatron's providers to a Checkpointer",
-        )  # fmt: skip
+        )
     return held(accelerator, "models") if kind == "DEEPSPEED" else []
 
 
@@ -65,11 +67,12 @@ def held(accelerator: Any, what: str) -> list[Any]:
     way to ask for that."""
     noted = getattr(accelerator, f"_{what}", None)
     if not isinstance(noted, list):
-        raise Usage(
+        raise UsageError(
             f"cannot find the {what} of this {type(accelerator).__name__}",
             expected=f"an Accelerator of accelerate {FRAMEWORK.last} with a list _{what}",
-            found=f"accelerate {FRAMEWORK.version}", remedy="pip install 'laststep[accelerate]'",
-        )  # fmt: skip
+            found=f"accelerate {FRAMEWORK.version}",
+            remedy="pip install 'laststep[accelerate]'",
+        )
     return noted
 
 

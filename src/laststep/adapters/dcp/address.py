@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from laststep.arguments import plain_step
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.storage.registry import open_store
 
 SOLE_STEP = 0
@@ -39,10 +39,11 @@ class Address:
             return replace(self, step=plain_step(int(str(checkpoint_id))))
         if isinstance(checkpoint_id, str | os.PathLike):
             return Address.of(checkpoint_id)
-        raise Usage(
-            "a checkpoint_id is a path or a step", expected='a path, or a step such as "100"',
+        raise UsageError(
+            "a checkpoint_id is a path or a step",
+            expected='a path, or a step such as "100"',
             found=repr(checkpoint_id),
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         return self.path if self.step is None else str(self.step)
@@ -88,12 +89,14 @@ def own_paths_there(path: str) -> list[str]:
 
 
 def found_own_path(path: str) -> str | None:
-    """Where this rank has saved for itself; None where none has, `NotFound` where others have."""
+    """Where this rank has saved for itself; None where none has, `NotFoundError` where others
+    have."""
     there, mine = own_paths_there(path), own_path(path, this_rank())
     if there and mine.rpartition("/")[2] not in there:
-        raise NotFound(
-            f"rank {this_rank()} has saved nothing here", where=path,
+        raise NotFoundError(
+            f"rank {this_rank()} has saved nothing here",
+            where=path,
             found=f"{len(there)} ranks that have each saved for themselves",
             remedy="load with as many ranks as have saved, or save with collectives",
-        )  # fmt: skip
+        )
     return mine if there else None

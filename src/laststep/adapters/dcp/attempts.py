@@ -18,11 +18,16 @@ from typing import TYPE_CHECKING
 from laststep.adapters.dcp import stock_folder
 from laststep.adapters.dcp.address import is_own_path, own_paths_there
 from laststep.catalog.epochs import Epochs
-from laststep.catalog.names import RUN_NAME
-from laststep.catalog.prune import plan_prune
-from laststep.catalog.retention import Keep
+from laststep.catalog.lineage import RUN_NAME
+from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Exists, LaststepError, StorageFailed, Usage
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    LaststepError,
+    StorageError,
+    UsageError,
+)
 from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
 from laststep.terms import listed
@@ -54,7 +59,8 @@ class DcpSave:
     _ended: bool = False
 
     def commit(self, commit: Commit) -> None:
-        """Make it a checkpoint; `Aborted` if another writer has taken the run over meanwhile."""
+        """Make it a checkpoint; `AbortedError` if another writer has taken the run over
+        meanwhile."""
         self.run.check_newest(self.epoch)
         self.run.commit(self.folder, commit)
         self.tenure.last_folder = self.folder
@@ -80,7 +86,7 @@ class DcpSave:
         try:
             if isinstance(self.run.abort(self.folder, reason), Abort):
                 self.run.discard(self.folder)
-        except StorageFailed:
+        except StorageError:
             # A full disk has no room for a decision either; without its folder nobody can commit.
             if self.run.decision(self.folder) is None:
                 self.run.store.delete_folder(self.folder)
@@ -115,8 +121,9 @@ class DcpWriter:
         self.last_folder: str | None = None
 
     def begin(self, step: int, *, overwrite: bool, sole: bool = False) -> DcpSave:
-        """A new attempt and its folder; `Exists` where the step is taken, `Aborted` where the run
-        is another trainer's. A `sole` checkpoint has the run to itself, else that is `Usage`."""
+        """A new attempt and its folder; `AlreadyExistsError` where the step is taken,
+        `AbortedError` where the run is another trainer's. A `sole` checkpoint has the run to
+        itself, else that is `UsageError`."""
         with self._mutex:
             if self._epoch is not None:
                 self._look_round(self._epoch)
@@ -142,9 +149,16 @@ class DcpWriter:
                 self.ended(number)
                 raise
             attempt = self._under_way[number] = DcpSave(
-                tenure=self, run=run, step=step, epoch=epoch, number=number, folder=folder,
-                continues=self.last_folder, overwrite=overwrite, sole=sole,
-            )  # fmt: skip
+                tenure=self,
+                run=run,
+                step=step,
+                epoch=epoch,
+                number=number,
+                folder=folder,
+                continues=self.last_folder,
+                overwrite=overwrite,
+                sole=sole,
+            )
             return attempt
 
     def _end_given_up(self, run: Run) -> None:
@@ -189,57 +203,66 @@ class DcpWriter:
                 self._epoch = None
         if self._epoch is None and self._under_way:
             self._epoch = epoch
-            raise Aborted(
-                "cannot save while a save of an older epoch is under way", where=self._store.url,
+            raise AbortedError(
+                "cannot save while a save of an older epoch is under way",
+                where=self._store.url,
                 found=f"epoch {newest} after epoch {epoch}",
                 remedy="wait for the saves of one process before those of another begin",
-            )  # fmt: skip
+            )
 
 
 def _check_one_way(store: Store) -> None:
-    """`Usage` where ranks have saved for themselves and are now to save together, or the other way
-    round: a load would not know which of the two is newer."""
+    """`UsageError` where ranks have saved for themselves and are now to save together, or the other
+    way round: a load would not know which of the two is newer."""
     above, _, name = store.url.rpartition("/")
     mixed = own_paths_there(store.url)
     if is_own_path(name) and RUN_NAME in open_store(above).file_names(""):
         mixed = ["a run that ranks have saved to together"]
     if mixed:
-        raise Usage(
-            "cannot save to one path both with collectives and without", where=store.url,
-            found=listed(mixed), remedy="save to another path, or delete this one",
-        )  # fmt: skip
+        raise UsageError(
+            "cannot save to one path both with collectives and without",
+            where=store.url,
+            found=listed(mixed),
+            remedy="save to another path, or delete this one",
+        )
 
 
 def _check_sole(run: Run, step: int) -> None:
     others = sorted({there.step for there in run.lineage()} - {step})
     if others:
-        raise Usage(
-            "cannot save without a step: this is a run with steps of its own", where=run.store.url,
+        raise UsageError(
+            "cannot save without a step: this is a run with steps of its own",
+            where=run.store.url,
             found=listed(f"step {other}" for other in others),
             remedy="pass step= to the Writer, or checkpoint_id= to dcp.save; or save elsewhere",
-        )  # fmt: skip
+        )
 
 
 def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
-    """`Exists`, in the words that DCP has for it, where that step is taken."""
+    """`AlreadyExistsError`, in the words that DCP has for it, where that step is taken."""
     if sole and stock_folder.is_stock_folder(run.store.url):
-        raise Exists(
-            "Checkpoint already exists: torch's own storage has saved here", where=run.store.url,
+        raise AlreadyExistsError(
+            "Checkpoint already exists: torch's own storage has saved here",
+            where=run.store.url,
             remedy="leave overwrite=False out to replace it, or save elsewhere",
-        )  # fmt: skip
+        )
     try:
         run.check_step_free(step)
-    except Exists as error:
-        raise Exists(
-            f"Checkpoint already exists: {error.what}", where=error.where,
+    except AlreadyExistsError as error:
+        raise AlreadyExistsError(
+            f"Checkpoint already exists: {error.what}",
+            where=error.where,
             remedy="pass overwrite=True to the Writer to replace it, or save another step",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _same(record: EpochRecord, trainer: Trainer) -> bool:
     return (record.host, record.pid, record.boot, record.process_started) == (
-        trainer.host, trainer.pid, trainer.boot, trainer.process_started,
-    )  # fmt: skip
+        trainer.host,
+        trainer.pid,
+        trainer.boot,
+        trainer.process_started,
+    )
 
 
 class _Tenures:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from laststep.errors import Usage
-from laststep.memory.landing import SLOT_BYTES
-from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.ahead import read_ahead
-from laststep.read.blocks import refuse
+from laststep.errors import UsageError
+from laststep.memory.slots import SLOT_BYTES
+from laststep.plan.reads import Read, Want, plan_reads
+from laststep.read.blocks import read_ahead, refuse
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.terms import CHUNK_BYTES, DTYPES
@@ -106,7 +105,7 @@ def _read_rows(
     files: Sequence[DataFile], reads: Sequence[ChunkRead], wanted: Sequence[_Rows], most_bytes: int
 ) -> Iterator[tuple[_Rows, memoryview | bytearray]]:
     """Yield all rows with their bytes, which are valid only until the next ones are asked for;
-    `Corrupt` for bytes that have changed."""
+    `CorruptError` for bytes that have changed."""
     wants: dict[int, list[Want]] = {}
     for number, rows in enumerate(wanted):
         file = reads[rows.read].place.file
@@ -165,8 +164,9 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
 def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     target = planner.resolve_tensor(request).detach()
     if target.shape != request.lengths:
-        raise Usage(
+        raise UsageError(
             f"cannot load {request.dest_index.fqn}: the planner gave a tensor of another shape",
-            expected=f"{list(request.lengths)}", found=f"{list(target.shape)}",
-        )  # fmt: skip
+            expected=f"{list(request.lengths)}",
+            found=f"{list(target.shape)}",
+        )
     return target

@@ -22,13 +22,12 @@ from laststep.adapters.dcp.writing import KIND, WrittenEntry
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
-from laststep.errors import Aborted, Usage
+from laststep.errors import AbortedError, UsageError
 from laststep.flush.writer import SaveWriter
-from laststep.format.layout import FileLayout, header_bytes_of
-from laststep.format.manifest import Commit, ItemRecord, Written
-from laststep.format.safetensors import TensorEntry
+from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.files import SHARED_FILE
-from laststep.read.entries import box_text
+from laststep.read.files import box_text
 from laststep.state.boxes import covers_once
 from laststep.terms import listed
 from laststep.version import VERSION
@@ -57,7 +56,7 @@ class _WrittenByAll:
     """What the ranks have written, put together."""
 
     written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
-    by_rank: dict[int, Written] = field(default_factory=dict)
+    by_rank: dict[int, WrittenIndexes] = field(default_factory=dict)
     items: dict[str, _ManifestItem] = field(default_factory=dict)
 
 
@@ -78,7 +77,7 @@ def make_commit(
     ]
     unknown = sorted(gathered.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
-        raise Usage("the planner's metadata lacks what was written", found=listed(unknown))
+        raise UsageError("the planner's metadata lacks what was written", found=listed(unknown))
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     trees = nest(
         ((entry.location, _node(entry, gathered)) for entry in entries), where=attempt.folder
@@ -89,21 +88,27 @@ def make_commit(
     }
     values[dcp_record.OBJECT_NAME] = dcp_record.encode(record, allow_pickle=allow_pickle)
     ranks = len(results)
-    written = Written()
+    written = WrittenIndexes()
     for rank in range(ranks):
         written = written.plus(gathered.by_rank.get(rank) or _nothing(attempt, rank, ranks))
     written = written.plus(
         _write_shared(attempt, _empty_tensors(gathered, metadata), values, ranks)
     )
     return Commit(
-        run=attempt.run.id, step=attempt.step, epoch=attempt.epoch, attempt=attempt.number,
-        created_s=time.time(), laststep=VERSION, written=written,
+        run=attempt.run.id,
+        step=attempt.step,
+        epoch=attempt.epoch,
+        attempt=attempt.number,
+        created_s=time.time(),
+        laststep=VERSION,
+        written=written,
         items=tuple(
             ItemRecord(name=name, kind=KIND, tensors=item.tensors, size_bytes=item.size_bytes)
             for name, item in gathered.items.items()
         ),
-        continues=attempt.continues, ranks=ranks,
-    )  # fmt: skip
+        continues=attempt.continues,
+        ranks=ranks,
+    )
 
 
 def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenByAll:
@@ -118,11 +123,12 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenBy
         known.append(written)
         if written.files is not None:
             if written.files.folder != folder:
-                raise Aborted(
+                raise AbortedError(
                     "the Writer was used for another save before this one ended",
-                    expected=f"files in {folder}", found=f"files in {written.files.folder}",
+                    expected=f"files in {folder}",
+                    found=f"files in {written.files.folder}",
                     remedy="make a Writer for each of the saves that run at once",
-                )  # fmt: skip
+                )
             gathered.by_rank[written.files.rank] = written.files.written
     return gathered
 
@@ -132,29 +138,35 @@ def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> list[RecordE
     that saves for itself, each part of a tensor is an entry."""
     written = gathered.written.get(fqn)
     if not written:
-        raise Usage(f"no rank has written {fqn}, which the planner's metadata lists")
+        raise UsageError(f"no rank has written {fqn}, which the planner's metadata lists")
     first = written[0]
     if isinstance(content, TensorStorageMetadata) and all(entry.is_part for entry in written):
         return [
-            RecordEntry(fqn=fqn, location=part.location, kind="part", start=part.box.start,
-                        shape=tuple(content.size))
-            for part in written if part.box is not None
-        ]  # fmt: skip
+            RecordEntry(
+                fqn=fqn,
+                location=part.location,
+                kind="part",
+                start=part.box.start,
+                shape=tuple(content.size),
+            )
+            for part in written
+            if part.box is not None
+        ]
     if any(other.location != first.location for other in written):
-        raise Usage(
+        raise UsageError(
             f"the ranks do not agree where {fqn} belongs",
             found=", ".join(sorted({str(other.location) for other in written})),
             remedy="save without the plan caching of the planner",
         )
     if not isinstance(content, TensorStorageMetadata):
         if len(written) > 1 or first.tree is None:
-            raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
+            raise UsageError(f"{fqn} was written {len(written)} times, or as a tensor")
         return [RecordEntry(fqn=fqn, location=first.location, kind=first.kind)]
     boxes = [entry.box for entry in written if entry.box is not None]
     shape = tuple(content.size)
     alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1
     if not alike or not covers_once(shape, [box for box in boxes if box.volume]):
-        raise Usage(
+        raise UsageError(
             f"the chunks of {fqn} do not make it up",
             expected=f"every element of {list(shape)} once, of one dtype",
             found=listed(f"[{box_text(box)}]" for box in boxes),
@@ -184,7 +196,7 @@ def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorE
     return tuple(entries.values())
 
 
-def _nothing(attempt: DcpSave, rank: int, ranks: int) -> Written:
+def _nothing(attempt: DcpSave, rank: int, ranks: int) -> WrittenIndexes:
     """The index of a rank that had nothing to write."""
     with closing(SaveWriter(attempt.run.store, attempt.folder, (), rank=(rank, ranks))) as writer:
         return writer.finish({})
@@ -192,14 +204,17 @@ def _nothing(attempt: DcpSave, rank: int, ranks: int) -> Written:
 
 def _write_shared(
     attempt: DcpSave, tensors: tuple[TensorEntry, ...], values: dict[str, bytes], ranks: int
-) -> Written:
+) -> WrittenIndexes:
     """Write what is of no rank, in an index of the coordinator's own, behind those of ranks."""
     layouts = []
     if tensors:
         layout = FileLayout(
-            name=_SHARED, item=None, header_bytes=header_bytes_of(tensors), tensor_bytes=0,
+            name=_SHARED,
+            item=None,
+            header_bytes=header_bytes_of(tensors),
+            tensor_bytes=0,
             tensors=tensors,
-        )  # fmt: skip
+        )
         layouts.append(layout)
     store, folder = attempt.run.store, attempt.folder
     with closing(SaveWriter(store, folder, layouts, rank=(ranks, ranks))) as writer:

@@ -29,7 +29,7 @@ from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.export.dcp import leaves_by_item, tensor_metadata
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.read.content import Content, Place
 from laststep.read.files import close_files
 from laststep.state.boxes import Box, whole
@@ -145,8 +145,9 @@ class DcpContent:
             or len(shape) != len(leaf.shape)
             or any(map(operator.gt, ends, whole_of.size))
         ):
-            raise Corrupt("a part of a tensor lies outside of it", where=self._where,
-                          found=repr(leaf)[:200])  # fmt: skip
+            raise CorruptError(
+                "a part of a tensor lies outside of it", where=self._where, found=repr(leaf)[:200]
+            )
         start = torch.Size(leaf.start)
         index = MetadataIndex(leaf.fqn, start, len(whole_of.chunks))
         whole_of.chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(shape)))
@@ -169,10 +170,11 @@ class DcpContent:
             item = str(entry.location[0])
             node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)
             if entry.kind in ("tensor", "part") and node != TensorRef(tensor_name(entry.location)):
-                raise Corrupt(
+                raise CorruptError(
                     "what a checkpoint says of its DCP state contradicts its trees",
-                    where=self._where, found=repr(entry)[:200],
-                )  # fmt: skip
+                    where=self._where,
+                    found=repr(entry)[:200],
+                )
             yield _DcpLeaf(entry.fqn, item, node, entry.kind, entry.start, entry.shape)
 
     def _record(self) -> dcp_record.DcpRecord | None:
@@ -203,7 +205,7 @@ class DcpContent:
                 fqn = request.storage_index.fqn
                 planner.load_bytes(request, self._bytes(fqn, typed.classes_in(live)))
             elif place.box is None:
-                raise Usage(
+                raise UsageError(
                     f"cannot load {request.storage_index.fqn} into a tensor: a value is stored"
                 )
             elif self._content.item(place.item).view_of(place.name) is not None:
@@ -250,8 +252,9 @@ def _node_at(tree: object, path: Path, where: str) -> object:
             case list() if isinstance(part, int) and part < len(tree):
                 tree = tree[part]
             case _:
-                raise Corrupt(
-                    "what a checkpoint says of its DCP state contradicts its trees", where=where,
+                raise CorruptError(
+                    "what a checkpoint says of its DCP state contradicts its trees",
+                    where=where,
                     found=f"nothing at {list(path)}",
-                )  # fmt: skip
+                )
     return tree

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CACHES = (
-    "_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan",
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
     "_cached_metadata",
-)  # fmt: skip
+)
 
 
 def forget_others(is_ours: Callable[[object], bool]) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.adapters.nesting import Path, nest
-from laststep.errors import Corrupt
-from laststep.state.names import name_of
-from laststep.state.tree import MAX_DEPTH
+from laststep.errors import CorruptError
+from laststep.state.tree import MAX_DEPTH, name_of
 from laststep.terms import is_item_name
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
         locations = {fqn: (WHOLE, *path) for fqn, path in nested.items()}
     try:
         nest(((path, None) for path in locations.values()), where="")
-    except Corrupt:  # ranks whose states do not go together
+    except CorruptError:  # ranks whose states do not go together
         locations = {fqn: (WHOLE, fqn) for fqn in nested}
     return locations
 

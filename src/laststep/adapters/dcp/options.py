@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,9 +30,11 @@ class StockOptions(TypedDict, total=False):
 
 
 _SAME: dict[str, object] = {
-    "single_file_per_rank": True, "sync_files": True, "cache_staged_state_dict": False,
+    "single_file_per_rank": True,
+    "sync_files": True,
+    "cache_staged_state_dict": False,
     "serialization_format": SerializationFormat.SAFETENSORS,
-}  # fmt: skip
+}
 _INSTEAD = {
     "single_file_per_rank": "a rank writes a file for each item, of small ones one for all",
     "sync_files": "what is committed is always on the disk",
@@ -44,15 +46,16 @@ _told: set[str] = set()
 
 
 def accept(options: Mapping[str, object]) -> None:
-    """Say once in the log which of them have no effect; `Usage` for those that cannot be ignored,
-    as they might encrypt."""
+    """Say once in the log which of them have no effect; `UsageError` for those that cannot be
+    ignored, as they might encrypt."""
     for name, value in options.items():
         if name == "_extensions":
             if value:
-                raise Usage(
-                    "a run takes no stream extensions", found=repr(value)[:200],
+                raise UsageError(
+                    "a run takes no stream extensions",
+                    found=repr(value)[:200],
                     remedy="leave _extensions out, or keep torch's FileSystemWriter",
-                )  # fmt: skip
+                )
         elif name not in _INSTEAD:
             raise TypeError(f"Writer() got an unexpected keyword argument {name!r}")
         elif (name not in _SAME or value != _SAME[name]) and name not in _told:
@@ -62,5 +65,7 @@ def accept(options: Mapping[str, object]) -> None:
 
 def checked_threads(count: object) -> int:
     if type(count) is not int or count < 1:
-        raise Usage("thread_count is a number of threads", expected="at least 1", found=repr(count))
+        raise UsageError(
+            "thread_count is a number of threads", expected="at least 1", found=repr(count)
+        )
     return count

@@ -20,9 +20,9 @@ from laststep.adapters.dcp.stock_folder import StockFolder, is_stock_folder, was
 from laststep.adapters.dcp.writer import done
 from laststep.browse import Catalog
 from laststep.catalog import decision
-from laststep.catalog.names import parse_folder
+from laststep.catalog.lineage import parse_folder
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, NotFound, Usage
+from laststep.errors import AbortedError, NotFoundError, UsageError
 from laststep.format.manifest import Commit
 from laststep.storage.registry import open_store
 
@@ -66,9 +66,8 @@ class Reader(StorageReader):
     torch's own storage has left at that path.
 
     What a Checkpointer saved is one state: its items by name. Objects that were pickled are
-    `Usage`, unless `allow_pickle`. Enums and dataclasses are made only of `types`, and of those
-    classes that the state to load into has.
-    """
+    `UsageError`, unless `allow_pickle`. Enums and dataclasses are made only of `types`, and of
+    those classes that the state to load into has."""
 
     def __init__(
         self,
@@ -108,9 +107,11 @@ class Reader(StorageReader):
         content = self._opened()
         metadata = content.metadata()
         metadata.storage_meta = _OpenedCheckpoint(
-            checkpoint_id=self.checkpoint_id, save_id=content.save_id, load_id=self._load_id,
+            checkpoint_id=self.checkpoint_id,
+            save_id=content.save_id,
+            load_id=self._load_id,
             found=self._found,
-        )  # fmt: skip
+        )
         return metadata
 
     def set_up_storage_reader(
@@ -131,12 +132,13 @@ class Reader(StorageReader):
         """All ranks MUST have found the same checkpoint, however long one of them took."""
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
-            raise Aborted(
-                "the ranks found different checkpoints", where=self._address.path,
+            raise AbortedError(
+                "the ranks found different checkpoints",
+                where=self._address.path,
                 found=", ".join(sorted(found)),
                 remedy="load again, or pass the step to the Reader: somebody is saving to the run, "
                 "or a rank that saved for itself has died before others",
-            )  # fmt: skip
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -165,7 +167,7 @@ class Reader(StorageReader):
         path = self._address.path
         try:
             return _FoundCheckpoint(path=path, folder=self._chosen(path), own=False)
-        except NotFound:
+        except NotFoundError:
             own = found_own_path(path)
             if own is not None:
                 return _FoundCheckpoint(path=own, folder=self._chosen(own), own=True)
@@ -181,7 +183,7 @@ class Reader(StorageReader):
     def _opened(self) -> DcpContent | StockFolder:
         if self._content is None:
             if self._found is None:
-                raise Usage("cannot read before the metadata", where=self._address.path)
+                raise UsageError("cannot read before the metadata", where=self._address.path)
             self._content = _open(self._found, self._types, allow_pickle=self._allow_pickle)
         return self._content
 
@@ -199,14 +201,20 @@ def _open(
     store = open_store(found.path)
     decided = decision.read(store, found.folder)
     if not isinstance(decided, Commit):
-        raise NotFound("there is no such checkpoint", where=f"{store.url}/{found.folder}")
+        raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
     if was_saved_after(found.path, decided.created_s):
-        raise Usage(
-            "two storages have saved to one path, and torch's own later", where=found.path,
-            expected="one of them", remedy="load it with torch's FileSystemReader; or delete its "
+        raise UsageError(
+            "two storages have saved to one path, and torch's own later",
+            where=found.path,
+            expected="one of them",
+            remedy="load it with torch's FileSystemReader; or delete its "
             ".metadata to load what laststep has saved",
-        )  # fmt: skip
+        )
     return DcpContent(
-        store, found.folder, decided, rank=0 if found.own else this_rank(),
-        allow_pickle=allow_pickle, types=types,
-    )  # fmt: skip
+        store,
+        found.folder,
+        decided,
+        rank=0 if found.own else this_rank(),
+        allow_pickle=allow_pickle,
+        types=types,
+    )

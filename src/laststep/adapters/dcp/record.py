@@ -1,10 +1,10 @@
-"""What a checkpoint says of the DCP state that it holds, beyond items: the object `~6dcp`.
+"""What a checkpoint says of the DCP state that it holds, beyond items: the value `~dcp`.
 
-It lies in `shared.safetensors`, as typed JSON: of every entry its name in DCP's flat state, where
-it lies among the items, and whether it is a tensor, a value, a value that is only described
+It lies in the index of the coordinator, as typed JSON: of every entry its name in DCP's flat state,
+where it lies among the items, and whether it is a tensor, a value, a value that is only described
 (`typed`), bytes that were kept as they are, or the part of a tensor that one rank has saved for
 itself, with where it begins and the shape of the whole; what the planner wanted to be kept; and
-DCP's id of the save. Sizes, dtypes and chunks are not in it: headers have them.
+DCP's id of the save. Sizes, dtypes and chunks are not in it: indexes have them.
 Knows nothing of stores.
 """
 
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.state.tensors import revive
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
 
-OBJECT_NAME = "~6dcp"
+OBJECT_NAME = "~dcp"
 _VERSION = 2
 """1 where there is nothing that an earlier laststep does not know."""
 _LATER = ("part", "typed")
@@ -52,19 +52,20 @@ class DcpRecord:
 
 
 def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
-    """The bytes of the object; `Usage` for a planner's data that would have to be pickled."""
+    """The bytes of the object; `UsageError` for a planner's data that would have to be pickled."""
     entries: list[list[object]] = [
         [entry.fqn, list(entry.location), entry.kind, *_extent(entry)] for entry in record.entries
     ]
     planner = record.planner_data
     try:
         return _encoded(entries, planner, record.save_id)
-    except Usage as error:
+    except UsageError as error:
         if not allow_pickle:
-            raise Usage(
-                "cannot save the data of the planner, which is not plain", found=error.found,
+            raise UsageError(
+                "cannot save the data of the planner, which is not plain",
+                found=error.found,
                 remedy="pass allow_pickle=True to both Writer and Reader",
-            ) from error  # fmt: skip
+            ) from error
     pickled = Tagged("pickle", pickle.dumps(planner, protocol=4))
     return _encoded(entries, pickled, record.save_id)
 
@@ -81,15 +82,17 @@ def _encoded(entries: list[list[object]], planner: object, save_id: str | None) 
 
 
 def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
-    """The record again; `Corrupt` for nonsense, `Usage` for one of a later version."""
+    """The record again; `CorruptError` for nonsense, `UsageError` for one of a later version."""
     plain = objects.decode(data, where=where)
     match plain:
         case {"version": int(version)} if version > _VERSION:
-            raise Usage(
-                "cannot read a checkpoint of a later version of the adapter", where=where,
-                expected=f"version {_VERSION}", found=f"version {version}",
+            raise UsageError(
+                "cannot read a checkpoint of a later version of the adapter",
+                where=where,
+                expected=f"version {_VERSION}",
+                found=f"version {version}",
                 remedy="upgrade laststep",
-            )  # fmt: skip
+            )
         case {"version": 1 | 2, "planner_data": planner, "entries": list(listed), **rest} if (
             rest.keys() <= {"save_id"}
         ):
@@ -114,8 +117,13 @@ def _entry(raw: object, where: str) -> RecordEntry:
             match extent:
                 case [list(start), list(shape)] if sound and kind == "part":
                     if len(start) == len(shape) and all(map(_is_count, start + shape)):
-                        return RecordEntry(fqn=fqn, location=path, kind="part", start=tuple(start),
-                                           shape=tuple(shape))  # fmt: skip
+                        return RecordEntry(
+                            fqn=fqn,
+                            location=path,
+                            kind="part",
+                            start=tuple(start),
+                            shape=tuple(shape),
+                        )
     raise _corrupt(where, repr(raw)[:200])
 
 
@@ -123,5 +131,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _corrupt(where: str, found: str) -> Corrupt:
-    return Corrupt("cannot read what a checkpoint says of its DCP state", where=where, found=found)
+def _corrupt(where: str, found: str) -> CorruptError:
+    return CorruptError(
+        "cannot read what a checkpoint says of its DCP state", where=where, found=found
+    )

@@ -26,7 +26,7 @@ from laststep.adapters.export.dcp import tensor_metadata
 from laststep.adapters.importing import dcp_folder, dcp_metadata
 from laststep.adapters.importing.dcp_folder import DcpFileReader, RegionBox, checked_chunk
 from laststep.adapters.importing.dcp_metadata import CutTensor
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import CorruptError, NotFoundError
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.storage.registry import local_path
 
@@ -66,11 +66,12 @@ class StockFolder:
         self._allow_pickle = allow_pickle
         told = dcp_folder.metadata_in(self._folder, rank)
         if told is None:
-            raise NotFound(
-                f"rank {rank} has saved nothing here", where=path,
+            raise NotFoundError(
+                f"rank {rank} has saved nothing here",
+                where=path,
                 found="ranks that have each saved for themselves",
                 remedy="load with as many ranks as have saved",
-            )  # fmt: skip
+            )
         in_parts = told.name != dcp_folder.METADATA_NAME
         data = told.read_bytes()
         self._entries = dcp_metadata.decode(data, where=str(told), in_parts=in_parts)
@@ -121,10 +122,11 @@ class StockFolder:
             try:
                 file = path.open("rb")
             except FileNotFoundError as error:
-                raise Corrupt(
-                    "a file of the checkpoint is missing", where=str(path),
+                raise CorruptError(
+                    "a file of the checkpoint is missing",
+                    where=str(path),
                     remedy="bring the files of all ranks into the folder",
-                ) from error  # fmt: skip
+                ) from error
             with file:
                 size = path.stat().st_size
                 reader = DcpFileReader(file=file, size_bytes=size, where=str(path))

@@ -17,16 +17,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from laststep.errors import Corrupt, Mismatch, Usage
+from laststep.errors import CorruptError, MismatchError, UsageError
 
 _TYPE = "~type"
 _MADE_OF_TEXT: dict[str, tuple[type, Callable[[str], object]]] = {
     "datetime": (dt.datetime, dt.datetime.fromisoformat),
     "date": (dt.date, dt.date.fromisoformat),
     "time": (dt.time, dt.time.fromisoformat),
-    **{kind.__name__: (kind, kind) for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath,
-                                                type(pathlib.Path()))},
-}  # fmt: skip
+    **{
+        kind.__name__: (kind, kind)
+        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+    },
+}
 OF_DATETIME = ("datetime", "date", "time", "timedelta", "timezone")
 OF_PATHLIB = ("PurePosixPath", "PureWindowsPath", type(pathlib.Path()).__name__)
 
@@ -157,14 +159,14 @@ def classes_in(value: object) -> dict[str, type]:
 
 
 def rebuilt(tree: object, classes: Mapping[str, type], *, fqn: str) -> object:
-    """The value that was described; `Usage` for a class that is not among these."""
+    """The value that was described; `UsageError` for a class that is not among these."""
     match tree:
         case {"~type": "enum", "class": str(name), "value": value, **rest} if not rest:
             kind = _known(name, classes, fqn)
             try:
                 return kind(rebuilt(value, classes, fqn=fqn))
             except ValueError as error:
-                raise Mismatch(f"cannot load {fqn}: {error}") from error
+                raise MismatchError(f"cannot load {fqn}: {error}") from error
         case {"~type": "dataclass", "class": str(name), "fields": dict(fields), **rest} if not rest:
             kind = _known(name, classes, fqn)
             return _filled(kind, {k: rebuilt(v, classes, fqn=fqn) for k, v in fields.items()}, fqn)
@@ -190,25 +192,27 @@ def _of_python(name: str, parts: dict[Any, Any], fqn: str) -> object:
             name = f"Pure{name}"  # of another system
         return _MADE_OF_TEXT[name][1](parts["value"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise Corrupt(f"cannot load {fqn}: no such {name}", found=repr(parts)[:200]) from error
+        raise CorruptError(f"cannot load {fqn}: no such {name}", found=repr(parts)[:200]) from error
 
 
 def _known(name: str, classes: Mapping[str, type], fqn: str) -> type:
     if name in classes:
         return classes[name]
-    raise Usage(
-        f"cannot load {fqn}: it has a {name}", expected="a class that the Reader knows",
+    raise UsageError(
+        f"cannot load {fqn}: it has a {name}",
+        expected="a class that the Reader knows",
         remedy="pass it to the Reader, as types=[…]",
-    )  # fmt: skip
+    )
 
 
 def _filled(kind: type, fields: dict[str, object], fqn: str) -> object:
     names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     if fields.keys() != names:
-        raise Mismatch(
+        raise MismatchError(
             f"cannot load {fqn}: {class_name(kind)} has other fields now",
-            expected=", ".join(fields), found=", ".join(sorted(names)),
-        )  # fmt: skip
+            expected=", ".join(fields),
+            found=", ".join(sorted(names)),
+        )
     made: object = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)

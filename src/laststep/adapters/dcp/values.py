@@ -25,7 +25,7 @@ from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.importing.torch_save import load_plain, refused_by
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
-from laststep.errors import LaststepError, Usage
+from laststep.errors import LaststepError, UsageError
 from laststep.state.tensors import collect
 from laststep.state.tree import rebuild
 
@@ -50,8 +50,8 @@ class Value:
 
 
 def take_apart(data: bytes, location: Path, *, fqn: str, allow_pickle: bool) -> Value:
-    """What `data` holds; `location` is where it will lie. `Usage` for what must be pickled, unless
-    that is allowed."""
+    """What `data` holds; `location` is where it will lie. `UsageError` for what must be pickled,
+    unless that is allowed."""
     with contextlib.suppress(LaststepError, _NotPlain):
         value, is_typed = _plain_value(data)
         return _collected(value, location, "typed" if is_typed else "value")
@@ -90,24 +90,39 @@ def _rebuilt(make: Callable[..., object], *parts: object) -> object:
 _UNPICKLERS: Any = types.SimpleNamespace(__name__=__name__, Unpickler=_PlainUnpickler)
 """What torch.load wants to have as a module."""
 _ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
-_PLAIN = frozenset({
-    *(("builtins", name) for name in
-      ("bytearray", "complex", "frozenset", "range", "set", "slice")),
-    *(("__builtin__", name) for name in
-      ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")),
-    *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
-    *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
-    *(("datetime", name) for name in typed.OF_DATETIME),
-    *(("pathlib", name) for name in typed.OF_PATHLIB),
-    ("numpy", "dtype"), ("numpy", "ndarray"), ("_codecs", "encode"),
-    ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_sparse_tensor"),
-    ("torch.serialization", "_get_layout"),
-})  # fmt: skip
-_OF_TORCH = frozenset({
-    "Size", "device",
-    *(name for name, value in vars(torch).items()
-      if isinstance(value, torch.dtype) or name.endswith("Storage")),
-})  # fmt: skip
+_PLAIN = frozenset(
+    {
+        *(
+            ("builtins", name)
+            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")
+        ),
+        *(
+            ("__builtin__", name)
+            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")
+        ),
+        *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
+        *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
+        *(("datetime", name) for name in typed.OF_DATETIME),
+        *(("pathlib", name) for name in typed.OF_PATHLIB),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("_codecs", "encode"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_sparse_tensor"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+_OF_TORCH = frozenset(
+    {
+        "Size",
+        "device",
+        *(
+            name
+            for name, value in vars(torch).items()
+            if isinstance(value, torch.dtype) or name.endswith("Storage")
+        ),
+    }
+)
 
 
 def _plain_value(data: bytes) -> tuple[object, bool]:
@@ -174,7 +189,7 @@ def _loaded_safely(data: bytes, *, what: str) -> object:
     except MemoryError:
         raise
     except Exception as error:  # junk makes torch raise anything
-        raise Usage(
+        raise UsageError(
             f"{what}: it is a pickled object, which can run any code when loaded",
             expected="tensors, containers and plain values",
             found=refused_by(error) or "bytes that torch.load does not take",

@@ -40,7 +40,7 @@ from laststep.adapters.dcp.writing import WriteOptions, write_items
 from laststep.catalog import decision
 from laststep.catalog.epochs import this_writer
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, LaststepError, NotFound, Usage
+from laststep.errors import AbortedError, LaststepError, NotFoundError, UsageError
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ class Writer(StorageWriter):
     """Stores what `dcp.save` or `dcp.async_save` saves as a checkpoint.
 
     Without a `step` the path is that of one checkpoint, and saving again replaces it, once the new
-    one is committed. With one it is that of a run; a step that the run has is `Exists`.
+    one is committed. With one it is that of a run; a step that the run has is `AlreadyExistsError`.
     `overwrite` says otherwise, in both cases. Each save may name a path or a step of its own as
-    `checkpoint_id`. What cannot be stored but by pickling is `Usage`, unless `allow_pickle`.
+    `checkpoint_id`. What cannot be stored but by pickling is `UsageError`, unless `allow_pickle`.
     Arguments of torch's FileSystemWriter are taken too (`options`).
     """
 
@@ -174,9 +174,14 @@ class Writer(StorageWriter):
         try:
             with _folder_there(f"{self._path}/{folder}"):
                 results = write_items(
-                    plan.items, planner, assigned.locations, store=store, folder=folder,
-                    rank=(assigned.rank, assigned.ranks), how=how,
-                )  # fmt: skip
+                    plan.items,
+                    planner,
+                    assigned.locations,
+                    store=store,
+                    folder=folder,
+                    rank=(assigned.rank, assigned.ranks),
+                    how=how,
+                )
         except BaseException as error:
             self._give_up(store, folder, f"rank {assigned.rank} failed: {error!r}")
             raise
@@ -186,13 +191,16 @@ class Writer(StorageWriter):
         """Commit what all ranks have written."""
         attempt = self._attempt
         if attempt is None or self._giving_up is None:
-            raise Usage("cannot finish a save that was not begun", where=self._path)
+            raise UsageError("cannot finish a save that was not begun", where=self._path)
         try:
             with _folder_there(f"{self._path}/{attempt.folder}"):
                 commit = make_commit(
-                    attempt, metadata, results, save_id=self._save_id,
+                    attempt,
+                    metadata,
+                    results,
+                    save_id=self._save_id,
                     allow_pickle=self._allow_pickle,
-                )  # fmt: skip
+                )
             attempt.commit(commit)
         except BaseException as error:
             attempt.give_up(f"the coordinator failed: {error!r}")
@@ -205,8 +213,14 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
         seconds = time.monotonic() - self._began_s
-        _log.info("step %d of %s: %d bytes of %d ranks committed in %.2f s",
-                  commit.step, self._path, commit.size_bytes, commit.ranks, seconds)  # fmt: skip
+        _log.info(
+            "step %d of %s: %d bytes of %d ranks committed in %.2f s",
+            commit.step,
+            self._path,
+            commit.size_bytes,
+            commit.ranks,
+            seconds,
+        )
 
     # What DCP asks
 
@@ -246,7 +260,7 @@ class Writer(StorageWriter):
         attempts = Run.open(open_store(self._path)).attempts()
         mine = [attempt for attempt in attempts if attempt.step == self._step]
         if not mine:
-            raise Aborted("the save was given up by the coordinator", where=self._path)
+            raise AbortedError("the save was given up by the coordinator", where=self._path)
         return max(mine, key=lambda attempt: attempt.point).folder
 
     def _give_up(self, store: Store, folder: str, reason: str) -> None:
@@ -272,9 +286,10 @@ def done(result: T) -> Future[T]:
 def _folder_there(where: str) -> Iterator[None]:
     try:
         yield
-    except NotFound as error:
-        raise Aborted(
-            "the folder of the save is gone", where=where,
+    except NotFoundError as error:
+        raise AbortedError(
+            "the folder of the save is gone",
+            where=where,
             found="it was deleted before the save ended, by hand or by a job that has taken over",
             remedy="save again; only one job at a time may save to a run",
-        ) from error  # fmt: skip
+        ) from error

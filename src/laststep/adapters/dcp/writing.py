@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.dcp.values import take_apart
 from laststep.capture.gather import bytes_of
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.flush.writer import SaveWriter
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.boxes import Box, whole
-from laststep.state.pieces import BoxPart, Piece
+from laststep.state.provider import BoxPart, Piece
 from laststep.state.tensors import DTYPE_NAMES
 from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.terms import CHUNK_BYTES, DTYPES, with_article
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
     from laststep.adapters.nesting import Path
-    from laststep.format.manifest import Written
+    from laststep.format.manifest import WrittenIndexes
     from laststep.plan.files import SavePlan
     from laststep.storage.store import Store
 
@@ -60,7 +60,7 @@ class Files:
 
     folder: str
     rank: int
-    written: Written
+    written: WrittenIndexes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,30 +139,43 @@ def _add_value(
     fqn = item.index.fqn
     given = planner.resolve_data(item)
     if isinstance(given, torch.Tensor):
-        raise Usage(f"cannot save {fqn}", expected="bytes from the planner", found="a tensor")
+        raise UsageError(f"cannot save {fqn}", expected="bytes from the planner", found="a tensor")
     value = take_apart(given.getvalue(), location, fqn=fqn, allow_pickle=allow_pickle)
     for name, tensor in value.tensors.items():
         into.pieces.append(
-            Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, "cpu",
-                  tensor.is_contiguous(), volatile=False)
-        )  # fmt: skip
+            Piece(
+                name,
+                DTYPE_NAMES[tensor.dtype],
+                tuple(tensor.shape),
+                tensor.nbytes,
+                "cpu",
+                tensor.is_contiguous(),
+                volatile=False,
+            )
+        )
         into.sources.append(tensor)
     return WrittenEntry(
-        location=location, tree=value.tree, kind=value.kind, tensors=len(value.tensors),
+        location=location,
+        tree=value.tree,
+        kind=value.kind,
+        tensors=len(value.tensors),
         tensor_bytes=sum(tensor.nbytes for tensor in value.tensors.values()),
-    )  # fmt: skip
+    )
 
 
 def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: bool) -> WrittenEntry:
     fqn, data = item.index.fqn, item.tensor_data
     if data is None or data.chunk is None:
-        raise Usage(f"cannot save {fqn}: the planner does not say which part of which tensor it is")
+        raise UsageError(
+            f"cannot save {fqn}: the planner does not say which part of which tensor it is"
+        )
     if data.properties.layout is not torch.strided or data.properties.dtype not in DTYPE_NAMES:
-        raise Usage(
-            f"cannot save {fqn}", expected="a dense tensor of a plain dtype",
+        raise UsageError(
+            f"cannot save {fqn}",
+            expected="a dense tensor of a plain dtype",
             found=f"{data.properties.layout}, {data.properties.dtype}",
             remedy="convert it in the state, e.g. with to_dense() or dequantize()",
-        )  # fmt: skip
+        )
     dtype, shape = DTYPE_NAMES[data.properties.dtype], tuple(data.size)
     start, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     box = Box(start, tuple(map(operator.add, start, sizes)))
@@ -190,7 +203,7 @@ def _write_files(
     folder: str,
     rank: tuple[int, int],
     threads: int,
-) -> Written:
+) -> WrittenIndexes:
     sources = [source for item in work for source in item.sources]
     layouts = [file.layout for file in plan.files]
     with closing(SaveWriter(store, folder, layouts, rank=rank)) as flush:
@@ -214,20 +227,22 @@ def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.T
     fqn, data = source.index.fqn, source.tensor_data
     given = planner.resolve_data(source)
     if not isinstance(given, torch.Tensor) or type(given) not in PLAIN_TENSORS:
-        raise Usage(
-            f"cannot save {fqn}", expected="a plain tensor from the planner",
-            found=with_article(type(given)), remedy="save the tensors that it is made of",
-        )  # fmt: skip
+        raise UsageError(
+            f"cannot save {fqn}",
+            expected="a plain tensor from the planner",
+            found=with_article(type(given)),
+            remedy="save the tensors that it is made of",
+        )
     assert data is not None  # noqa: S101 (checked when it was added)
     if given.shape != data.chunk.sizes or given.dtype != data.properties.dtype:
-        raise Usage(
+        raise UsageError(
             f"cannot save {fqn}: the planner gave something else than it had planned",
             expected=f"{data.properties.dtype}{list(data.chunk.sizes)}",
             found=f"{given.dtype}{list(given.shape)}",
             remedy="let its create_local_plan say the dtype and shape that resolve_data gives",
         )
     if given.is_meta:
-        raise Usage(f"cannot save {fqn}: it is a meta tensor, without data")
+        raise UsageError(f"cannot save {fqn}: it is a meta tensor, without data")
     return given
 
 

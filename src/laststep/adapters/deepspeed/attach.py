@@ -19,7 +19,7 @@ from laststep import browse
 from laststep.adapters.deepspeed.items import model, optimizer, progress
 from laststep.adapters.deepspeed.seams import FRAMEWORK
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, LaststepError, NotFound, Usage
+from laststep.errors import CorruptError, LaststepError, NotFoundError, UsageError
 from laststep.state.provider import State, StateProvider
 from laststep.state.values import RNG
 
@@ -32,9 +32,14 @@ log = logging.getLogger(__name__)
 
 _SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 _LOAD = (
-    "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states",
-    "load_module_only", "custom_load_fn",
-)  # fmt: skip
+    "load_dir",
+    "tag",
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "custom_load_fn",
+)
 
 
 def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: Any) -> Any:
@@ -45,10 +50,11 @@ def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: A
     """
     FRAMEWORK.check()
     if "checkpointer" in vars(engine):  # an engine has all attributes of its module
-        raise Usage(
-            "this engine has a checkpointer already", found=repr(engine.checkpointer),
+        raise UsageError(
+            "this engine has a checkpointer already",
+            found=repr(engine.checkpointer),
             remedy="call attach() once; engine.checkpointer is what it made",
-        )  # fmt: skip
+        )
     FRAMEWORK.seam(type(engine), "save_checkpoint", *_SAVE)
     FRAMEWORK.seam(type(engine), "load_checkpoint", *_LOAD)
     FRAMEWORK.seam(type(engine), "destroy")
@@ -117,10 +123,11 @@ class _EngineSaving:
         """The folder of the checkpoint that was loaded, and its client state; (None, None) in a new
         run. Without a tag the newest that is whole, with one that one or an error."""
         if custom_load_fn is not None:
-            raise Usage(
-                "custom_load_fn is not called", remedy="load weights with laststep.load, and hand "
+            raise UsageError(
+                "custom_load_fn is not called",
+                remedy="load weights with laststep.load, and hand "
                 "them to the function before the engine is made",
-            )  # fmt: skip
+            )
         left_out = {"optimizer"} if not load_optimizer_states else set()
         left_out |= set() if load_lr_scheduler_states else {"lr_scheduler"}
         wanted = {"model", "client"} if load_module_only else self._items.keys() - left_out
@@ -171,7 +178,7 @@ class _EngineSaving:
             self._model.leaves_frozen = not frozen
             try:
                 return ckpt.restore(step, only=only, strict=strict)
-            except Corrupt as damage:
+            except CorruptError as damage:
                 if older is None:
                     raise
                 log.warning("step %d is damaged, step %d is tried: %s", step, older[0], damage)
@@ -209,9 +216,11 @@ def _items(engine: Any) -> dict[str, object]:
     """All but the model that belongs to the state of an engine."""
     ltd = engine.random_ltd_scheduler if engine.random_ltd_enabled() else None
     parts = {
-        "lr_scheduler": engine.lr_scheduler, "random_ltd": ltd, "sampler": _sampler(engine),
+        "lr_scheduler": engine.lr_scheduler,
+        "random_ltd": ltd,
+        "sampler": _sampler(engine),
         "scaler": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
-    }  # fmt: skip
+    }
     there = {name: part for name, part in parts.items() if part is not None}
     return {"optimizer": optimizer(engine), "counts": progress(engine), "rng": RNG(), **there}
 
@@ -235,11 +244,12 @@ def _find(run: str, tag: str | None) -> list[tuple[int, bool]]:
     return found if tag is None else found[:1]
 
 
-def _no_such(tag: str, run: str) -> NotFound:
-    return NotFound(
-        f"there is no checkpoint with the tag {tag!r}", where=run,
+def _no_such(tag: str, run: str) -> NotFoundError:
+    return NotFoundError(
+        f"there is no checkpoint with the tag {tag!r}",
+        where=run,
         remedy="`laststep ls` lists the steps; without a tag the newest is loaded",
-    )  # fmt: skip
+    )
 
 
 def _is_run(path: str) -> bool:

@@ -12,7 +12,7 @@ from laststep.adapters.deepspeed.names import names_in
 from laststep.adapters.deepspeed.places import known_optimizer, places, round_weights
 from laststep.adapters.deepspeed.seams import need
 from laststep.adapters.flat_state import FlatMember, FlatModule, FlatOptimizer, Parameters
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.provider import ABSENT, State, StateProvider
 
 if TYPE_CHECKING:
@@ -83,10 +83,13 @@ class _StepCounts(StateProvider):
 
     def describe(self) -> State:
         counts = {name: need(self._engine, name) for name in self._ENGINE}
-        return State(value={
-            "counts": counts, "pipeline": _known(need(self._engine, "module"), self._PIPELINE),
-            "scale": _known(self._scaler(), self._SCALE),
-        })  # fmt: skip
+        return State(
+            value={
+                "counts": counts,
+                "pipeline": _known(need(self._engine, "module"), self._PIPELINE),
+                "scale": _known(self._scaler(), self._SCALE),
+            }
+        )
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
@@ -118,13 +121,19 @@ def _members(engine: object) -> Iterator[FlatMember]:
         if place.group < 0:
             continue
         if id(place.parameter) not in names:
-            raise Usage(
+            raise UsageError(
                 "DeepSpeed's optimizer has a parameter that is none of the module's",
                 found=f"one of shape {list(place.shape)}",
                 remedy="make the optimizer from the parameters of the module",
             )
         yield FlatMember(
-            name=names[id(place.parameter)], group=place.group, dtype=place.memory.dtype,
-            shape=place.shape, holder=place.memory, first=place.first, last=place.last,
-            size=place.memory.numel(), layout=place.layout,
-        )  # fmt: skip
+            name=names[id(place.parameter)],
+            group=place.group,
+            dtype=place.memory.dtype,
+            shape=place.shape,
+            holder=place.memory,
+            first=place.first,
+            last=place.last,
+            size=place.memory.numel(),
+            layout=place.layout,
+        )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from laststep.adapters.deepspeed.seams import need
 from laststep.adapters.flat_state import plain_name
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,10 +27,11 @@ def names_in(module: torch.nn.Module) -> Callable[[str], str]:
     first: dict[str, int] = {}
     for name, layer in module.named_modules():
         if type(layer).__name__ == "AutoEPMoELayer":  # which has its experts here in one tensor
-            raise Usage(
-                "cannot take the state of DeepSpeed with AutoEP", where=name,
+            raise UsageError(
+                "cannot take the state of DeepSpeed with AutoEP",
+                where=name,
                 remedy="use layers of deepspeed.moe",
-            )  # fmt: skip
+            )
         if hasattr(layer, "ep_group") and hasattr(layer, "experts"):
             place = dist.get_rank(need(layer, "ep_group"))
             first[plain_name(f"{name}.experts.")] = place * need(layer, "num_local_experts")

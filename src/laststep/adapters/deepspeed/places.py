@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from laststep.adapters.deepspeed.seams import TESTED, need
 from laststep.adapters.flat_state import AXIS, flat_range, mesh_over
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 from laststep.state.tensors import Laid
 
@@ -90,18 +90,17 @@ def known_optimizer(engine: object) -> Any:
     """The engine's optimizer, if it lays state out in a way that is known here."""
     optimizer = need(engine, "optimizer")
     if optimizer is None:
-        raise Usage(
+        raise UsageError(
             "this DeepSpeed engine has no optimizer, so there is nothing that it steps",
             remedy="pass engine.module to a Checkpointer",
         )
-    for name, what in (
-        ("swap_optimizer", "optimizer state on NVMe"),
-        ("zenflow", "ZenFlow"),
-    ):
+    for name, what in (("swap_optimizer", "optimizer state on NVMe"), ("zenflow", "ZenFlow")):
         if getattr(optimizer, name, None) or getattr(engine, name, None):
-            raise Usage(f"cannot take the state of DeepSpeed with {what}", remedy="turn that off")
+            raise UsageError(
+                f"cannot take the state of DeepSpeed with {what}", remedy="turn that off"
+            )
     if _tensor_parallel_ranks(getattr(engine, "mpu", None)) > 1:
-        raise Usage("cannot take the state of DeepSpeed over tensor parallelism")
+        raise UsageError("cannot take the state of DeepSpeed over tensor parallelism")
     return optimizer
 
 
@@ -132,7 +131,7 @@ def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
     """Where a parameter begins in the buffer that it is a view of, in whatever order they lie."""
     at = (parameter.data_ptr() - buffer.data_ptr()) // buffer.element_size()
     if not 0 <= at <= buffer.numel() - parameter.numel() or not parameter.is_contiguous():
-        raise Usage(
+        raise UsageError(
             "cannot find out how the state lies over the ranks",
             expected=f"parameters that are views of DeepSpeed's flat buffers, as in {TESTED}",
             found=f"one of shape {list(parameter.shape)} that is not",
@@ -145,10 +144,12 @@ def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int 
     """`own` is this rank's range of the buffer; `at`, where in it that of this parameter begins."""
     first, last = flat_range(layout, dist.get_rank())
     if at + last > own.numel():
-        raise Usage(
-            "ZeRO's fp32 weights are not in memory", expected=f"at least {at + last} elements",
-            found=str(own.numel()), remedy="bring offloaded states back before saving",
-        )  # fmt: skip
+        raise UsageError(
+            "ZeRO's fp32 weights are not in memory",
+            expected=f"at least {at + last} elements",
+            found=str(own.numel()),
+            remedy="bring offloaded states back before saving",
+        )
     return WeightPlace(parameter, layout.shape, layout, group, own, at + first, at + last)
 
 
@@ -164,7 +165,7 @@ def _of_stage3(optimizer: Any, module: torch.nn.Module) -> Iterator[WeightPlace]
         shape = tuple(need(parameter, "ds_shape"))
         each = need(part, "ds_numel")
         if math.prod(shape) > each * mesh.sizes[0]:
-            raise Usage(f"cannot find out how ZeRO cut a parameter of shape {list(shape)}")
+            raise UsageError(f"cannot find out how ZeRO cut a parameter of shape {list(shape)}")
         layout = Flat(shape, mesh, (AXIS,), 0, each * mesh.sizes[0])
         if id(parameter) in trained:
             number, at, _ = positions[need(optimizer, "get_param_id")(parameter)]

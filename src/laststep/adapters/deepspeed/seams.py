@@ -11,4 +11,4 @@ FRAMEWORK = Framework(package="deepspeed", extra="deepspeed", first="0.19", last
 TESTED = "DeepSpeed 0.19.8"
 
 need = functools.partial(flat_state.need, tested=TESTED)
-"""An attribute of one of its objects, or `Usage`."""
+"""An attribute of one of its objects, or `UsageError`."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
 from laststep.adapters.export.pieces import ItemTensors
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.tensors import TORCH_DTYPES, revive
 from laststep.state.tree import OWNED, owned, rebuild
 
@@ -64,9 +64,10 @@ def export_dcp(
     """Write items to a new folder."""
     sources = [ItemTensors(checkpoint, item) for item in items]
     leaves = leaves_by_item(
-        {tensors.item: tensors.tree for tensors in sources}, where=checkpoint.folder,
+        {tensors.item: tensors.tree for tensors in sources},
+        where=checkpoint.folder,
         remedy="name an item without these with --item, or use hf",
-    )  # fmt: skip
+    )
     metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
     metadata.version = CURRENT_DCP_VERSION
     files: list[WrittenFile] = []
@@ -94,11 +95,13 @@ def leaves_by_item(
     for leaf in chain.from_iterable(leaves.values()):
         other = taken.setdefault(leaf.name, leaf.path)
         if other is not leaf.path:
-            raise Usage(
-                "two entries have the same name in DCP, which joins keys by dots", where=where,
-                expected="a name for each", found=f"{leaf.name!r} for {other} and {leaf.path}",
+            raise UsageError(
+                "two entries have the same name in DCP, which joins keys by dots",
+                where=where,
+                expected="a name for each",
+                found=f"{leaf.name!r} for {other} and {leaf.path}",
                 remedy=remedy,
-            )  # fmt: skip
+            )
     return leaves
 
 
@@ -107,9 +110,10 @@ def tensor_metadata(
 ) -> TensorStorageMetadata:
     """What DCP is told of a tensor."""
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]), size=torch.Size(shape),
+        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+        size=torch.Size(shape),
         chunks=chunks,
-    )  # fmt: skip
+    )
 
 
 def _leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
@@ -175,17 +179,22 @@ class _EntryAppender:
         if type(leaf.node) is TensorRef:
             self._write_tensor(leaf.name, leaf.node.name)
         else:
-            value = rebuild(leaf.node, leaf=lambda ref: self._tensors.whole(ref.name),
-                            revive=lambda tagged: self._revived(tagged, leaf))  # fmt: skip
+            value = rebuild(
+                leaf.node,
+                leaf=lambda ref: self._tensors.whole(ref.name),
+                revive=lambda tagged: self._revived(tagged, leaf),
+            )
             self._metadata.state_dict_metadata[leaf.name] = BytesStorageMetadata()
             try:
                 self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
             except pickle.PicklingError as error:
-                raise Usage(
-                    "cannot export a value whose class nobody else has", where=leaf.name,
-                    expected="what torch.save can pickle", found=str(error)[:200],
+                raise UsageError(
+                    "cannot export a value whose class nobody else has",
+                    where=leaf.name,
+                    expected="what torch.save can pickle",
+                    found=str(error)[:200],
                     remedy="export the items without it, each with --item",
-                ) from error  # fmt: skip
+                ) from error
 
     def _write_tensor(self, name: str, stored: str) -> None:
         source = self._tensors.source_of(stored)
@@ -210,10 +219,11 @@ class _EntryAppender:
 
     def _revived(self, tagged: Tagged, leaf: Leaf) -> object:
         if tagged.tag == "pickle":
-            raise Usage(
+            raise UsageError(
                 "cannot export a pickled object, which can run any code when loaded",
-                where=leaf.name, remedy="export the items without it, each with --item",
-            )  # fmt: skip
+                where=leaf.name,
+                remedy="export the items without it, each with --item",
+            )
         return revive(tagged, where=leaf.name, allow_pickle=False)
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from laststep.errors import Exists
-from laststep.process import interrupts
+from laststep.errors import AlreadyExistsError
+from laststep.process import signals
 from laststep.storage.directory import TEMPORARY
-from laststep.storage.disk import UNSUPPORTED, Disk, failed
-from laststep.storage.paths import absolute
+from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +56,7 @@ class Exported:
 
 
 def check_absent(target: str | os.PathLike[str]) -> None:
-    """`Exists` where the name is taken, by whatever it is."""
+    """`AlreadyExistsError` where the name is taken, by whatever it is."""
     if os.path.lexists(absolute(target)):
         raise _taken(absolute(target))
 
@@ -80,7 +79,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
         else:
             _publish(staging, path)
     except BaseException as error:
-        with interrupts.held():
+        with signals.held():
             _remove(staging, above)
         if isinstance(error, OSError):
             raise failed("write", str(path), error) from error
@@ -133,5 +132,7 @@ def _remove(staging: Path, above: list[Path]) -> None:
             folder.rmdir()
 
 
-def _taken(path: str) -> Exists:
-    return Exists("there is something already", where=path, remedy="name another, or remove it")
+def _taken(path: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        "there is something already", where=path, remedy="name another, or remove it"
+    )

@@ -20,7 +20,7 @@ import torch
 from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
 from laststep.adapters.export.pieces import ItemTensors, size_bytes
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.state.tree import OWNED, owned
 from laststep.terms import DTYPES, align_up
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.browse import Checkpoint
-    from laststep.state.pieces import Shape
+    from laststep.state.provider import Shape
     from laststep.state.tree import Path
 
 _WHOLE = "model.safetensors"
@@ -116,7 +116,8 @@ def export_hf(
 
 
 def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
-    """Decide names, dtypes and files; `Usage` for what cannot be written as it was asked for."""
+    """Decide names, dtypes and files; `UsageError` for what cannot be written as it was asked
+    for."""
     paths, left_out = _leaves(tensors)
     names = _renamed(paths, choices.renames, tensors)
     first: dict[str, str] = {}
@@ -129,15 +130,19 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
         else:
             dropped[names[stored]] = names[known]
     if not kept:
-        raise Usage(
-            "there is nothing to export", where=f"{tensors.where}, item {tensors.item}",
-            expected="tensors", found="none", remedy="name another item with --item",
-        )  # fmt: skip
+        raise UsageError(
+            "there is nothing to export",
+            where=f"{tensors.where}, item {tensors.item}",
+            expected="tensors",
+            found="none",
+            remedy="name another item with --item",
+        )
     _check_names(kept, names, tensors)
     _check_casts_used(choices.casts, [names[stored] for stored in kept], tensors)
     entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
-    return ExportPlan(files=_files(entries, choices.shard_bytes), dropped=dropped,
-                      left_out=left_out)  # fmt: skip
+    return ExportPlan(
+        files=_files(entries, choices.shard_bytes), dropped=dropped, left_out=left_out
+    )
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -156,8 +161,12 @@ def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
                 see(owned(node).state, path)
             case Tagged(tag="sparse" | "subclass"):
                 kind = "sparse tensor" if node.tag == "sparse" else "tensor subclass"
-                raise Usage(f"cannot export a {kind}", where=f"{tensors.item}/{dotted}",
-                            expected="dense tensors", remedy="--format dcp keeps it")  # fmt: skip
+                raise UsageError(
+                    f"cannot export a {kind}",
+                    where=f"{tensors.item}/{dotted}",
+                    expected="dense tensors",
+                    remedy="--format dcp keeps it",
+                )
             case dict() | OrderedDict():
                 for key, inner in node.items():
                     see(inner, (*path, key))
@@ -181,8 +190,11 @@ def _renamed(
             try:
                 names[stored], count = rename.pattern.subn(rename.replacement, name)
             except (re.error, IndexError) as error:
-                raise Usage("a replacement is malformed", found=f"{rename.replacement!r}: {error}",
-                            remedy=r"a group is \1 or \g<name>") from error  # fmt: skip
+                raise UsageError(
+                    "a replacement is malformed",
+                    found=f"{rename.replacement!r}: {error}",
+                    remedy=r"a group is \1 or \g<name>",
+                ) from error
             used = used or count > 0
         if not used:
             raise _unused("--rename", rename.pattern, names.values(), tensors)
@@ -194,16 +206,21 @@ def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTen
     for stored in kept:
         name = names[stored]
         if name in ("", _RESERVED):
-            raise Usage("a tensor cannot have this name", where=f"{tensors.item}/{stored}",
-                        found=repr(name), remedy="change the --rename")  # fmt: skip
+            raise UsageError(
+                "a tensor cannot have this name",
+                where=f"{tensors.item}/{stored}",
+                found=repr(name),
+                remedy="change the --rename",
+            )
         other = taken.setdefault(name, stored)
         if other != stored:
-            raise Usage(
-                "two tensors would have the same name", where=tensors.where,
+            raise UsageError(
+                "two tensors would have the same name",
+                where=tensors.where,
                 expected="a name for each",
                 found=f"{name!r} for {tensors.item}/{other} and {tensors.item}/{stored}",
                 remedy="change the --rename, or give each a new name by one",
-            )  # fmt: skip
+            )
 
 
 def _check_casts_used(casts: Sequence[Cast], names: Sequence[str], tensors: ItemTensors) -> None:
@@ -214,14 +231,16 @@ def _check_casts_used(casts: Sequence[Cast], names: Sequence[str], tensors: Item
 
 def _unused(
     option: str, pattern: re.Pattern[str], names: Iterable[str], tensors: ItemTensors
-) -> Usage:
+) -> UsageError:
     shown = list(names)
     more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return Usage(
-        f"no tensor has a name that {option} means", where=f"{tensors.where}, item {tensors.item}",
+    return UsageError(
+        f"no tensor has a name that {option} means",
+        where=f"{tensors.where}, item {tensors.item}",
         expected=f"the pattern {pattern.pattern!r} in a name",
-        found=", ".join(shown[:3]) + more, remedy="`laststep show --all` lists the names",
-    )  # fmt: skip
+        found=", ".join(shown[:3]) + more,
+        remedy="`laststep show --all` lists the names",
+    )
 
 
 def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> ExportTensor:
@@ -233,10 +252,12 @@ def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) 
     if DTYPES[dtype].code is None:
         floating = TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST
         remedy = "write it as another with --dtype, or use --format dcp"
-        raise Usage(
-            "safetensors does not know this dtype", where=f"{tensors.item}/{stored}", found=dtype,
+        raise UsageError(
+            "safetensors does not know this dtype",
+            where=f"{tensors.item}/{stored}",
+            found=dtype,
             remedy=remedy if floating else "--format dcp keeps it",
-        )  # fmt: skip
+        )
     return ExportTensor(stored=stored, name=name, dtype=dtype, shape=shape)
 
 
@@ -291,11 +312,12 @@ def _header(entries: Sequence[ExportTensor]) -> bytes:
 def _cast(piece: torch.Tensor, entry: ExportTensor, item: str) -> torch.Tensor:
     made = piece.to(TORCH_DTYPES[entry.dtype])
     if made is not piece and not torch.equal(_finite(made), _finite(piece)):
-        raise Usage(
+        raise UsageError(
             f"a value of a tensor does not fit into {entry.dtype}",
-            where=f"{item}/{entry.stored}", found=str(piece.dtype).removeprefix("torch."),
+            where=f"{item}/{entry.stored}",
+            found=str(piece.dtype).removeprefix("torch."),
             remedy="leave it as it is, or write it as bf16 or f32, by --dtype 'REGEX=…'",
-        )  # fmt: skip
+        )
     return made
 
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import open_view
+from laststep.state.tree import TensorSpec
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.browse import Checkpoint
-    from laststep.state.pieces import Shape, View
+    from laststep.state.provider import Shape, View
 
 PIECE_BYTES = 16 << 20
 
@@ -31,7 +31,7 @@ class ItemTensors:
     """The tree of an item and its tensors, by the names that the tree uses."""
 
     def __init__(self, checkpoint: Checkpoint, item: str) -> None:
-        """`NotFound` where the checkpoint has no such item."""
+        """`NotFoundError` where the checkpoint has no such item."""
         self._checkpoint = checkpoint
         self._item = checkpoint.content().item(item)
         self.item = item

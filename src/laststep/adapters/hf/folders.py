@@ -32,7 +32,7 @@ from laststep.adapters.export.hf import Cast, Choices, export_hf
 from laststep.adapters.export.pieces import ItemTensors
 from laststep.adapters.hf.items import is_peft
 from laststep.browse import open as open_run
-from laststep.errors import LaststepError, NotFound
+from laststep.errors import LaststepError, NotFoundError
 from laststep.storage.directory import TEMPORARY
 
 if TYPE_CHECKING:
@@ -91,14 +91,16 @@ class Folders:
             try:
                 if again or not path_of(self._output, step).is_dir():
                     self._make(step)
-            except NotFound:
+            except NotFoundError:
                 log.info("no folder for step %d: retention has deleted its checkpoint", step)
             except Exception as error:
                 log.error(  # noqa: TRY400 (a traceback only where it tells something)
                     "%s could not be made, the checkpoint of step %d is there all the same: %s",
-                    path_of(self._output, step), step, error,
+                    path_of(self._output, step),
+                    step,
+                    error,
                     exc_info=not isinstance(error, LaststepError | OSError),
-                )  # fmt: skip
+                )
             finally:
                 self._todo.task_done()
         self._todo.task_done()
@@ -115,9 +117,11 @@ class Folders:
         args = self._trainer.args
         best = path_of(self._output, state.best_global_step)  # which may have been elsewhere
         rotate_checkpoints(
-            str(self._output), args.save_total_limit, str(best) if best.is_dir() else None,
+            str(self._output),
+            args.save_total_limit,
+            str(best) if best.is_dir() else None,
             use_mtime=True,
-        )  # fmt: skip
+        )
         if args.push_to_hub:
             self._push(str(target), state)
 
@@ -127,8 +131,9 @@ class Folders:
             _write(folder / name, content)
         if not self._plain:
             tensors = ItemTensors(checkpoint, "model")
-            names = [name.partition("/")[2] for name in checkpoint.tensors()
-                     if name.startswith("model/")]  # fmt: skip
+            names = [
+                name.partition("/")[2] for name in checkpoint.tensors() if name.startswith("model/")
+            ]
             live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
             one = {id(live.get(name, name)): name for name in names}  # of those that are tied
             whole = {alike: tensors.whole(name) for alike, name in one.items()}
@@ -144,8 +149,11 @@ class Folders:
 
     def _frozen(self) -> dict[str, Any]:
         """What peft may want to write beside what is trained; it does not change."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()
-                if not parameter.requires_grad}  # fmt: skip
+        return {
+            name: parameter.detach()
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
+        }
 
     def _choices(self) -> Choices:
         # ZeRO's weights are stored in full precision, whatever the model computes with.
@@ -155,7 +163,9 @@ class Folders:
 
     def _link(self, target: Path, folder: str) -> bool:
         """Whether one file of it is what `save_pretrained` would write, and is linked."""
-        found = list(Path(self._run, folder).glob("model*.safetensors"))
+        files = Path(self._run, folder).glob("model*.safetensors")
+        # A file of an earlier checkpoint may lack what has changed since.
+        found = [file for file in files if "~" not in file.name]
         if len(found) != 1 or not _is_whole(found[0], self._model):
             return False
         try:
@@ -218,11 +228,8 @@ def _is_whole(file: Path, model: Any) -> bool:
     """Whether a file has each tensor of a model, whole and as it is; tied ones once."""
     live = model.state_dict(keep_vars=True)
     with safe_open(file, "pt") as opened:
-        about = json.loads((opened.metadata() or {}).get("laststep", "{}"))
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     stored = {id(live[name]) for name in shapes if name in live}
-    return (
-        about.get("codec") == "raw"
-        and all(name in live and tuple(live[name].shape) == shape for name, shape in shapes.items())
-        and stored == set(map(id, live.values()))
-    )
+    return all(
+        name in live and tuple(live[name].shape) == shape for name, shape in shapes.items()
+    ) and stored == set(map(id, live.values()))

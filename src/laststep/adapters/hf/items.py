@@ -12,9 +12,8 @@ from accelerate.data_loader import DataLoaderAdapter
 
 from laststep.adapters import deepspeed, fsdp1
 from laststep.adapters.accelerate.loaders import LoaderProgress, place_in
-from laststep.state.late import Late
+from laststep.state.items import Late, trainable
 from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.trainable import trainable
 from laststep.state.values import RNG
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from laststep.adapters.accelerate.loaders import PlacedLoader
 from laststep.adapters.hf import FRAMEWORK
 from laststep.adapters.hf.training import TrainCall
 from laststep.arguments import SETTINGS
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
@@ -46,11 +46,21 @@ _SEAMS = {
 }
 """What is overridden, and what is called, of the private methods."""
 
-_LEFT_OUT = frozenset((
-    "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state",
-    "_save_scaler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state",
-    "_load_scaler", "_load_best_model",
-))  # fmt: skip
+_LEFT_OUT = frozenset(
+    (
+        "_save_checkpoint",
+        "save_model",
+        "_save",
+        "_save_optimizer_and_scheduler",
+        "_save_rng_state",
+        "_save_scaler",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_load_rng_state",
+        "_load_scaler",
+        "_load_best_model",
+    )
+)
 """What a class of the user's may override that no save and no restore comes by."""
 
 for _method, _parameters in _SEAMS.items():
@@ -111,8 +121,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             for method in sorted(_LEFT_OUT & vars(kind).keys()):
                 log.warning(
                     "%s.%s is not called: laststep saves; what it adds to a checkpoint can be one "
-                    "of `items=`", kind.__name__, method,
-                )  # fmt: skip
+                    "of `items=`",
+                    kind.__name__,
+                    method,
+                )
 
     def _inner_training_loop(
         self,
@@ -125,11 +137,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         while True:
             try:
                 return super()._inner_training_loop(
-                    batch_size=batch_size, args=args,
-                    resume_from_checkpoint=resume_from_checkpoint, trial=trial,
+                    batch_size=batch_size,
+                    args=args,
+                    resume_from_checkpoint=resume_from_checkpoint,
+                    trial=trial,
                     ignore_keys_for_eval=ignore_keys_for_eval,
-                )  # fmt: skip
-            except Corrupt as error:
+                )
+            except CorruptError as error:
                 resume_from_checkpoint = self._laststep.older(error)
 
     def _init_training_state(
@@ -168,10 +182,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         batches = steps_trained_in_current_epoch if first else 0
         self._laststep.begin_epoch(epoch, batches // self.args.gradient_accumulation_steps)
         super()._run_epoch(
-            epoch=epoch, resume_from_checkpoint=resume_from_checkpoint,
+            epoch=epoch,
+            resume_from_checkpoint=resume_from_checkpoint,
             epochs_trained=epochs_trained,
-            steps_trained_in_current_epoch=steps_trained_in_current_epoch, **keywords,
-        )  # fmt: skip
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+            **keywords,
+        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -214,10 +230,12 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
     """Make a trainer that exists save to laststep, in `run` or `output_dir/_laststep`; `settings`
     are those of a `Checkpointer`. Returns the same trainer."""
     if not isinstance(trainer, Trainer):
-        raise Usage(
-            "laststep.hf.attach takes a trainer", expected="a transformers.Trainer",
-            found=with_article(type(trainer)), remedy="pass the object that train() is called on",
-        )  # fmt: skip
+        raise UsageError(
+            "laststep.hf.attach takes a trainer",
+            expected="a transformers.Trainer",
+            found=with_article(type(trainer)),
+            remedy="pass the object that train() is called on",
+        )
     if not isinstance(trainer, TrainerMixin):
         kind = type(trainer)
         trainer.__class__ = type(

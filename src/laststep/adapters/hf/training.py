@@ -26,14 +26,14 @@ from laststep.adapters.hf import FRAMEWORK
 from laststep.adapters.hf.folders import MARK, Folders, path_of, state_json
 from laststep.adapters.hf.items import Data, HeldRNG, Logged, items_of
 from laststep.browse import open as open_run
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
-from laststep.storage.paths import absolute
+from laststep.storage.files import absolute
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from laststep.errors import Corrupt
+    from laststep.errors import CorruptError
     from laststep.events import Event
 
 log = logging.getLogger(__name__)
@@ -106,12 +106,13 @@ class TrainCall:
         if isinstance(asked, str | os.PathLike) and _is_an_adapter_s(Path(asked)):
             return self._named(Path(asked))
         if newest is not None and not self._settings.get("new_lineage"):
-            raise Usage(
+            raise UsageError(
                 "the run has checkpoints, and training would not go on from any of them",
-                where=self._ckpt.path, expected="train(resume_from_checkpoint=True)",
+                where=self._ckpt.path,
+                expected="train(resume_from_checkpoint=True)",
                 found=f"resume_from_checkpoint={asked!r}; the newest is of step {newest.step}",
                 remedy="resume, choose another output_dir or run, or pass new_lineage=True",
-            )  # fmt: skip
+            )
         if asked is True:
             asked = get_last_checkpoint(self._output) if self._output.is_dir() else None
             if asked is not None and _is_an_adapter_s(Path(asked)):
@@ -125,42 +126,50 @@ class TrainCall:
         steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
         last = max(steps, default=0)
         if last > newest and not _is_an_adapter_s(steps[last]):
-            raise Usage(
+            raise UsageError(
                 "the Trainer itself has saved a later step, without laststep",
-                where=self._ckpt.path, expected=f"none after step {newest}",
+                where=self._ckpt.path,
+                expected=f"none after step {newest}",
                 found=str(steps[last]),
                 remedy=f"move that away, or pass {str(steps[last])!r} as resume_from_checkpoint "
                 "with another run=, which then begins with it",
-            )  # fmt: skip
+            )
 
-    def _lost(self, folder: Path) -> NotFound:
+    def _lost(self, folder: Path) -> NotFoundError:
         """A folder has weights alone: to go on from it would begin all the rest anew."""
         whence = json.loads((folder / MARK).read_bytes())["run"]
-        return NotFound(
+        return NotFoundError(
             "the run is empty, but one that was here before has made folders",
-            where=self._ckpt.path, expected=f"the run {whence}", found=str(folder),
+            where=self._ckpt.path,
+            expected=f"the run {whence}",
+            found=str(folder),
             remedy="pass run= as before, or remove these folders to begin anew; from_pretrained "
             "loads their weights",
-        )  # fmt: skip
+        )
 
     def _named(self, folder: Path) -> str:
         """The folder for a checkpoint of the run that was asked for by its folder."""
         name = _FOLDER.fullmatch(folder.name)
         if name is None or folder.resolve().parent != self._output.resolve():
-            raise Usage(
-                "this is no checkpoint of the run", where=self._ckpt.path,
-                expected=str(path_of(self._output, "N")), found=str(folder),
+            raise UsageError(
+                "this is no checkpoint of the run",
+                where=self._ckpt.path,
+                expected=str(path_of(self._output, "N")),
+                found=str(folder),
                 remedy="train(resume_from_checkpoint=True) takes the newest; "
                 "from_pretrained loads the weights of others",
-            )  # fmt: skip
+            )
         catalog = open_run(self._ckpt.path)
         chosen = catalog[int(name[1])]
         newest = catalog.steps()[-1]
         if newest > chosen.step:
             log.warning(
                 "%s: training goes on from step %d, as asked for; there is a newer checkpoint, of "
-                "step %d", self._ckpt.path, chosen.step, newest,
-            )  # fmt: skip
+                "step %d",
+                self._ckpt.path,
+                chosen.step,
+                newest,
+            )
         return self._from(chosen.step, chosen.metadata, exact=True)
 
     def _from(self, step: int, metadata: object, *, exact: bool) -> str:
@@ -168,7 +177,7 @@ class TrainCall:
         self._resume = _Resume(step, own, exact=exact, within=self._scratch.name)
         return self._resume.path
 
-    def older(self, damage: Corrupt) -> str:
+    def older(self, damage: CorruptError) -> str:
         """The folder to go on from instead of one that was found damaged."""
         resume = self._resume
         if resume is None or resume.restored or resume.exact:
@@ -178,8 +187,10 @@ class TrainCall:
             raise damage
         log.warning(
             "the checkpoint of step %d is damaged; training goes on from step %d: %s",
-            resume.step, newest.step, damage,
-        )  # fmt: skip
+            resume.step,
+            newest.step,
+            damage,
+        )
         return self._from(newest.step, newest.metadata, exact=False)
 
     def is_ours(self, folder: str | None) -> bool:
@@ -195,8 +206,9 @@ class TrainCall:
             if absent:
                 log.warning(
                     "the checkpoint of step %d was saved without them: %s begin anew",
-                    resume.step, ", ".join(sorted(absent)),
-                )  # fmt: skip
+                    resume.step,
+                    ", ".join(sorted(absent)),
+                )
             both = sorted(set(self._items) & resume.stored)  # DeepSpeed has counts of its own
             # `Restored.step` is the number of completed steps, as `global_step` is.
             self._ckpt.restore(
@@ -275,7 +287,7 @@ class TrainCall:
         name = _FOLDER.fullmatch(Path(self._trainer.state.best_model_checkpoint).name)
         try:
             best = open_run(self._ckpt.path)[int(name[1])] if name else None
-        except NotFound:
+        except NotFoundError:
             best = None
         if best is None:
             return False
@@ -288,8 +300,11 @@ class TrainCall:
         is_best = state.best_global_step == state.global_step
         if is_best:
             state.best_model_checkpoint = str(path_of(self._output, state.global_step))
-        stateful = [one for one in [*handler.callbacks, self._trainer.control]
-                    if isinstance(one, ExportableState)]  # fmt: skip
+        stateful = [
+            one
+            for one in [*handler.callbacks, self._trainer.control]
+            if isinstance(one, ExportableState)
+        ]
         kept = dataclasses.replace(state, stateful_callbacks=stateful)
         # As the Trainer's file would have it: NumPy's float64, for one, becomes a float.
         plain: dict[str, Any] = json.loads(json.dumps(vars(kept)))

@@ -20,7 +20,7 @@ import torch
 from laststep.adapters.importing import dcp_metadata, safetensors_part, torch_save
 from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, Region
 from laststep.adapters.nesting import nest
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import CorruptError, NotFoundError
 from laststep.state.tensors import allocate
 from laststep.terms import with_article
 
@@ -91,14 +91,18 @@ def read_folder(folder: Path) -> dict[str, object]:
 def _metadata_of(folder: Path) -> bytes:
     path = folder / METADATA_NAME
     if not path.is_file():
-        raise NotFound(
-            "cannot import", where=str(folder), expected=f"a {METADATA_NAME}",
+        raise NotFoundError(
+            "cannot import",
+            where=str(folder),
+            expected=f"a {METADATA_NAME}",
             found="none: the save did not end, or each rank saved for itself",
             remedy="name the folder of a save that ended",
-        )  # fmt: skip
+        )
     size_bytes = path.stat().st_size
     if size_bytes > _MAX_METADATA_BYTES:
-        raise Corrupt("cannot import", where=str(path), found=f"metadata of {size_bytes} bytes")
+        raise CorruptError(
+            "cannot import", where=str(path), found=f"metadata of {size_bytes} bytes"
+        )
     return path.read_bytes()
 
 
@@ -119,27 +123,31 @@ def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
         if region.file not in sizes:
             path = folder / region.file
             if not path.is_file():
-                raise Corrupt(
-                    "cannot import", where=str(path), found=f"no such file, which holds {piece}",
+                raise CorruptError(
+                    "cannot import",
+                    where=str(path),
+                    found=f"no such file, which holds {piece}",
                     remedy="bring the files of all ranks into the folder",
-                )  # fmt: skip
+                )
             sizes[region.file] = path.stat().st_size
         stop = region.offset + region.size_bytes
         if stop > sizes[region.file]:
-            raise Corrupt(
-                "cannot import", where=str(folder / region.file),
+            raise CorruptError(
+                "cannot import",
+                where=str(folder / region.file),
                 expected=f"{piece} in bytes {region.offset} to {stop}",
                 found=f"a file of {sizes[region.file]} bytes",
-            )  # fmt: skip
+            )
     return sizes
 
 
 def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where: str) -> None:
-    """Every byte is stored once, so metadata that claim more than the files hold are `Corrupt`."""
+    """Every byte is stored once, so metadata that claim more than the files hold are
+    `CorruptError`."""
     claimed = sum(entry.content.size_bytes for entry in entries)
     held = sum(sizes.values())
     if claimed > held:
-        raise Corrupt(
+        raise CorruptError(
             "cannot import", where=where, expected=f"{claimed} bytes", found=f"files of {held}"
         )
 
@@ -162,10 +170,12 @@ def checked_chunk(part: object, target: torch.Tensor, piece: RegionBox, where: s
         found = f"a tensor of shape {list(part.shape)} and {part.dtype}"
     else:
         return part.detach()
-    raise Corrupt(
-        f"cannot import {piece}", where=where,
-        expected=f"a chunk of shape {list(shape)} and {target.dtype}", found=found,
-    )  # fmt: skip
+    raise CorruptError(
+        f"cannot import {piece}",
+        where=where,
+        expected=f"a chunk of shape {list(shape)} and {target.dtype}",
+        found=found,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +206,9 @@ class DcpFileReader:
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
             raise self._no_payload(piece) from error
         if claimed > region.size_bytes:  # torch.save compresses nothing
-            raise Corrupt("cannot import", where=where, found="a zip archive that is compressed")
+            raise CorruptError(
+                "cannot import", where=where, found="a zip archive that is compressed"
+            )
         data.seek(0)
         return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
@@ -213,15 +225,17 @@ class DcpFileReader:
         part = self._parts[start]
         if piece.name not in part.entries or piece.name in self._seen:
             # Two chunks of one tensor have one name in a file: DCP lost all but the last.
-            raise Corrupt(
-                "cannot import", where=self.where,
+            raise CorruptError(
+                "cannot import",
+                where=self.where,
                 found=f"no bytes for one of the chunks of {piece}",
-            )  # fmt: skip
+            )
         self._seen.add(piece.name)
         return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
 
-    def _no_payload(self, piece: RegionBox) -> Corrupt:
-        return Corrupt(
-            f"cannot import {piece}", where=f"{self.where}, byte {piece.region.offset}",
+    def _no_payload(self, piece: RegionBox) -> CorruptError:
+        return CorruptError(
+            f"cannot import {piece}",
+            where=f"{self.where}, byte {piece.region.offset}",
             found="neither what torch.save writes nor safetensors",
-        )  # fmt: skip
+        )

@@ -2,7 +2,7 @@
 
 Pure; knows nothing of files or torch. The pickle is read without calling anything in it, and all
 that is used of it is checked here: types, ranges, and that the chunks of a tensor cover it exactly
-once. Whatever is damaged is `Corrupt`; what is sound but not for us is `Usage`.
+once. Whatever is damaged is `CorruptError`; what is sound but not for us is `UsageError`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from laststep.adapters.importing import inert_pickle
 from laststep.adapters.importing.inert_pickle import Global, PickledObject
-from laststep.errors import Corrupt, Usage
-from laststep.read.entries import box_text
+from laststep.errors import CorruptError, UsageError
+from laststep.read.files import box_text
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
 from laststep.terms import DTYPES, listed
@@ -32,8 +32,14 @@ ADMITTED = frozenset(
         *(
             (_METADATA, name)
             for name in (
-                "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex",
-                "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "MetadataIndex",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
             )
         ),
         (_FILESYSTEM, "_StorageInfo"),
@@ -48,7 +54,7 @@ ADMITTED = frozenset(
         ("collections", "OrderedDict"),
         ("builtins", "getattr"),  # members of enums in some versions of Python; never called
     }
-)  # fmt: skip
+)
 """Every class and function whose name may stand in the metadata, by module and name."""
 
 REMEDY = (
@@ -95,10 +101,12 @@ def decode(data: bytes, *, where: str, in_parts: bool = False) -> tuple[Metadata
     """All entries, in the order of the metadata; `in_parts`, of a rank that saved for itself, not
     all of a tensor need be there."""
     if data[:1] == b"{":
-        raise Usage(
-            "cannot import", where=where, found="an index of HuggingFace storage, not of DCP's own",
+        raise UsageError(
+            "cannot import",
+            where=where,
+            found="an index of HuggingFace storage, not of DCP's own",
             remedy="import the safetensors files in the folder one by one",
-        )  # fmt: skip
+        )
     metadata = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
     return _MetadataDecoder(where, in_parts=in_parts).entries(metadata)
 
@@ -171,13 +179,14 @@ class _MetadataDecoder:
         transforms = fields.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list) else ["unknown"]
-            raise Usage(
-                "cannot import", where=self.where,
+            raise UsageError(
+                "cannot import",
+                where=self.where,
                 found=f"{name[:100]!r} behind stream transforms: "
                 + ", ".join(text[:50] for text in names[:4] if isinstance(text, str)),
                 remedy="load the folder with torch.distributed.checkpoint, and save it without "
                 "transforms",
-            )  # fmt: skip
+            )
         return Region(file=file, offset=offset, size_bytes=size)
 
     def _dtype(self, name: str, raw: object) -> str:
@@ -188,10 +197,12 @@ class _MetadataDecoder:
         if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
             raise self._corrupt(f"no dtype of {name[:100]!r}")
         if not isinstance(layout, PickledObject) or layout.args != ("torch.strided",):
-            raise Usage(
-                "cannot import", where=self.where,
-                found=f"{name[:100]!r}, which is a sparse tensor", remedy=REMEDY,
-            )  # fmt: skip
+            raise UsageError(
+                "cannot import",
+                where=self.where,
+                found=f"{name[:100]!r}, which is a sparse tensor",
+                remedy=REMEDY,
+            )
         return dtype.name
 
     def _index(self, raw: object) -> tuple[str, object]:
@@ -254,8 +265,8 @@ class _MetadataDecoder:
             raise self._corrupt(f"the name {name[:100]!a}, which is no text") from None
         return name
 
-    def _corrupt(self, found: str) -> Corrupt:
-        return Corrupt("cannot import", where=self.where, found=found)
+    def _corrupt(self, found: str) -> CorruptError:
+        return CorruptError("cannot import", where=self.where, found=found)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

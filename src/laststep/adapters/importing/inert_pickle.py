@@ -1,9 +1,9 @@
 """Read a pickle without calling anything: classes stay names, objects stay records of their parts.
 
 Knows nothing of what the classes are. Only classes that the caller admits, by module and name, may
-occur; one that is not admitted is `Usage` and names it. Whatever the bytes are, the only other
-error is `Corrupt`. There is no recursion, and nothing nested is ever compared or hashed, so neither
-deep nesting nor shared structure costs more than the length of the pickle.
+occur; one that is not admitted is `UsageError` and names it. Whatever the bytes are, the only other
+error is `CorruptError`. There is no recursion, and nothing nested is ever compared or hashed, so
+neither deep nesting nor shared structure costs more than the length of the pickle.
 
 `pickle.Unpickler` with a `find_class` that refuses is not as safe, so this is written by hand: 9
 bytes made it take 2 GB (a large number of the memo), 157 bytes 35 s (a key of tuples that share
@@ -18,17 +18,27 @@ import pickletools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.errors import Corrupt, Usage
+from laststep.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 _LITERALS = frozenset(
     {
-        "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE",
-        "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "LONG4",
+        "BINFLOAT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINBYTES",
+        "BINBYTES",
+        "BINBYTES8",
     }
-)  # fmt: skip
+)
 _ORDERED = ("collections", "OrderedDict")
 
 
@@ -66,10 +76,10 @@ def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, reme
             else:
                 machine.step(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise Corrupt(
+        raise CorruptError(
             "cannot read a pickle", where=where, found=f"damage: {str(error)[:200]}"
         ) from error
-    raise Corrupt("cannot read a pickle", where=where, found="no end")
+    raise CorruptError("cannot read a pickle", where=where, found="no end")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +138,7 @@ class _Machine:
 
     def find(self, module: object, name: object) -> None:
         if (module, name) not in self.admitted:
-            raise Usage(
+            raise UsageError(
                 "cannot import",
                 where=self.where,
                 found=f"{str(module)[:100]}.{str(name)[:100]}, which is code and not allowed",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt
-from laststep.format.safetensors import TensorEntry, decode_plain, region_bytes_of
+from laststep.errors import CorruptError
+from laststep.format.layout import TensorEntry, decode_plain, region_bytes_of
 from laststep.state import tensors
 
 if TYPE_CHECKING:
@@ -44,5 +44,5 @@ def read_tensor(file: BinaryIO, part: TensorIndex, name: str, *, where: str) -> 
     data = bytearray(entry.stop - entry.start)
     file.seek(part.data_at + entry.start)
     if file.readinto(data) != len(data):  # type: ignore[attr-defined]
-        raise Corrupt("cannot import", where=where, found="a file that became shorter")
+        raise CorruptError("cannot import", where=where, found="a file that became shorter")
     return tensors.from_bytes(data, entry.dtype, entry.shape)

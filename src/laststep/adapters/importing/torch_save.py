@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-from laststep.errors import Corrupt, LaststepError, Usage
+from laststep.errors import CorruptError, LaststepError, UsageError
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -51,24 +51,30 @@ def _unreadable(
     """The error for torch's refusal, without torch's advice to run the code in the file."""
     refused, reason = refused_by(error), f"{error} {error.__cause__ or ''}"
     if refused is not None:
-        return Usage(
-            "cannot import", where=where, expected="tensors and plain values",
-            found=f"{refused}, which is code and not allowed", remedy=remedy,
-        )  # fmt: skip
+        return UsageError(
+            "cannot import",
+            where=where,
+            expected="tensors and plain values",
+            found=f"{refused}, which is code and not allowed",
+            remedy=remedy,
+        )
     if "TorchScript" in reason:
-        return Usage(
-            "cannot import", where=where, found="a TorchScript archive",
+        return UsageError(
+            "cannot import",
+            where=where,
+            found="a TorchScript archive",
             remedy="load it with torch.jit.load, and save its state_dict()",
-        )  # fmt: skip
+        )
     if _is_sound(source):
-        return Usage(
-            "cannot import", where=where,
+        return UsageError(
+            "cannot import",
+            where=where,
             expected="tensors and plain values, pickled with protocol 2",
             found="a sound file of torch.save with what only its own code can read: "
             + reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:200],
             remedy=remedy,
-        )  # fmt: skip
-    return Corrupt(
+        )
+    return CorruptError(
         "cannot import: not a torch.save file nor safetensors",
         where=where,
         found="a zip archive that is damaged, cut off or not torch's" if _is_zip(source) else None,

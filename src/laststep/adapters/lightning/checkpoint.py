@@ -22,7 +22,7 @@ from laststep.adapters.lightning.position import Position
 from laststep.adapters.lightning.state import TrainerState, items_of
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
-from laststep.errors import NotFound, Usage
+from laststep.errors import NotFoundError, UsageError
 from laststep.state.values import RNG
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         each validation that logs this metric is followed by a save; with `top_k`, the best so many
         stay. `resume`: False begins anew, a number takes up that step."""
         if mode not in ("min", "max"):
-            raise Usage("mode is neither of two", expected="'min' or 'max'", found=repr(mode))
+            raise UsageError("mode is neither of two", expected="'min' or 'max'", found=repr(mode))
         if top_k is not None:
             if monitor is None:
-                raise Usage(
-                    "top_k needs a metric", found=f"top_k={top_k}, and no monitor",
+                raise UsageError(
+                    "top_k needs a metric",
+                    found=f"top_k={top_k}, and no monitor",
                     remedy="pass monitor='val_loss', or keep=laststep.Keep(last=…)",
-                )  # fmt: skip
+                )
             keep = settings.get("keep") or Keep(last=1)
             best = {"best": top_k, "metric": monitor, "mode": mode}
             settings["keep"] = msgspec.structs.replace(keep, **best)
@@ -94,10 +95,11 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             return
         others = [one for one in trainer.checkpoint_callbacks if one is not self]
         if any(isinstance(one, Checkpoint) for one in others):
-            raise Usage(
-                "two callbacks of laststep's save this training", expected="one",
+            raise UsageError(
+                "two callbacks of laststep's save this training",
+                expected="one",
                 remedy="a second place for checkpoints is a tier: Checkpoint(tiers=[…])",
-            )  # fmt: skip
+            )
         for one in others:
             if isinstance(one, ModelCheckpoint) and (one.save_top_k or one.save_last):
                 log.warning(
@@ -149,12 +151,14 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     def _refuse_both(self, path: object) -> None:
         if self._newest() is not None and not self._settings.get("new_lineage"):
-            raise Usage(
+            raise UsageError(
                 "fit() is to begin with another checkpoint, and this run has some",
-                where=str(self._path), expected="a new run, or no ckpt_path", found=str(path),
+                where=str(self._path),
+                expected="a new run, or no ckpt_path",
+                found=str(path),
                 remedy="choose another folder for the run, leave ckpt_path out to resume from it, "
                 "or pass Checkpoint(…, resume=False) to leave its checkpoints behind",
-            )  # fmt: skip
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """What was accumulated, if anything."""
@@ -191,8 +195,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             self._is_told = True
             log.warning(
                 "monitor=%r is not among what validation logs (%s): no checkpoint is judged",
-                self._monitor, ", ".join(map(str, self._trainer.callback_metrics)) or "nothing",
-            )  # fmt: skip
+                self._monitor,
+                ", ".join(map(str, self._trainer.callback_metrics)) or "nothing",
+            )
         judged, self._is_due = self._is_due and known, False
         waits = known and self._trainer.enable_validation  # for a validation
         self._save(last=ends or judged or (epoch and self._by_epoch and not waits))
@@ -203,9 +208,11 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._state.is_saved = True
         try:
             self._ckpt.step(
-                self._trainer.global_step, metrics=_Metrics(self._metrics),
-                metadata=self._metadata, last=last,
-            )  # fmt: skip
+                self._trainer.global_step,
+                metrics=_Metrics(self._metrics),
+                metadata=self._metadata,
+                last=last,
+            )
         finally:
             self._state.is_saved = False
 
@@ -230,7 +237,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def _newest(self) -> browse.Checkpoint | None:
         try:
             return browse.open(str(self._path)).latest()
-        except NotFound:
+        except NotFoundError:
             return None
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.adapters.lightning.package import CheckpointIO, TorchIO
 from laststep.adapters.lightning.state import as_lightning
-from laststep.errors import Usage
+from laststep.errors import UsageError
 from laststep.oneoff import load, save
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ class IO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Store it; what is there is replaced once that is durable."""
         if storage_options is not None:
-            raise Usage(
-                "IO takes no storage_options", found=repr(storage_options)[:80],
+            raise UsageError(
+                "IO takes no storage_options",
+                found=repr(storage_options)[:80],
                 remedy="leave them out: a path is all it needs",
-            )  # fmt: skip
+            )
         save(checkpoint, path, allow_pickle=self._allow_pickle, overwrite=True)
 
     def load_checkpoint(

@@ -19,9 +19,11 @@ _HAS_NEW = importlib.util.find_spec("lightning") is not None
 _OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
 
 FRAMEWORK = Framework(
-    package="lightning" if _HAS_NEW else "pytorch-lightning", extra="lightning", first="2.6",
+    package="lightning" if _HAS_NEW else "pytorch-lightning",
+    extra="lightning",
+    first="2.6",
     last="2.6",
-)  # fmt: skip
+)
 FRAMEWORK.check()
 
 pl: Any = importlib.import_module(
@@ -37,8 +39,9 @@ CombinedLoader: Any = _module("utilities.combined_loader").CombinedLoader
 LOADER_MODES: Any = _module("utilities.combined_loader")._SUPPORTED_MODES
 ModelCheckpoint: Any = pl.callbacks.ModelCheckpoint
 SET_BY_EPOCH: Any = (
-    pl.callbacks.GradientAccumulationScheduler, pl.callbacks.StochasticWeightAveraging,
-)  # fmt: skip
+    pl.callbacks.GradientAccumulationScheduler,
+    pl.callbacks.StochasticWeightAveraging,
+)
 SigTerm: type[BaseException] = _module("utilities.exceptions").SIGTERMException
 FitLoop: Any = _module("loops.fit_loop")._FitLoop
 EpochLoop: Any = _module("loops.training_epoch_loop")._TrainingEpochLoop

@@ -20,12 +20,7 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
-from laststep.adapters.lightning.package import (
-    LOADER_MODES,
-    SET_BY_EPOCH,
-    CombinedLoader,
-    SigTerm,
-)
+from laststep.adapters.lightning.package import LOADER_MODES, SET_BY_EPOCH, CombinedLoader, SigTerm
 from laststep.state.provider import State
 from laststep.state.values import RNG
 
@@ -172,9 +167,11 @@ class Position:
     def random_numbers(self) -> dict[str, KeptRNG]:
         """By which the loader is made, and hands out once more what it has."""
         return {
-            "made": self._at_made, "begin": self._at_begin, "first": self._at_first,
+            "made": self._at_made,
+            "begin": self._at_begin,
+            "first": self._at_first,
             "ahead": self._at_ahead,
-        }  # fmt: skip
+        }
 
     def describe(self) -> dict[str, object]:
         """Everything of it that is plain, on this rank."""

@@ -13,9 +13,9 @@ import torch
 
 from laststep.adapters.lightning import finetuning, logged
 from laststep.adapters.lightning.package import pl
-from laststep.errors import Mismatch
-from laststep.state.names import name_of
+from laststep.errors import MismatchError
 from laststep.state.provider import State, StateProvider
+from laststep.state.tree import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,10 +83,12 @@ class TrainerState(StateProvider):
         """A new rank takes the first one's. Who reads what of the data cannot be told of loaders
         that have a state."""
         if states[0]["loaders"]:
-            raise Mismatch(
-                "the loaders have states, one for each rank", expected=f"{len(states)} ranks",
-                found=str(ranks), remedy="resume with as many ranks, or with a loader without one",
-            )  # fmt: skip
+            raise MismatchError(
+                "the loaders have states, one for each rank",
+                expected=f"{len(states)} ranks",
+                found=str(ranks),
+                remedy="resume with as many ranks, or with a loader without one",
+            )
         return states[rank if rank < len(states) else 0]
 
     def _taken(self) -> dict[str, object]:
@@ -139,10 +141,11 @@ class TrainerState(StateProvider):
     def put_back(self) -> dict[str, Any]:
         """Hand over what was restored, to all but the loops, for which it is returned."""
         if self._stored is None or "loops" not in self._stored:
-            raise Mismatch(
-                "this checkpoint does not say where training was", expected="the item 'trainer'",
+            raise MismatchError(
+                "this checkpoint does not say where training was",
+                expected="the item 'trainer'",
                 remedy="`laststep.load` reads single items of it",
-            )  # fmt: skip
+            )
         stored, trainer = self._stored, self._trainer
         if trainer.datamodule is not None and "datamodule" in stored:
             trainer.datamodule.load_state_dict(stored["datamodule"])

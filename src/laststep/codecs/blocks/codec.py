@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from laststep.errors import Corrupt
+from laststep.errors import CorruptError
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class BlockCodec(Protocol):
     def decode(
         self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
     ) -> bytes:
-        """Exactly `size_bytes`, given what `encode` was given; `Corrupt` for anything else that
-        arrives. MUST NOT take more memory than a few times `size_bytes` and `data`, whatever
+        """Exactly `size_bytes`, given what `encode` was given; `CorruptError` for anything else
+        that arrives. MUST NOT take more memory than a few times `size_bytes` and `data`, whatever
         either says."""
 
 
@@ -59,7 +59,7 @@ def takes(size_bytes: int, element_bytes: int) -> bool:
 
 
 def check_declared(size_bytes: int, element_bytes: int) -> None:
-    """`Corrupt` for a block that there cannot be."""
+    """`CorruptError` for a block that there cannot be."""
     if not takes(size_bytes, element_bytes):
         raise broken(
             f"at most {BLOCK_BYTES} bytes in elements of {ELEMENT_BYTES} bytes",
@@ -72,6 +72,6 @@ def joined(parts: Sequence[Part], *, below_bytes: int) -> bytes | None:
     return b"".join(parts) if sum(map(len, parts)) < below_bytes else None
 
 
-def broken(expected: str, found: str) -> Corrupt:
+def broken(expected: str, found: str) -> CorruptError:
     """The error of every codec."""
-    return Corrupt("cannot decode a block", expected=expected, found=found)
+    return CorruptError("cannot decode a block", expected=expected, found=found)

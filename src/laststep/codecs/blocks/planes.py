@@ -63,7 +63,7 @@ def elements_of(data: memoryview, element_bytes: int) -> tuple[Elements, memoryv
 
 
 def with_tail(elements: Elements, tail: memoryview, tail_bytes: int) -> bytes:
-    """A whole block; `Corrupt` unless what is left for its tail is just that long."""
+    """A whole block; `CorruptError` unless what is left for its tail is just that long."""
     if len(tail) != tail_bytes:
         raise broken(f"{tail_bytes} bytes behind all else", f"{len(tail)}")
     return elements.tobytes() + tail if tail_bytes else elements.tobytes()

@@ -11,7 +11,7 @@ import importlib
 import re
 from typing import TYPE_CHECKING
 
-from laststep.errors import Usage
+from laststep.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -30,23 +30,26 @@ _registered: dict[str, BlockCodec] = {}
 
 
 def register(codec: BlockCodec) -> None:
-    """Make a codec known in this process. `Usage` where another one has its name: two that call
-    themselves the same would decode each other's blocks."""
+    """Make a codec known in this process. `UsageError` where another one has its name: two that
+    call themselves the same would decode each other's blocks."""
     if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", codec.name) is None:
-        raise Usage(
-            "cannot register a codec under this name", found=repr(codec.name),
+        raise UsageError(
+            "cannot register a codec under this name",
+            found=repr(codec.name),
             expected="up to 32 lower-case letters, digits and dashes",
-        )  # fmt: skip
+        )
     # One act for "is it free" and "take it": two threads cannot both find it free.
     holder = (
         None if codec.name in (*OURS, *_RESERVED) else _registered.setdefault(codec.name, codec)
     )
     if holder is not codec:
         taken_by = "a codec of laststep" if holder is None else repr(holder)
-        raise Usage(
-            "cannot register a codec under this name", expected="a name that is free",
-            found=f"{codec.name!r} is taken by {taken_by}", remedy="give it a name of its own",
-        )  # fmt: skip
+        raise UsageError(
+            "cannot register a codec under this name",
+            expected="a name that is free",
+            found=f"{codec.name!r} is taken by {taken_by}",
+            remedy="give it a name of its own",
+        )
 
 
 def is_known_everywhere(name: str) -> bool:
@@ -55,19 +58,20 @@ def is_known_everywhere(name: str) -> bool:
 
 
 def codec_named(name: str) -> BlockCodec:
-    """The codec of that name; `Usage`, naming what is missing, where it cannot be had."""
+    """The codec of that name; `UsageError`, naming what is missing, where it cannot be had."""
     codec = _ours(name) if name in OURS else _registered.get(name) or _installed(name)
     if codec is None:
-        raise Usage(
+        raise UsageError(
             f"no codec is registered under the name {name!r}",
-            expected=f"one of {', '.join(sorted({*OURS, *_registered}))}", found=repr(name),
+            expected=f"one of {', '.join(sorted({*OURS, *_registered}))}",
+            found=repr(name),
             remedy="install or register the codec that wrote this, or upgrade laststep",
-        )  # fmt: skip
+        )
     if codec.needs is not None:
         try:
             importlib.import_module(codec.needs)
         except ImportError as error:
-            raise Usage(
+            raise UsageError(
                 f"the codec {name!r} needs the module {codec.needs}, which cannot be imported",
                 found=str(error),
                 remedy=f"pip install {_EXTRAS.get(codec.needs, codec.needs)}",
@@ -86,11 +90,13 @@ def _installed(name: str) -> BlockCodec | None:
     for point in entry_points(name):
         codec: BlockCodec = point.load()
         if codec.name != name:
-            raise Usage(
+            raise UsageError(
                 "a package brings a codec under another name than its own",
-                where=point.value, expected=repr(name), found=repr(codec.name),
+                where=point.value,
+                expected=repr(name),
+                found=repr(codec.name),
                 remedy=f"the entry point in {_GROUP!r} has to be named as the codec is",
-            )  # fmt: skip
+            )
         register(codec)
         return codec
     return None

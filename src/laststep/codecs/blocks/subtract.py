@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laststep.codecs.blocks.codec import BlockCodec, broken, check_declared, joined, takes
-from laststep.codecs.blocks.planes import (
-    elements_of,
-    packed_planes,
-    unpacked_planes,
-    with_tail,
-)
+from laststep.codecs.blocks.planes import elements_of, packed_planes, unpacked_planes, with_tail
 from laststep.codecs.blocks.scratch import scratch
 
 if TYPE_CHECKING:
@@ -68,7 +63,7 @@ def comparable(data: memoryview, before: memoryview, element_bytes: int) -> bool
 
 
 def checked_before(before: memoryview | None, size_bytes: int, element_bytes: int) -> memoryview:
-    """The block before; `Corrupt` unless it is there and as long as the one that is wanted."""
+    """The block before; `CorruptError` unless it is there and as long as the one that is wanted."""
     check_declared(size_bytes, element_bytes)
     if before is None or before.nbytes != size_bytes:
         found = "none" if before is None else f"one of {before.nbytes}"

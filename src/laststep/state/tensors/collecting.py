@@ -15,16 +15,23 @@ import numpy as np
 import torch
 
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
-from laststep.state.names import name_of
-from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
-from laststep.state.pieces import Collected, Piece, View
+from laststep.errors import UsageError
+from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
+from laststep.state.provider import Collected, Piece, View
 from laststep.state.structure import KnownState, first_walk
-from laststep.state.tensors.freed_storage import is_backed, needed_bytes, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
-from laststep.state.tensors.local_parts import Laid, is_dtensor, is_dtensor_class, laid_of
-from laststep.state.tensors.tensor_places import TensorDescriptions, TensorPlaces
-from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
+from laststep.state.tensors.live import (
+    Laid,
+    TensorDescriptions,
+    TensorPlaces,
+    is_backed,
+    is_dtensor,
+    is_dtensor_class,
+    laid_of,
+    needed_bytes,
+    not_backed,
+)
+from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, name_of, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,9 +41,12 @@ if TYPE_CHECKING:
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Other subclasses, such as masked arrays, hold more than their elements."""
-_ARRAY_DTYPES: Final = frozenset(map(np.dtype, (
-    "?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16",
-)))  # fmt: skip
+_ARRAY_DTYPES: Final = frozenset(
+    map(
+        np.dtype,
+        ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"),
+    )
+)
 _BASE_ALIGN = 16
 """A base starts at a multiple of the largest element, so that every view of it is aligned."""
 
@@ -110,7 +120,7 @@ class Collector:
         if kind not in PLAIN_TENSORS:
             return self._take_subclass(path, tensor)
         if tensor.is_nested:
-            raise Usage(
+            raise UsageError(
                 "cannot save a nested tensor",
                 where=show_path(path),
                 expected="tensors of one shape",
@@ -119,16 +129,18 @@ class Collector:
         if tensor.layout is not torch.strided:
             return self._take_sparse(path, tensor)
         if tensor.is_meta:
-            raise Usage(
+            raise UsageError(
                 "cannot save a meta tensor: it has no data",
                 where=show_path(path),
                 remedy="materialise it first, e.g. module.to_empty(device=...)",
             )
         if tensor.dtype not in DTYPE_NAMES:
-            raise Usage(
-                f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
-                expected="a plain dtype", remedy="dequantise it first",
-            )  # fmt: skip
+            raise UsageError(
+                f"cannot save a tensor of {tensor.dtype}",
+                where=show_path(path),
+                expected="a plain dtype",
+                remedy="dequantise it first",
+            )
         if not is_backed(tensor):
             raise not_backed(tensor, show_path(path))
         detached = tensor.detach() if tensor.requires_grad else tensor
@@ -142,7 +154,9 @@ class Collector:
     def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
         ref = self._take_tensor(path, laid.local.detach())
         if not isinstance(ref, TensorRef):
-            raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
+            raise UsageError(
+                "cannot save a part of a tensor that is not plain", where=show_path(path)
+            )
         if getattr(owner, "requires_grad", False):
             self.trained_names.add(ref.name)
         self.layouts[ref.name] = laid.layout
@@ -158,12 +172,12 @@ class Collector:
             parts = copy_tree(inner, self, path, allow_pickle=self._allow_pickle)
             return Tagged("subclass", [handler.name, parts])
         if torch.nn.parameter.is_lazy(tensor):
-            raise Usage(
+            raise UsageError(
                 "cannot save a parameter that is not initialised yet",
                 where=show_path(path),
                 remedy="run one forward pass first",
             )
-        raise Usage(
+        raise UsageError(
             f"cannot save the tensor subclass {type(tensor).__qualname__}",
             where=show_path(path),
             remedy="teach laststep its parts with laststep.register_tensor_type",
@@ -188,7 +202,7 @@ class Collector:
                 "values": tensor.values(),
             }
         else:
-            raise Usage(
+            raise UsageError(
                 f"cannot save a tensor of layout {tensor.layout}",
                 where=show_path(path),
                 expected="a strided or sparse tensor",
@@ -228,8 +242,9 @@ def collect(
         _collected(
             tree, collector.tensors, forms, collector.volatile_names, collector.trained_names
         ),
-        layouts=collector.layouts, owners=collector.owners,
-    )  # fmt: skip
+        layouts=collector.layouts,
+        owners=collector.owners,
+    )
 
 
 def _collect_common(
@@ -244,7 +259,7 @@ def _collect_common(
     try:
         places = TensorPlaces(leaves)
         layouts = {walk.names[n]: laid_of(leaves[n], "").layout for n in places.spread}  # type: ignore[arg-type]
-    except (RuntimeError, Usage):  # sparse, nested, or placed as no shard and no replica
+    except (RuntimeError, UsageError):  # sparse, nested, or placed as no shard and no replica
         return None
     # As they are, not detached: they outlive this save, and the next one finds them again.
     memories = places.memories(leaves)
@@ -312,9 +327,12 @@ class _Last:
         if met is None or memories is None:
             return None
         return Collected(
-            tree=met[0], pieces=self._pieces, sources=tuple(compress(memories, self._own)),
-            ties=self._ties, layouts=self._layouts,
-        )  # fmt: skip
+            tree=met[0],
+            pieces=self._pieces,
+            sources=tuple(compress(memories, self._own)),
+            ties=self._ties,
+            layouts=self._layouts,
+        )
 
 
 def _collected(
@@ -346,11 +364,17 @@ def _pieces(
     return map(
         Piece._make,
         zip(
-            names, map(DTYPE_NAMES.__getitem__, forms.dtypes), map(tuple, forms.shapes),
-            forms.sizes, forms.devices, forms.contiguous,
-            map(volatile.__contains__, names), repeat(None), map(trained.__contains__, names),
+            names,
+            map(DTYPE_NAMES.__getitem__, forms.dtypes),
+            map(tuple, forms.shapes),
+            forms.sizes,
+            forms.devices,
+            forms.contiguous,
+            map(volatile.__contains__, names),
+            repeat(None),
+            map(trained.__contains__, names),
         ),
-    )  # fmt: skip
+    )
 
 
 def _lie_apart(forms: TensorDescriptions) -> bool:

@@ -1,0 +1,361 @@
+"""The index: what is written is read, block by block, and whatever else arrives is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.errors import CorruptError, UsageError
+from laststep.format import index as index_format
+from laststep.format.deriving import ROUNDED, Master
+from laststep.format.index import (
+    RAW,
+    BaseRef,
+    BlockRef,
+    BlockRun,
+    Encoding,
+    Index,
+    StoredFile,
+    StoredLayout,
+    decode,
+    encode,
+    in_place,
+    refs_of,
+    runs_of,
+    whole_index,
+    written_of,
+)
+from laststep.terms import BLOCK_BYTES
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layouts import layout_of, layouts, names
+
+PLANES, PATCHES, ROUNDED_NUMBER = 1, 2, 3
+ENCODINGS = (Encoding("planes", 4), Encoding("patches", 4), Encoding(*ROUNDED))
+FILE_BYTES = 1 << 40
+FILES = tuple(StoredFile(name=f"{number}.pack", size_bytes=FILE_BYTES) for number in range(3))
+
+
+@st.composite
+def block_refs(draw: st.DrawFn, size: int) -> list[BlockRef]:
+    """Where the blocks of so many bytes might lie: some right behind the one before."""
+    refs: list[BlockRef] = []
+    for start in range(0, size, BLOCK_BYTES):
+        whole = min(BLOCK_BYTES, size - start)
+        ref = draw(one_ref(whole, [RAW, PLANES]))
+        if draw(st.booleans()):
+            base = BaseRef(
+                draw(one_ref(whole, [RAW, PLANES])), draw(st.binary(min_size=16, max_size=16))
+            )
+            stored = draw(st.integers(0, BLOCK_BYTES))
+            ref = BlockRef(ref.file, ref.offset, stored, PATCHES, base)
+        if refs and draw(st.booleans()):
+            before = refs[-1]
+            ref = ref._replace(file=before.file, offset=before.offset + before.size_bytes)
+        refs.append(ref)
+    return refs
+
+
+@st.composite
+def one_ref(draw: st.DrawFn, whole: int, encodings: list[int]) -> BlockRef:
+    encoding = draw(st.sampled_from(encodings))
+    size = whole if encoding == RAW else draw(st.integers(0, BLOCK_BYTES))
+    return BlockRef(draw(st.integers(0, 2)), draw(st.integers(0, 1 << 39)), size, encoding)
+
+
+sizes = st.integers(0, 12 * BLOCK_BYTES) | st.sampled_from(
+    [0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES]
+)
+
+
+def bytes_layout(size: int, name: str = "m.safetensors"):
+    return layout_of(("w", "uint8", (size,)), name=name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), sizes)
+def test_runs_give_back_the_blocks(data: st.DataObject, size: int) -> None:
+    refs = data.draw(block_refs(size))
+    runs = runs_of(refs)
+    assert list(refs_of(runs, bytes_layout(size))) == refs
+    assert runs_of(list(refs_of(runs, bytes_layout(size)))) == runs
+    assert len(runs) <= len(refs)
+
+
+def test_blocks_that_follow_each_other_are_one_run() -> None:
+    size = 3 * BLOCK_BYTES + 5
+    layout = bytes_layout(size)
+    refs = list(refs_of(in_place(layout, 0), layout))
+    assert [ref.offset for ref in refs] == [4096 + n * BLOCK_BYTES for n in range(4)]
+    assert [ref.size_bytes for ref in refs] == [BLOCK_BYTES] * 3 + [5]
+    assert runs_of(refs) == in_place(layout, 0)
+    refs[1] = refs[1]._replace(file=1, offset=0)
+    assert [run.blocks for run in runs_of(refs)] == [1, 1, 2]
+
+
+def test_bases_need_not_lie_together() -> None:
+    base = [BaseRef(BlockRef(1, 7 * n, BLOCK_BYTES), bytes([n]) * 16) for n in range(2)]
+    refs = [BlockRef(0, 3 * n, 3, PATCHES, base[n]) for n in range(2)]
+    [run] = runs_of(refs)
+    assert (run.blocks, len(run.bases), run.base_digests) == (
+        2,
+        2,
+        b"".join(one.digest for one in base),
+    )
+    assert list(refs_of([run], bytes_layout(2 * BLOCK_BYTES))) == refs
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), sizes, st.dictionaries(names, st.binary(max_size=9), max_size=3))
+def test_an_index_survives(data: st.DataObject, size: int, values: dict[str, bytes]) -> None:
+    refs = data.draw(block_refs(size))
+    blocks = StoredLayout(
+        layout=bytes_layout(size),
+        digests=data.draw(st.binary(min_size=16, max_size=16)) * len(refs),
+        runs=runs_of(refs),
+        lossy=data.draw(st.dictionaries(names, st.sampled_from(["bf16", "int8"]), max_size=2)),
+    )
+    plain = data.draw(layouts(name="r00000/other.safetensors"))
+    digests = bytes(plain.block_count * DIGEST_BYTES)
+    other = StoredLayout(layout=plain, digests=digests, runs=in_place(plain, 2))
+    made = Index(
+        rank=data.draw(st.integers(0, 1 << 24)),
+        files=FILES,
+        encodings=ENCODINGS,
+        layouts=(blocks, other),
+        values=values,
+    )
+    stored = encode(made)
+    assert decode(stored, where="here", expected=stored[:16]) == made
+    assert made.layouts[0].refs() == refs
+
+
+def test_a_whole_save_is_described_and_summed_up() -> None:
+    one, two = bytes_layout(10, "a.safetensors"), bytes_layout(0, "b.safetensors")
+    made = whole_index(3, [one, two], [digest(b"a"), b""], {"a": b"{}"}, [{"w": "bf16"}, {}])
+    data = encode(made)
+    assert decode(data, where="here") == made
+    written = written_of(made, data)
+    assert (written.indexes, written.files, written.size_bytes) == (data[:16], 2, 4106 + 4096)
+    assert (written.shared_bytes, written.lossy) == (0, ("bf16",))
+    shared = replace(made, files=(replace(made.files[0], origin="step-00000001.1-1"),))
+    assert shared.shared_bytes == 4106
+
+
+def test_a_short_raw_block_may_be_a_base_at_the_end_of_its_file() -> None:
+    size = BLOCK_BYTES + 100
+    layout = bytes_layout(size)
+    file = StoredFile(name="m~1-1.safetensors", size_bytes=layout.size_bytes)
+    bases = [BaseRef(ref, bytes(16)) for ref in refs_of(in_place(layout, 1), layout)]
+    refs = [BlockRef(0, 0, 5, PATCHES, bases[0]), BlockRef(0, 5, 5, PATCHES, bases[1])]
+    stored = StoredLayout(layout=layout, digests=bytes(32), runs=runs_of(refs))
+    made = Index(files=(FILES[0], file), encodings=ENCODINGS, layouts=(stored,))
+    assert decode(encode(made), where="here").layouts[0].refs() == refs
+    short = replace(file, size_bytes=file.size_bytes - 1)
+    with pytest.raises(UsageError, match="shorter file"):
+        encode(replace(made, files=(FILES[0], short)))
+
+
+def derived_index() -> Index:
+    """A tensor that is the rounding of another one, which lies in two blocks."""
+    count = BLOCK_BYTES // 4 + 1
+    master = layout_of(
+        ("norm", "float32", (1,)),
+        ("w", "float32", (count,)),
+        ("low", "bfloat16", (1,)),
+        name="a.safetensors",
+    )
+    low = layout_of(("w", "bfloat16", (count,)), name="b.safetensors")
+    return Index(
+        files=FILES,
+        encodings=ENCODINGS,
+        layouts=(
+            StoredLayout(layout=master, digests=bytes(32), runs=in_place(master, 0)),
+            StoredLayout(
+                layout=low,
+                digests=bytes(16),
+                runs=(BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 1)),),
+                derived={"w": Master("a.safetensors", "w")},
+            ),
+        ),
+    )
+
+
+def with_layout(number: int, **changes: object) -> Index:
+    made = derived_index()
+    some = list(made.layouts)
+    some[number] = replace(some[number], **changes)
+    return replace(made, layouts=tuple(some))
+
+
+UNSOUND = {
+    "a format that never was": replace(derived_index(), format=0),
+    "a file twice": replace(derived_index(), files=(FILES[0], FILES[0], FILES[2])),
+    "a file elsewhere": replace(
+        derived_index(), files=(replace(FILES[0], name="../0.pack"), *FILES[1:])
+    ),
+    "an encoding twice": replace(derived_index(), encodings=(ENCODINGS[2],) * 3),
+    "a layout twice": replace(derived_index(), layouts=derived_index().layouts[:1] * 2),
+    "too few digests": with_layout(0, digests=bytes(16)),
+    "too few blocks": with_layout(0, runs=(BlockRun(1, 0, 4096),)),
+    "a file that is not there": with_layout(0, runs=(BlockRun(2, 3, 4096),)),
+    "a block beyond its file": with_layout(0, runs=(BlockRun(2, 0, FILE_BYTES),)),
+    "sizes of raw blocks": with_layout(0, runs=(BlockRun(2, 0, 0, RAW, bytes(8)),)),
+    "an encoded block without a size": with_layout(0, runs=(BlockRun(2, 0, 0, PLANES, bytes(4)),)),
+    "a derived block without masters": with_layout(1, derived={}),
+    "a derived tensor that is not there": with_layout(
+        1, derived={"x": Master("a.safetensors", "w")}
+    ),
+    "a master that is not there": with_layout(1, derived={"w": Master("a.safetensors", "x")}),
+    "a master in no layout": with_layout(1, derived={"w": Master("x.safetensors", "w")}),
+    "a master of another shape": with_layout(1, derived={"w": Master("a.safetensors", "norm")}),
+}
+
+
+@pytest.mark.parametrize("made", UNSOUND.values(), ids=UNSOUND)
+def test_an_unsound_index_is_neither_written_nor_read(made: Index) -> None:
+    with pytest.raises(UsageError, match="cannot write an index"):
+        encode(made)
+    payload = msgspec.msgpack.encode(made)
+    with pytest.raises(CorruptError, match="cannot read an index"):
+        decode(digest(payload) + payload, where="here")
+
+
+def test_what_the_unsound_ones_are_derived_from_is_sound() -> None:
+    assert decode(encode(derived_index()), where="here") == derived_index()
+
+
+def test_a_master_lies_in_no_derived_block() -> None:
+    """The second block of the masters is derived; `norm` lies in the first alone, `w` in both."""
+    made = with_layout(
+        0,
+        runs=(BlockRun(1, 0, 4096), BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 1))),
+        derived={"low": Master("a.safetensors", "norm")},
+    )
+    with pytest.raises(UsageError, match="'w', which is derived itself"):
+        encode(made)
+    alone = replace(made, layouts=made.layouts[:1])
+    assert decode(encode(alone), where="here") == alone
+
+
+def test_a_tensor_at_an_odd_byte_cannot_be_derived() -> None:
+    low = layout_of(("flag", "uint8", (1,)), ("w", "bfloat16", (4,)), name="b.safetensors")
+    master = layout_of(("w", "float32", (4,)), name="a.safetensors")
+    run = BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 2))
+    with pytest.raises(UsageError, match="derived tensor"):
+        encode(
+            Index(
+                files=FILES,
+                encodings=ENCODINGS,
+                layouts=(
+                    StoredLayout(layout=master, digests=bytes(16), runs=in_place(master, 0)),
+                    StoredLayout(
+                        layout=low,
+                        digests=bytes(16),
+                        runs=(run,),
+                        derived={"w": Master("a.safetensors", "w")},
+                    ),
+                ),
+            )
+        )
+
+
+def test_an_index_is_not_taken_for_another_one() -> None:
+    one, other = encode(derived_index()), encode(Index(rank=1))
+    with pytest.raises(CorruptError, match="has been changed") as caught:
+        decode(one, where="here", expected=other[:16])
+    assert caught.value.expected == f"xxh3-128:{other[:16].hex()}"
+    assert caught.value.found == f"xxh3-128:{one[:16].hex()}"
+
+
+def test_every_flipped_bit_is_corrupt() -> None:
+    data = bytearray(encode(derived_index()))
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError):
+            decode(bytes(data), where="here")
+        data[bit // 8] ^= 1 << bit % 8
+
+
+def test_every_truncated_or_longer_index_is_corrupt() -> None:
+    data = encode(derived_index())
+    for size in range(len(data)):
+        with pytest.raises(CorruptError):
+            decode(data[:size], where="here")
+    with pytest.raises(CorruptError):
+        decode(data + b"\0", where="here")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_changed_payload_with_a_right_digest_raises_only_our_errors(data: st.DataObject) -> None:
+    payload = bytearray(encode(derived_index())[16:])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(payload) - 1))
+        payload[at] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CorruptError, UsageError):  # a later format
+        made = decode(digest(payload) + payload, where="here")
+        for stored in made.layouts:
+            assert len(stored.refs()) == stored.layout.block_count
+
+
+def test_a_name_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(UsageError, match="no Unicode"):
+        encode(Index(values={"\ud800": b""}))
+
+
+def test_huge_counts_take_no_memory() -> None:
+    layout = replace(bytes_layout(1), tensor_bytes=1 << 62)
+    layout = replace(layout, tensors=(layout.tensors[0]._replace(shape=(1 << 62,), stop=1 << 62),))
+    run = BlockRun(1 << 42, 0, 0, PLANES)
+    made = Index(
+        files=FILES,
+        encodings=ENCODINGS,
+        layouts=(StoredLayout(layout=layout, digests=b"", runs=(run,)),),
+    )
+    payload = msgspec.msgpack.encode(made)
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match="digests"):
+        decode(digest(payload) + payload, where="here")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_many_derived_tensors_are_checked_in_linear_time() -> None:
+    count = 30_000
+    tensors = [f"layers.{number}.weight" for number in range(count)]
+    high = layout_of(*((name, "float32", (2, 2)) for name in tensors), name="a.safetensors")
+    low = layout_of(*((name, "bfloat16", (2, 2)) for name in tensors), name="b.safetensors")
+    derived = {name: Master("a.safetensors", name) for name in tensors}
+    made = Index(
+        files=FILES,
+        encodings=ENCODINGS,
+        layouts=(
+            StoredLayout(layout=high, digests=bytes(16 * high.block_count), runs=in_place(high, 0)),
+            StoredLayout(
+                layout=low,
+                digests=bytes(16),
+                derived=derived,
+                runs=(BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 3_750)),),
+            ),
+        ),
+    )
+    assert decode(encode(made), where="here") == made
+
+
+def test_the_digest_of_a_file_is_told_from_that_of_its_payload() -> None:
+    data = encode(derived_index())
+    changed = data[:-1] + bytes([data[-1] ^ 1])
+    assert index_format.digest_of(changed) == data[:16]
+    assert index_format.payload_digest(changed) == digest(changed[16:]) != data[:16]

@@ -1,0 +1,149 @@
+"""Planned reads of stored files: verified, delivered whole, and read again if wrong once."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.errors import CorruptError
+from laststep.plan.reads import Read, Want, plan_reads
+from laststep.read.files import OpenIndex
+from laststep.read.reader import read_all
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from saves_of import MODEL, History, bytes_layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.read.files import DataFile
+
+
+class Room:
+    """Slots for reading, from plain memory."""
+
+    lands_all = True
+
+    def __init__(self) -> None:
+        self._maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(3)]
+        self._free = threading.Semaphore(3)
+        self._slots = [0, 1, 2]
+        self.leased = 0
+
+    def lease(self, timeout_s: float | None = None) -> int | None:
+        self._free.acquire()
+        self.leased += 1
+        return self._slots.pop()
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self._maps[slot])
+
+    def release(self, slot: int) -> None:
+        self._slots.append(slot)
+        self.leased -= 1
+        self._free.release()
+
+
+def saved(path: Path, *images: bytes) -> tuple[DataFile, Path]:
+    """The data file of the last of these saves, and its path."""
+    history = History(path, bytes_layout(len(images[0])))
+    for image in images:
+        history.save(image)
+    opened = OpenIndex(history.store, history.folder, history.index()).sound()
+    return opened.layouts[0], path / history.folder / MODEL
+
+
+def delivered(file: DataFile, wants: list[Want], room: Room) -> list[bytes]:
+    got = [bytearray(want.stop - want.start) for want in wants]
+
+    def deliver(read: Read, data: memoryview) -> None:
+        for part in read.parts:
+            piece = data[part.at : part.at + part.size_bytes]
+            got[part.target][part.target_at : part.target_at + part.size_bytes] = piece
+
+    reads = plan_reads(0, file.layout.tensor_bytes, wants)
+    assert read_all([file], reads, room, deliver, threads=3) == sum(r.stop - r.start for r in reads)
+    return list(map(bytes, got))
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_wanted_bytes_are_delivered_whole(tmp_path: Path, saves: int) -> None:
+    """Also if they lie in several files."""
+    image = random.Random(2).randbytes(CHUNK_BYTES + 5 * BLOCK_BYTES + 99)
+    changed = bytearray(image)
+    for block in (2, 7, 9):
+        changed[block * BLOCK_BYTES + 9] ^= 1
+    images = [image, bytes(changed)][:saves]
+    file, _ = saved(tmp_path, *images)
+    assert len(file.files) == saves
+    wants = [Want(10, 3 * BLOCK_BYTES + 5, 0), Want(CHUNK_BYTES - 7, len(image), 1)]
+    room = Room()
+    found = delivered(file, wants, room)
+    assert found == [images[-1][want.start : want.stop] for want in wants]
+    assert room.leased == 0
+    file.close()
+
+
+def test_a_changed_byte_is_found_and_its_block_is_named(tmp_path: Path) -> None:
+    image = random.Random(3).randbytes(4 * BLOCK_BYTES)
+    file, path = saved(tmp_path, image)
+    with path.open("r+b") as handle:
+        handle.seek(file.layout.header_bytes + 2 * BLOCK_BYTES + 17)
+        handle.write(bytes([image[2 * BLOCK_BYTES + 17] ^ 1]))
+    room = Room()
+    seen: list[Read] = []
+    reads = plan_reads(0, len(image), [Want(0, len(image), 0)])
+    with pytest.raises(CorruptError, match="block 2"):
+        read_all([file], reads, room, lambda read, data: seen.append(read), threads=2)
+    assert seen == []
+    assert room.leased == 0
+    path.write_bytes(path.read_bytes()[: file.layout.header_bytes + BLOCK_BYTES])
+    with pytest.raises(CorruptError, match="too short"):
+        read_all([file], reads, room, lambda read, data: None, threads=2)
+    file.close()
+
+
+def test_a_damaged_header_does_not_hurt(tmp_path: Path) -> None:
+    image = random.Random(3).randbytes(BLOCK_BYTES)
+    file, path = saved(tmp_path, image)
+    with path.open("r+b") as handle:
+        handle.write(bytes(file.layout.header_bytes))
+    assert delivered(file, [Want(0, len(image), 0)], Room()) == [image]
+    file.close()
+
+
+def test_a_block_that_is_wrong_only_once_is_read_again(tmp_path: Path) -> None:
+    image = random.Random(4).randbytes(BLOCK_BYTES)
+    file, _ = saved(tmp_path, image)
+    reader = file.files[0].reader
+
+    class Flaky:
+        """A reader whose first answer is wrong."""
+
+        alignment_bytes = 1
+        size_bytes = reader.size_bytes
+        calls = 0
+
+        def read_into(self, offset: int, into: memoryview) -> int:
+            self.calls += 1
+            got = reader.read_into(offset, into)
+            if self.calls == 1:
+                into[5] ^= 255
+            return got
+
+        def close(self) -> None:
+            pass
+
+    flaky = Flaky()
+    wrapped = SimpleNamespace(
+        blocks=lambda start, stop: file.blocks(start, stop)._replace(reader=flaky), in_memory=False
+    )
+    reads = plan_reads(0, len(image), [Want(0, len(image), 0)])
+    files: list[DataFile] = [wrapped]  # type: ignore[list-item]
+    read_all(files, reads, Room(), lambda read, data: None, threads=1)
+    assert flaky.calls == 2
+    file.close()

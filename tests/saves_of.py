@@ -1,0 +1,192 @@
+"""Save images of data files one after the other, without a trainer, and read them back."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+from typing import TYPE_CHECKING
+
+from laststep.catalog.run import Run
+from laststep.flush.encoder import Compressor
+from laststep.flush.protocol import Orders
+from laststep.flush.writer import SaveWriter
+from laststep.format import index as index_format
+from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
+from laststep.format.manifest import Commit, ItemRecord
+from laststep.plan.files import index_name
+from laststep.read.files import OpenIndex
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from laststep.flush.base import Base
+    from laststep.format.index import Index
+    from laststep.format.manifest import WrittenIndexes
+    from laststep.plan.files import MasterPair
+    from laststep.storage.store import Store
+
+MODEL = "model.safetensors"
+
+
+def layout_of(
+    *tensors: tuple[str, str, int], name: str = MODEL, item: str | None = "model"
+) -> FileLayout:
+    """A file of tensors, each with its name, dtype and bytes, one after the other."""
+    entries, at = [], 0
+    for tensor, dtype, size in tensors:
+        shape = (size // DTYPES[dtype].size_bytes,)
+        entries.append(TensorEntry(tensor, dtype, shape, at, at + size))
+        at += size
+    return FileLayout(
+        name=name,
+        item=item,
+        header_bytes=header_bytes_of(entries),
+        tensor_bytes=at,
+        tensors=tuple(entries),
+    )
+
+
+def bytes_layout(size: int, name: str = MODEL) -> FileLayout:
+    """A file of one tensor of bytes."""
+    return layout_of(("t", "uint8", size), name=name)
+
+
+def chunks_of(size: int, step: int = BLOCK_BYTES) -> list[tuple[int, int]]:
+    return [(start, min(step, size - start)) for start in range(0, size, step)]
+
+
+def write(writer: SaveWriter, file: int, image: bytes, start: int, size: int) -> None:
+    """Hand over a chunk as the flusher does, in page-aligned memory."""
+    slot = mmap.mmap(-1, align_up(size, ALIGN_BYTES))
+    slot[:size] = image[start : start + size]
+    writer.write(file, start, memoryview(slot), size)
+
+
+class History:
+    """Saves of the same files in one run; each may use what the last committed one holds."""
+
+    def __init__(
+        self,
+        path: Path,
+        *layouts: FileLayout,
+        compression: str = "none",
+        derived: Sequence[MasterPair] = (),
+        store: Store | None = None,
+    ) -> None:
+        self.path = path
+        self.store = DirectoryStore(path) if store is None else store
+        self.run = Run.open_or_create(self.store)
+        self.epoch = self.run.claim_epoch(None)
+        self.layouts = layouts
+        self.derived = derived
+        self.compressor: Compressor | None = None
+        self.compress(compression)
+        self.base: Base | None = None
+        self.step = 0
+        self.folder = ""
+
+    def compress(self, how: str, memory_bytes: int = 64 << 20) -> None:
+        """Encode later saves so."""
+        orders = Orders(writers=4, compression=how)
+        self.compressor = Compressor(orders, memory_bytes=memory_bytes) if orders.encodes else None
+
+    def begin(self) -> SaveWriter:
+        self.step += 1
+        self.folder = self.run.begin(step=self.step, epoch=self.epoch, attempt=self.step)
+        return SaveWriter(
+            self.store,
+            self.folder,
+            self.layouts,
+            base=self.base,
+            compressor=self.compressor,
+            derived=self.derived,
+        )
+
+    def write(
+        self, *images: bytes, seed: int | None = None, chunk_bytes: int = BLOCK_BYTES
+    ) -> SaveWriter:
+        """Write chunks in their order; with a seed, chunks of a block or two, by three threads in
+        any order."""
+        writer = self.begin()
+        step = chunk_bytes if seed is None else BLOCK_BYTES * (1 + seed % 2)
+        chunks = [
+            (file, *chunk)
+            for file, image in enumerate(images)
+            for chunk in chunks_of(len(image), step)
+        ]
+
+        def write_some(some: list[tuple[int, int, int]]) -> None:
+            for file, start, size in some:
+                write(writer, file, images[file], start, size)
+
+        if seed is None:
+            write_some(chunks)
+            return writer
+        random.Random(seed).shuffle(chunks)
+        threads = [threading.Thread(target=write_some, args=(chunks[n::3],)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return writer
+
+    def save(
+        self, *images: bytes, seed: int | None = None, chunk_bytes: int = BLOCK_BYTES
+    ) -> Index:
+        """Write and commit; returns the index."""
+        return self.commit(self.write(*images, seed=seed, chunk_bytes=chunk_bytes))
+
+    def commit(self, writer: SaveWriter, values: dict[str, bytes] | None = None) -> Index:
+        """Finish a save and commit it: the next may use it again."""
+        written = self.finish(writer, values)
+        self.run.commit(self.folder, self.manifest(written))
+        self.base = writer.as_base()
+        return self.index()
+
+    def finish(self, writer: SaveWriter, values: dict[str, bytes] | None = None) -> WrittenIndexes:
+        written = writer.finish({} if values is None else values)
+        writer.close()
+        return written
+
+    def manifest(self, written: WrittenIndexes) -> Commit:
+        item = ItemRecord(name="model", kind="value", tensors=1, size_bytes=1)
+        return Commit(
+            run=self.run.id,
+            step=self.step,
+            epoch=self.epoch,
+            attempt=self.step,
+            created_s=1.0,
+            laststep="test",
+            items=(item,),
+            written=written,
+        )
+
+    def index(self) -> Index:
+        """The index of the last save, as it is stored."""
+        where = f"{self.folder}/{index_name(0)}"
+        return index_format.decode(self.store.read(where, limit_bytes=1 << 30), where=where)
+
+    def names(self) -> set[str]:
+        """The files of the last save, without its manifest."""
+        return {path.name for path in (self.path / self.folder).iterdir()} - {"manifest.json"}
+
+    def read(self) -> list[bytes]:
+        """The images of the last save, all verified."""
+        return images_in(self.store, self.folder, self.index())
+
+
+def images_in(store: Store, folder: str, index: Index) -> list[bytes]:
+    """The tensor bytes of each layout, all verified."""
+    opened = OpenIndex(store, folder, index).sound()
+    images = []
+    for file in opened.layouts:
+        size = file.layout.tensor_bytes
+        image = memoryview(mmap.mmap(-1, align_up(max(size, 1), ALIGN_BYTES)))
+        assert file.blocks(0, size).read(image) == []
+        images.append(bytes(image[:size]))
+    opened.close()
+    return images
