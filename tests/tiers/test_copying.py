@@ -535,3 +535,51 @@ def test_a_step_that_there_is_not_is_named_with_those_that_there_are(
     with pytest.raises(NotFoundError, match="steps 0, 1, 2, 3"):
         laststep.copy(run, tmp_path / "copy", 9)
     assert not (tmp_path / "copy").exists()
+
+
+def shared_file(folder: Path) -> Path:
+    """The file of an earlier checkpoint that lies there."""
+    (found,) = (path for path in folder.iterdir() if "~" in path.name)
+    return found
+
+
+def damage_in(run: Path, folder: str) -> int:
+    return len(verify_checkpoint(DirectoryStore(run), folder).damage)
+
+
+def test_bases_are_verified_in_what_an_interrupted_copy_left(tmp_path: Path) -> None:
+    import torch
+
+    source, target = tmp_path / "run", tmp_path / "copy"
+    state = {"w": torch.randn(3 << 20).to(torch.bfloat16)}
+    with laststep.Checkpointer(
+        source, model=state, compression="max", flush="thread", progress=False
+    ) as ckpt:
+        ckpt.save(1).result()
+        state["w"].view(torch.int16)[::50] ^= 1
+        folder = ckpt.save(2).result().folder
+    shared = shared_file(source / folder)
+    laststep.copy(source, target, step=2)
+    for path in list((target / folder).iterdir()):
+        path.unlink()
+    (target / folder / shared.name).write_bytes(bytes(shared.stat().st_size))
+    laststep.copy(source, target, step=2)
+    assert damage_in(target, folder) == 0
+
+
+def test_a_file_with_holes_is_not_linked_into_other_checkpoints(tmp_path: Path) -> None:
+    import torch
+
+    source, target = tmp_path / "run", tmp_path / "copy"
+    state = {"w": torch.randn(6 << 20)}
+    with laststep.Checkpointer(source, model=state, flush="thread", progress=False) as ckpt:
+        first = ckpt.save(1).result().folder
+        state["w"][: 1 << 20] += 1  # 4 of 24 blocks
+        second = ckpt.save(2).result().folder
+    laststep.copy(source, target, step=2)
+    (target / second / MANIFEST_NAME).unlink()
+    with shared_file(target / second).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(2 << 20))  # of blocks that the second does not need
+    laststep.copy(source, target)
+    assert [damage_in(target, folder) for folder in (first, second)] == [0, 0]

@@ -64,6 +64,7 @@ class _Encoded(NamedTuple):
     file: DataFile
     number: int
     ref: BlockRef
+    digest: bytes
 
     @property
     def start(self) -> int:
@@ -81,11 +82,7 @@ class _Encoded(NamedTuple):
 
     def _decoded(self, view: memoryview) -> list[Damage]:
         block = EncodedExtent(
-            self.file,
-            [self.ref],
-            self.file.stored.digest(self.number),
-            self.number,
-            reader=_InMemory(self.start, view),
+            self.file, [self.ref], self.digest, self.number, reader=_InMemory(self.start, view)
         )
         return block.read(memoryview(bytearray(block.size_bytes)))
 
@@ -124,6 +121,15 @@ class FileToCopy:
     ranges: dict[tuple[int, int], StoredRange] = field(default_factory=dict)
     """By where they lie; a block that is used twice is verified once."""
 
+    def is_covered(self) -> bool:
+        """Return whether every byte of the file is verified."""
+        at = 0
+        for start, stop in sorted(self.ranges):
+            if start > at:
+                return False
+            at = max(at, stop)
+        return at == self.file.size_bytes
+
 
 def files_to_copy(opened: OpenIndex) -> list[FileToCopy]:
     """The files of an index."""
@@ -157,11 +163,13 @@ def _ranges(file: DataFile) -> Iterator[tuple[int, StoredRange]]:
         while first < last:
             if run.encoding != RAW:
                 count, ref = 1, refs[first]
-                yield run.file, _Encoded(file, first, ref)
+                yield run.file, _Encoded(file, first, ref, file.stored.digest(first))
                 if ref.base is not None:
-                    base = file.base(first)
+                    block, base = ref.base.block, file.base(first)
                     if isinstance(base, Extent):
-                        yield ref.base.block.file, _Plain(base)
+                        yield block.file, _Plain(base)
+                    else:
+                        yield block.file, _Encoded(file, first, block, ref.base.digest)
             else:
                 # As many as lie in one chunk of the layout.
                 count = min(last - first, _CHUNK_BLOCKS - first % _CHUNK_BLOCKS)

@@ -330,9 +330,10 @@ class Bringing:
         self._run([self._pass(file) for file in missing])
 
     def _is_right(self, file: FileToCopy) -> bool:
-        """Read a file that is at the target already; one that is wrong goes."""
+        """Read a file that is at the target already; one that is wrong goes. So does one of which
+        not every byte is verified: it may have holes there, and other checkpoints may link it."""
         name, target = f"{self._folder}/{file.file.name}", self._route.target
-        if self._there[file.file.name] == file.file.size_bytes:
+        if self._there[file.file.name] == file.file.size_bytes and file.is_covered():
             done_bytes = self._done_bytes
             with closing(target.open_reader(name)) as reader:
                 try:
