@@ -44,10 +44,10 @@ def spoil(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("missing", "0 data files of 0 bytes instead of 1 of 5000"),
-        ("short", "1 data files of 4999 bytes instead of 1 of 5000"),
-        ("long", "1 data files of 5001 bytes instead of 1 of 5000"),
-        ("folder", "0 data files of 0 bytes instead of 1 of 5000"),
+        ("missing", "m.safetensors is missing"),
+        ("short", "m.safetensors has 4999 bytes instead of 5000"),
+        ("long", "m.safetensors has 5001 bytes instead of 5000"),
+        ("folder", "m.safetensors is missing"),
         ("no index", "index-r00000 is missing"),
     ],
 )
@@ -83,13 +83,13 @@ def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
     reasons = {verdict.folder: verdict.reasons for verdict in plan.verdicts}
     assert reasons[five[2]] == ("the newest", "one of the last 1")
     assert reasons[five[4]] == (
-        "incomplete (1 data files of 4999 bytes instead of 1 of 5000): kept as evidence",
+        "incomplete (m.safetensors has 4999 bytes instead of 5000): kept as evidence",
     )
     best = plan_prune(run, Keep(best=1, metric="loss", abandoned=False))
     kept = [verdict.folder for verdict in best.verdicts if verdict.keep]
     assert kept == [five[2]]
     reasons = {verdict.folder: verdict.reasons for verdict in best.verdicts}
-    assert reasons[five[4]] == ("incomplete (1 data files of 4999 bytes instead of 1 of 5000)",)
+    assert reasons[five[4]] == ("incomplete (m.safetensors has 4999 bytes instead of 5000)",)
 
 
 def test_what_would_be_freed_is_what_is_there(run: Run, five: list[str], tmp_path: Path) -> None:
@@ -143,3 +143,14 @@ def test_a_retention_looks_once_into_each_folder(
 )
 def test_the_nearest_steps_are_named(steps: list[int], wanted: int, text: str) -> None:
     assert nearest_steps(steps, wanted) == text
+
+
+def test_a_file_of_somebody_else_hides_no_file_that_is_cut_short(
+    run: Run, five: list[str], tmp_path: Path
+) -> None:
+    newest = tmp_path / "run" / five[-1]
+    (newest / "merged.safetensors").write_bytes(bytes(100))
+    assert run.checkpoints()[-1].incomplete is None
+    spoil(newest, "short")
+    assert run.checkpoints()[-1].incomplete == "m.safetensors has 4999 bytes instead of 5000"
+    assert five[3] not in plan_prune(run, Keep(last=1)).deletions

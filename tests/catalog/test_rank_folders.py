@@ -89,7 +89,7 @@ def test_sizes_are_those_on_disk(
         assert listed.stored_bytes == stored
 
 
-@pytest.mark.parametrize("lost", [None, "m.safetensors", "r00004/m-r00005.safetensors"])
+@pytest.mark.parametrize("lost", [None, "r00004/m-r00005.safetensors"])
 def test_a_data_file_beside_the_folders_counts_once(
     lost: str | None,
     most: int,
@@ -112,9 +112,7 @@ def test_a_data_file_beside_the_folders_counts_once(
         stored -= index_bytes_in(place)
     listed = only(run)
     assert listed.stored_bytes == stored
-    assert listed.incomplete == (
-        None if lost is None else f"8 data files of {8 * SIZE} bytes instead of 9 of {9 * SIZE}"
-    )
+    assert listed.incomplete == (None if lost is None else f"{lost} is missing")
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -128,10 +126,7 @@ def test_what_is_missing_makes_it_incomplete(
     (tmp_path / "run" / folder / name).unlink()
     listed = only(run)
     assert not listed.is_whole
-    expected = f"{name} is missing"
-    if name.endswith(".safetensors"):
-        expected = f"7 data files of {7 * SIZE} bytes instead of 8 of {8 * SIZE}"
-    assert listed.incomplete == expected
+    assert listed.incomplete == f"{name} is missing"
     assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
     run.check_step_free(1)  # what cannot be restored blocks no step
 

@@ -21,6 +21,7 @@ import msgspec
 
 from laststep.catalog import decision, lineage
 from laststep.catalog.decision import list_checked
+from laststep.catalog.indexes import read_index
 from laststep.catalog.lineage import (
     FATE_NAME,
     PIN_NAME,
@@ -162,32 +163,6 @@ def _is_deep(commit: Commit) -> bool:
     return commit.file_count > _VERY_MANY and bool(folder_of(0, commit.ranks))
 
 
-def _incomplete(
-    decided: Commit | Abort | LaststepError | None, entries: Iterable[StoreEntry], *, is_part: bool
-) -> str | None:
-    """Which file is not there as a commit lists it, in words; None where all that were looked at
-    are. With `is_part` some folders were passed over."""
-    if not isinstance(decided, Commit):
-        return None
-    commit = decided
-    sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
-    if is_part:
-        return None
-    missing = _missing_index(commit, sizes.keys())
-    if missing is not None:
-        return missing
-    # The manifest knows how many files there are, and their bytes; which is which, indexes know.
-    there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-    if len(there) == commit.file_count and sum(there) == commit.size_bytes:
-        return None
-    if len(there) > commit.file_count and sum(there) >= commit.size_bytes:
-        return None  # somebody has put a file there
-    return (
-        f"{len(there)} data files of {sum(there)} bytes instead of {commit.file_count} of "
-        f"{commit.size_bytes}"
-    )
-
-
 def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
     """Which indexes are not among these names, in words; None where all are."""
     indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
@@ -322,8 +297,45 @@ class Scanner:
             passed_over=tuple(passed_over),
             is_link=folder.is_link,
             is_copied_now=decided is None and self._is_copied_now(folder.name, entries),
-            incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
+            incomplete=None if passed_over else self._incomplete(folder.name, decided, entries),
         )
+
+    def _incomplete(
+        self,
+        folder: str,
+        decided: Commit | Abort | LaststepError | None,
+        entries: Iterable[StoreEntry],
+    ) -> str | None:
+        """Which file is not there as a commit says, in words; None where all are."""
+        if not isinstance(decided, Commit):
+            return None
+        sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
+        missing = _missing_index(decided, sizes.keys())
+        if missing is not None:
+            return missing
+        there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
+        if len(there) == decided.file_count and sum(there) == decided.size_bytes:
+            return None
+        return self._wrong_file(folder, decided, sizes)
+
+    def _wrong_file(self, folder: str, commit: Commit, sizes: Mapping[str, int]) -> str | None:
+        """Which data file is not there as its index says, in words. Indexes are read only where the
+        sums in the manifest do not fit: a file is wrong, or somebody has put one there."""
+        wrong = []
+        for rank in range(commit.index_count):
+            try:
+                index = read_index(self._store, folder, commit, rank)
+            except StorageError:
+                raise
+            except LaststepError as error:
+                return error.without_remedy()
+            wrong += [file for file in index.files if sizes.get(file.name) != file.size_bytes]
+        if not wrong:
+            return None
+        file, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        if file.name not in sizes:
+            return f"{file.name} is missing{more}"
+        return f"{file.name} has {sizes[file.name]} bytes instead of {file.size_bytes}{more}"
 
     def _is_copied_now(self, folder: str, entries: Iterable[StoreEntry]) -> bool:
         locks = (f"{folder}/{entry.name}" for entry in entries if is_copying_name(entry.name))
