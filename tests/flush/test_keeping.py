@@ -265,7 +265,7 @@ def test_a_save_for_which_the_pool_cannot_grow_is_not_kept_and_its_slots_go_back
         alone.keeper.take(save, Filled(0, slot * CHUNK_BYTES, CHUNK_BYTES, slot))
     alone.keeper.limit(3)
     wait_until(lambda: sorted(alone.freed) == [0, 1, 2])
-    assert not alone.keeper.takes(save)
+    assert not alone.keeper.take(save, Filled(0, 3 * CHUNK_BYTES, CHUNK_BYTES, 3))
     assert "does not fit" in caplog.text
     alone.ended(1, committed=True)
     alone.keeper.limit(SLOTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import threading
 from typing import TYPE_CHECKING
@@ -722,3 +723,32 @@ def test_what_was_chosen_is_reported(tmp_path: Path) -> None:
     assert "planes" in report.picked
     history.commit(writer)
     assert history.index().size_bytes == report.stored_bytes
+
+
+def test_a_chunk_that_never_came_is_an_error_not_the_one_before(tmp_path: Path) -> None:
+    store, layout = DirectoryStore(tmp_path), bytes_layout(2 * CHUNK_BYTES)
+    image, base = noise(1, 2 * CHUNK_BYTES), None
+    for folder, missing in (("step-00000001.1-1", 0), ("step-00000002.1-2", 1)):
+        store.make_folder(folder)
+        save = SaveWriter(store, folder, [layout], base=base)
+        for start, size in chunks_of(len(image), CHUNK_BYTES)[: 2 - missing]:
+            write(save, 0, image, start, size)
+        if missing:
+            with pytest.raises(StorageError) as raised:
+                save.finish({})
+            assert raised.value.found == f"{CHUNK_BYTES} bytes"
+        else:
+            save.finish({})
+        base = save.as_base()
+        save.close()
+
+
+def test_a_header_that_cannot_be_written_leaves_no_file_open(tmp_path: Path) -> None:
+    disk = FailingDisk(1, errno.ENOSPC, lasting=True, kinds=frozenset({Kind.WRITE}))
+    store = DirectoryStore(tmp_path, disk=disk)
+    store.make_folder("f")
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 (its own descriptor is in it)
+    save = SaveWriter(store, "f", [bytes_layout(SIZE)])
+    save.close()
+    assert save.error is not None
+    assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 (as above)

@@ -251,17 +251,16 @@ class Keeper:
                 self._segment.base,
             )
 
-    def takes(self, save: Save) -> bool:
-        """Whether that save is to be whole in memory."""
+    def take(self, save: Save, chunk: Filled) -> bool:
+        """Digest a chunk that has come and pass it on; False if its save is not kept in memory."""
         with self._lock:
-            return save.begin.save in self._coming
-
-    def take(self, save: Save, chunk: Filled) -> None:
-        """A chunk has come: it is digested, and then passed on."""
-        with self._lock:
+            kept = self._coming.get(save.begin.save)
+            if kept is None:
+                return False
             self._holders[chunk.slot] += 2
-            self._coming[save.begin.save].slots[chunk.file, chunk.start] = chunk.slot
+            kept.slots[chunk.file, chunk.start] = chunk.slot
         self._chunks.put((save, chunk))
+        return True
 
     def inheritable(self, save: Save, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
         """Of chunks that did not change since an earlier save, those that are still here."""

@@ -415,9 +415,7 @@ class Flusher:
     def _queue(self, save: Save, filled: Iterable[Filled]) -> None:
         """Give chunks to the threads that write, or first to those that digest what is kept."""
         for chunk in filled:
-            if self._keeper.takes(save):
-                self._keeper.take(save, chunk)
-            else:
+            if not self._keeper.take(save, chunk):
                 self.pass_on(save, chunk, b"")
 
     def pass_on(self, save: Save, chunk: Filled, sums: bytes) -> None:

@@ -31,10 +31,8 @@ class NothingKept:
 
     def begin(self, save: Save) -> None: ...
 
-    def takes(self, save: Save) -> bool:
+    def take(self, save: Save, chunk: Filled) -> bool:
         return False
-
-    def take(self, save: Save, chunk: Filled) -> None: ...
 
     def inheritable(self, save: Save, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
         return said.chunks

@@ -57,7 +57,11 @@ class PlainFileWriter:
     def __init__(self, writer: FileWriting, layout: FileLayout) -> None:
         self._writer = writer
         self._layout = layout
-        write_aligned(writer, 0, layout.header())
+        try:
+            write_aligned(writer, 0, layout.header())
+        except BaseException:
+            writer.close()
+            raise
 
     def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
         """Write bytes of the tensors from `start` on; `image` MUST reach to the next multiple of
@@ -526,6 +530,14 @@ class SaveWriter:
     def _finish_target(self, target: _Target) -> None:
         if self.error is not None:
             raise self.error
+        if target.written_bytes != target.layout.tensor_bytes:
+            raise StorageError(
+                "not all bytes of a save have come",
+                where=f"{self.folder}/{target.layout.name}",
+                expected=f"{target.layout.tensor_bytes} bytes",
+                found=f"{target.written_bytes} bytes",
+                remedy="the next save tries again",
+            )
         if not target.is_finished:
             self._way(target, is_same=True).finish()
             target.is_finished = True

@@ -303,6 +303,8 @@ def _problem(index: Index) -> str | None:
     for file in index.files:
         if not file.name.endswith(_DATA_SUFFIXES) or not is_file_name(file.name):
             return f"a file named {file.name[:100]!r}"
+        if not file.size_bytes:
+            return f"a file {file.name!r} without a byte"
         if file.origin and not is_plain_name(file.origin):
             return f"a file of {file.origin[:100]!r}"
     if len(set(index.encodings)) != len(index.encodings):
