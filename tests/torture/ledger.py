@@ -135,13 +135,21 @@ class Ledger:
         kept = {entry.folder for entry in self._kept(lineage, rules or Rules())}
         on_lineage = {entry.folder for entry in lineage}
         replaced = self._replaced()
-        dropped = set()
+        going: list[Entry] = []
         for entry in self.there():
             evidence = entry.folder not in on_lineage or not entry.is_whole
             if entry.folder in replaced and entry.damage != "unreadable":
                 evidence = False  # saved again: it goes at the next retention
             stays = entry.folder in kept or entry.pinned or entry.folder == resumed_from
             if not stays and (abandoned or not evidence):
+                going.append(entry)
+        # A replacement stays as long as what it replaces: only it says that that one is replaced.
+        left = {entry.folder for entry in going}
+        stay = [e for e in self.there() if e.folder in replaced and e.folder not in left]
+        needed = {replaced[entry.folder] for entry in stay if entry.is_whole}
+        dropped = set()
+        for entry in going:
+            if entry.folder not in needed:
                 entry.may_go = True
                 dropped.add(entry.folder)
         return dropped
@@ -160,12 +168,15 @@ class Ledger:
             kept += sorted(known, key=lambda entry: entry.loss)[: rules.best] if known else whole
         return kept
 
-    def _replaced(self) -> set[str]:
+    def _replaced(self) -> dict[str, str]:
+        """What a later whole one of the same step replaces, and that one."""
         if not self.epochs:
-            return set()
+            return {}
         chain = self._chain(self.newest_epoch, None)
-        current = {entry.folder for entry in _current(chain)}
-        return {entry.folder for entry in chain if entry.folder not in current}
+        current = _current(chain)
+        by_step = {entry.step: entry.folder for entry in current if entry.is_whole}
+        here = {entry.folder for entry in current}
+        return {e.folder: by_step.get(e.step, "") for e in chain if e.folder not in here}
 
 
 def _current(chain: list[Entry]) -> list[Entry]:

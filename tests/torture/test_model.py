@@ -81,3 +81,14 @@ def test_after_a_rollback_the_ledger_counts_the_new_branch_alone() -> None:
     del ledger.entries["d"]
     assert ledger.retain(Rules(last=1), resumed_from="a", abandoned=False) == set()
     assert ledger.retain(Rules(last=1), resumed_from=None, abandoned=True) == {"a", "b"}
+
+
+def test_a_replacement_stays_as_long_as_what_it_replaces() -> None:
+    ledger = Ledger()
+    ledger.epochs = {1: None, 2: "a"}
+    for folder, step, epoch in (("a", 7, 1), ("b", 7, 2), ("c", 2, 2)):
+        ledger.entries[folder] = Entry(
+            folder=folder, step=step, form=0, mark=0, epoch=epoch, loss=0.0
+        )
+    assert ledger.retain(Rules(last=1), resumed_from="a", abandoned=False) == set()
+    assert ledger.retain(Rules(last=1), resumed_from=None, abandoned=False) == {"a", "b"}
