@@ -1,9 +1,14 @@
-"""Listings that are checked against a file whose name is known.
+"""Commit or abort: the one create-only name for which both compete.
 
-A proxy, or a server in trouble, may answer a request for a listing with a page of HTML and status
-200, which clients read as an empty listing. A job that believed it would begin its run anew, or
-restore an older checkpoint. Directories are not checked: they do not lie, and a network filesystem
-may list a new file later than it opens it.
+Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
+Nobody is told of a commit before its name is durable, whoever made it: each who finds one syncs the
+folder first. A commit that cannot be made durable is taken back by who made it. Somebody else may
+have found it meanwhile and made it durable: these two compete for another create-only name, the
+commit's fate, and everybody goes by that. Knows nothing of lineage, retention or what is in the
+data files. Any process may call any of this.
+
+Listings are checked against a file whose name is known: a proxy may answer with a page of HTML and
+status 200, which clients read as an empty listing.
 """
 
 from __future__ import annotations

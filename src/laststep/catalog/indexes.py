@@ -1,8 +1,9 @@
-"""Which checkpoints have files in common, and what deleting some of them gives back.
+"""Read the indexes of a checkpoint, verified, and find out which checkpoints share files.
 
-Pure, from what indexes say. A file is known by the checkpoint that it was written for, the name
-that it has there, and its size: a file that was written twice with the same content is two. A copy
-of a run whose links became files of their own takes more room than this says.
+An index that is not as it was written is `CorruptError` after a second look past every cache;
+`NotFoundError` where the whole checkpoint has been deleted since its manifest was read. A shared
+file is known by the checkpoint that it was written for, the name that it has there, and its size.
+In a copy of a run whose links became files of their own, deleting frees more than this says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""The names within a run, to and from values.
+"""Which commits the present state of a run descends from, and in what order.
 
-Pure. Every attempt has exactly one name and every name at most one attempt: a name that would not
-be written this way again is not an attempt's name.
+Pure: from the points (epoch, attempt) from which epochs continue, and the names of the committed
+checkpoints. The order of commits is the order of points. A run without any record has only the
+order of its steps.
+
+Also has the names within a run, to and from values: every attempt has exactly one name, and every
+name at most one attempt.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Which checkpoints to keep: the one record of the rules, for users, the flusher and `prune`.
 
 Pure: from what is listed and a `Keep` to one verdict each. Whatever that says, these stay: the
-newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and the
-replacement of a kept checkpoint, without which the replaced one would count again; and everything
-in a run in which a later laststep has written, whose checkpoints may need others in a way that is
-not known here. Rules count only good checkpoints on
-the lineage: those whose manifest can be read and whose files are all there in full length. What is
-off it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a
-checkpoint whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a
-misspelt one, deletes nothing.
+newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, all that a
+kept manifest refers to, and the replacement of a kept checkpoint, without which the replaced one
+would count again; and everything in a run in which a later laststep has written, whose manifests
+may refer to others in a way that is not known here. Rules count only good checkpoints on the
+lineage: those whose manifest can be read and whose files are all there in full length. What is off
+it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a checkpoint
+whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a misspelt
+one, deletes nothing.
+
+A prune is planned first (`PrunePlan`), purely, and then executed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""The identity of a run: the id in `run.json` or, without that file, in its manifests.
+"""A run: the way to its checkpoints, its writers, its commits and its cleaning.
 
-Knows nothing of lineage or of writers.
+Ties `epochs`, `listing`, `decision` and `cleaning` to one store and adds only the order in which
+they act. Knows nothing of tensors, data files or processes. What it remembers never changes on
+disk, so any thread may call any method.
+
+The identity of a run is the id in `run.json` or, without that file, in its manifests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,16 @@
-"""JSON as it should be read: one document, valid UTF-8, no key twice, nothing after the end.
+"""Typed JSON: plain Python values as JSON, such that decoding gives back equal values and types.
 
-Knows nothing of what documents mean. Whatever the input is, the only error is `CorruptError`.
+None, bool, 64-bit ints, finite floats, str, lists and dicts with str keys are themselves; all else
+is an object `{"$": tag, ...}`, and a dict that could be taken for one is written as its pairs.
+Tensors and extension types are markers here (`TensorRef`, `Tagged`): higher layers make and
+interpret them. Knows nothing of torch or files.
+
+Invariants: `encode` raises only `UsageError`, `decode` only `CorruptError`, whatever the input;
+decoding takes no memory or time out of proportion to it. Equal values give equal bytes, also for
+sets. Values that are shared are written as often as they are met: identity of objects is not kept.
+
+JSON is read strictly: one document, valid UTF-8, no key twice, nothing after the end. Whatever the
+input is, the only error of a decoder is `CorruptError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,18 @@
-"""What the first rank says of the save that it leads, and of those before it."""
+"""Agree with the other ranks on what the job holds: who describes what, and so who writes what.
+
+1. The first rank calls: it numbers its calls and keeps the latest in one note, `a/now`.
+2. While that call is open, each rank leaves the digest of its table, as `a/<number>/<rank>`.
+3. The first rank settles it, in the same note: the digests of all, or the problem.
+4. The first rank with a table leaves that, as `t/<digest>`. Whoever has them all has agreed.
+5. A rank that a settled call does not fit asks for another, as `a/<number>/again`.
+6. A rank that takes no part in the save that a call is for says so, as `a/<number>/refused`.
+7. A rank whose own table stays answers, or calls, by the way, while one of its saves is under way.
+
+No number is used twice, and no rank relies on having seen an earlier call: whatever note is lost,
+the save that needed it fails, and the next call makes up for it.
+
+`CurrentRound` is what the first rank says of the save that it leads, and of those before it.
+"""
 
 from __future__ import annotations
 

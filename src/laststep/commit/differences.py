@@ -3,6 +3,8 @@
 Pure. The ranks show their values by name: what is short as it is written, the rest by a digest, and
 of very many only the first. A flat list is one value: the order of a million samples is one name.
 The order of a dict is part of it: it comes back in the order in which it was saved.
+
+Replicas that should be equal and are not are named as well.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Every rank makes its files durable and reports; the first rank decides (`leader`), the others hear
 of it (`member`). Whatever happens, the save is committed whole or absent, every rank that lives
 hears in time, and why, and the handle of every save comes to an end here.
+
+Before the first save, the ranks give the notes of their job a name of their own.
 """
 
 from __future__ import annotations

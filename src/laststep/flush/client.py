@@ -1,7 +1,12 @@
-"""What the trainer hears of further tiers: which has what, what fails, and so what is at risk.
+"""The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
 
-Thread-safe. A drain may end long after its save: handles of the last few are remembered, so that
-their reports say which tiers hold them.
+Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
+reached, and errors land in the handles from that thread. When the flusher dies, or says what cannot
+be understood, it is ended, and every save that was not committed fails at once, waiting included:
+whether it was is looked up in the run, where the flusher may have died between doing it and saying
+so. `restart` begins anew with the same pool, once the old one is dead.
+
+Also hears what further tiers hold, what fails there, and what is therefore at risk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""How fast a store takes bytes, and how many cores have nothing to do: measured, never assumed.
+"""Choose how the blocks of a save are encoded: not at all, or by the codec that serves best.
 
-Knows nothing of what is written.
+Compression pays where encoding and writing less takes less time than writing all: the choice for a
+file follows from a sample of it, from how fast the store has taken bytes so far, and from how many
+cores are idle. Block by block, what was written before is tried as a base where it is still in
+memory. Knows nothing of files and of threads but that there are some.
+
+Earlier blocks are kept in memory within a bound. Rounding, where the user allows it, changes
+numbers in their slot before anything is digested.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""How far a save is: what `save()` returns, and what the engine marks as it goes.
+"""The saves that are under way: one record for each, and the one place where all of them are.
 
-Thread-safe. A stage is reached, or the save has failed and every stage that was not reached carries
-the error. Nothing is ever reported as reached after the first error. Callbacks run on the thread
-that ends the save, when everybody else has been told.
+`save()` makes a record, which goes with the save to its end: the capture hands its chunks to it,
+the client's receiving thread notes on it what the flusher says, the commit thread works with it.
+Any thread may hand chunks over; whichever has some first announces the save. All are in `Saves`
+until whoever called `save()` was told how they ended; queues of single threads only point to them.
+
+`SaveHandle` is what `save()` returns. A stage is reached, or the save has failed and every stage
+that was not reached carries the error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Slots that are written go back to the trainer, a few at a time. Any thread may add one."""
+"""The flusher: writes what the trainer captured, commits it, and applies retention.
+
+Runs as a helper process, without torch, or by the same code on a thread of the trainer. It owns
+everything that changes a run: epochs, attempts, files, commits. One thread receives, several write,
+one finishes saves in the order in which they began. When the trainer dies, saves that were handed
+over whole are finished and committed, others are aborted, and it ends. In a job of several ranks
+only the first one's commits, and only what the trainers of all ranks have agreed on.
+
+`Save` is one save on its way; its condition `changed` guards what several threads touch.
+"""
 
 from __future__ import annotations
 

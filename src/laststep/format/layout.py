@@ -1,4 +1,12 @@
-"""Check that tensors fill the data area of a safetensors file, in order and without gaps. Pure."""
+"""The layout of a data file: which tensors it holds and where each lies.
+
+The planner makes one `FileLayout` per data file. The same value travels to the flusher, lies in
+shared memory and is stored in the index. A data file is plain safetensors: its header follows from
+the layout alone, so it is complete before any tensor has moved. Pure.
+
+Headers of other safetensors files are read here too: `CorruptError` for whatever is not so,
+`UsageError` for what only other libraries read.
+"""
 
 from __future__ import annotations
 

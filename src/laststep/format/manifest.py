@@ -1,4 +1,14 @@
-"""The names that files and folders of a checkpoint may have: plain on every system."""
+"""The manifest: the small record whose existence decides that a checkpoint is, or is not.
+
+Knows nothing of stores or of how the decision is made. The document carries the digest of its own
+content (`format.envelope`); once that is right, everything in it is checked. It has the digest of
+the index of every rank, which says what lies where. Metrics and metadata are typed JSON
+(`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`; `decode` only
+`CorruptError`, and `UsageError` for a later format.
+
+Also has what documents share: the envelope with a digest, the refusal of later formats, and the
+names that files of a checkpoint may have.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
-"""Shared memory that two processes map: made, grown page by page, and measured, without torch.
+"""Shared memory that outlives those who use it: a *segment* for each rank of each start of a job.
 
-A memfd rather than /dev/shm, whose size in a container is often 64 MB. The file has its full length
-from the start and costs nothing until pages are touched. Both ways of having pages ahead of time
-work outside the GIL: `allocate` makes them, without any lock of this process; `populate` also maps
-them into it, so that the first save does not pay for page faults.
+A segment is a folder on a filesystem in memory, /dev/shm if nobody says otherwise, that belongs to
+one user and that nobody else can look into. In it lie the memory of a pool, a note of whose it is,
+and small records of what is whole in that memory, of which this module knows only the names. A lock
+on the memory's file shows that the trainer or its flusher lives: both have the same open file. The
+kernel lets go of it with the last of them, however that ends.
 
-A mapping belongs to the process that made it. A forked child does not have it, and may have mapped
-something else at its address: there its end unmaps nothing. Nor does a child keep the file, which
-would keep the memory.
+A record is there whole or not at all: it gets its name when it is written. Nothing is synced, since
+nothing of it outlives the machine.
+
+Anything else may lie in these folders: directories, links, pipes, files that cannot be read. It is
+left alone, with one warning, and does not stop a run.
+
+The mapping itself is made, grown page by page and measured here too, without torch.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Knows nothing of memory. A slot is free or leased, never both; the set of free s
 such, so that a full pool cannot be mistaken for an empty one. Waiters are served in order of
 arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with the error that made their waiting
 pointless.
+
+A landing is memory that a restore has for itself, in huge pages, where no pinned pool is at hand.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Pure. The image is the file: offsets are fixed before anything moves, tensors ar
 holes in order of descending element size (so each is aligned to its element), and inside that by
 device and dtype, so that copies run over long stretches. The same description always gives the same
 plan.
+
+An excerpt, a copy with only some items, has the layouts that these items need.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are
 read together, up to a slot at a time; each block is read once however many tensors it holds.
+
+In a job of several ranks each block is read by one rank, for all: which one follows from who wants
+what.
 """
 
 from __future__ import annotations

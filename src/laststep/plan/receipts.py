@@ -1,7 +1,10 @@
-"""Cut the ranks of a job into groups, whose first ranks gather what the others have written.
+"""What ranks have made durable, put together: from receipts to what the manifest says.
 
-Pure. With about as many groups as ranks in each, nobody hears from more than some hundred others,
-in jobs of a hundred thousand ranks as well.
+Pure. A rank leaves a receipt. The first rank of a group sums up those of its group, and the first
+rank of the job these sums: whichever way the ranks are cut into groups, the outcome is the same.
+
+Jobs of more than 256 ranks are cut into groups, so that nobody hears from more than some hundred
+others. Replicas that should be equal are compared by digests.
 """
 
 from __future__ import annotations

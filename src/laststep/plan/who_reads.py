@@ -1,7 +1,14 @@
-"""Say what every rank of a job wants of a checkpoint, without a list for each rank.
+"""Decide whose files a rank reads when a job loads: found by arithmetic, before a file is opened.
 
-Pure. Ranks that want the same tensors in the same layouts form a class and say so once; who wants
-what of a box follows by arithmetic, however many ranks there are.
+Pure. The checkpoint says how its ranks held the state, the job how its ranks want it. From the one
+follows who wrote what (`plan.who_writes`), from the other who wants it (`plan.wishes`). The files
+of one writer are read by ranks that want something of the most that it wrote: by all of these where
+they are few, else by as many as there are chunks, or as give everyone about two files, in turns.
+Everybody comes to the same answer, and a rank looks only at the lines that hold something for
+itself.
+
+Ranks that want the same tensors in the same layouts say so once; who wants what of a box follows by
+arithmetic.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 This is the one place where stored data are compared with their digests. What is wrong is read a
 second time, past every cache that the reader has, before it counts. Damage is a value here: one bad
 block hides no other, and each caller decides whether to list it or to raise it.
+
+`read_ahead` reads extents one after the other while threads read the next ones, in bounded memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the entries of a data file are, in the words of a user: tensors of an item, or parts.
+"""Open what an index lists: its data files, their sizes, and where the bytes of each layout lie.
 
-Pure. A tensor that several ranks held lies in parts, in files of theirs; its own name, dtype and
-shape stand beside each part.
+This is the one place where data files are opened. Whatever is wrong with one is a value: `show`
+notes it, `verify` lists it, and everybody else raises it (`OpenIndex.sound`). An entry of a layout
+is a tensor of an item, or a box of one (`stored_in`). Knows nothing of torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""Try checkpoints until one can be read: the newest that verifies, or the one that is named.
+"""Choose the checkpoint that all ranks restore: the first rank looks at the run and says which.
 
-Only `CorruptError`, which readers raise after a second look, makes an older checkpoint count;
-storage that cannot be reached and state that does not fit raise. Everything passed over is
-reported."""
+The others open what it names, with the manifest that it read: what they see of the run may be older
+(a network's filesystem keeps what it has seen for a while) and says nothing about the checkpoint.
+Where one of them finds something missing, the first rank looks again. Collective: every rank calls
+the same, in the same order.
+
+Tries one checkpoint after the other. Only `CorruptError`, which readers raise after a second look,
+makes an older one count; storage that cannot be reached, and state that does not fit, raise.
+"""
 
 from __future__ import annotations
 

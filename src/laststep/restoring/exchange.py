@@ -1,8 +1,11 @@
-"""Put verified bytes into tensors, wherever they live.
+"""Read a checkpoint into parts of tensors, together with the other ranks of the job.
 
-Called on reading threads, on several at once: parts of different reads never overlap. Memory may be
-reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
-the other threads read on.
+The ranks tell each other what they want, once for all that want the same; then each reads its share
+of the chunks, keeps what is its own and passes the rest on, a few slots' worth at a time. A job of
+one rank does the same alone.
+
+Verified bytes are put into tensors by `Placer`, on several reading threads at once: parts of
+different reads never overlap. What other ranks want goes to them in parcels.
 """
 
 from __future__ import annotations

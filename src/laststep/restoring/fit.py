@@ -2,6 +2,9 @@
 
 Everything that can be known to not fit is found, for all items together, before a single live byte
 is touched.
+
+Rounded tensors are refused where the user wants exact ones, and an excerpt is never taken for the
+whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""Compare stored and live trees by their keys, and mark in a loaded one what was not restored.
+"""Fit a stored item to the live state: where every stored tensor goes, and all that does not fit.
 
-Pure; knows nothing of tensors but their names.
+Decides and allocates, but reads and writes no tensor data: the result says which stored tensor is
+read into which memory and what is copied from there afterwards.
+
+Stored and live trees are compared by their keys.
 """
 
 from __future__ import annotations

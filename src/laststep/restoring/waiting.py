@@ -1,8 +1,9 @@
-"""The Checkpointers of this process, by run: a restore waits for what the others have under way.
+"""Wait, before a restore, for saves that other processes have under way: something newer may come.
+Whoever goes on saving then is told of.
 
-Two on one run are common in a notebook, where a cell that is run again makes a second one while the
-first still flushes. Nothing is kept alive by being listed here, and a forked child starts with
-nothing: what the parent has under way is not its own.
+Nothing tells when another process is done, so the run is looked at now and then, up to a limit.
+
+Other Checkpointers of this process on the same run are waited for too.
 """
 
 from __future__ import annotations

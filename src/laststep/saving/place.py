@@ -2,6 +2,8 @@
 
 Only looks and makes nothing: a process that only restores needs no right to write, so a run that is
 there is only warned of where it is read-only (docs/decisions/0008).
+
+Also says which steps a run has, and what happens when saves come faster than they are stored.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Look out for the end of a job, and agree with all ranks on the step at which they stop.
+"""How a job ends that is told to: its last save, and what is said of it.
 
-A signal or a file may be seen by one rank alone. That one leaves a word on a board, where all look
-now and then, on a thread of their own. A rank that knows waits at its next step, and its thread
-says which step it has passed last; the first rank answers with the step after the last that any
-rank has passed, and all stop at the first of their steps that is not before that one. Nobody has
-passed it, since whoever knows passes nothing. The thread speaks, not training's, which may be in
-the middle of a collective with a rank that waits already.
+`lookout` knows when, and at which step. The grace bounds every wait: what is not agreed on, saved
+or committed by then is told, and the program ends. Belongs to the training thread.
+
+A signal or a file may be seen by one rank alone: all ranks agree on the step at which they stop.
 """
 
 from __future__ import annotations

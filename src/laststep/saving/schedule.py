@@ -1,9 +1,13 @@
-"""How fast training goes, and what saves cost it: measured where `step()` is called.
+"""When `step()` saves: the running state, and how all ranks come to decide alike.
 
-Belongs to the training thread of the first rank; times come from outside. An iteration lies between
-two calls. Those in which a save was under way are compared, by their medians, with the last before
-it in which none was: a validation now and then does not count, nor do steps that become longer. The
-first iterations of a start are not typical, and are left out.
+Belongs to the training thread. By steps, every rank knows by itself. By the clock, the first rank
+alone measures and decides, and the others read: calls of `step()` are counted, and at some of them,
+the meetings, all ranks look at one note. It says whether all save at this very call, and after how
+many more calls the next meeting is. The first rank leaves each note one meeting ahead, so nobody
+waits for it, and no clock but its own matters. Meetings come closer as the next save does, by half
+of what is left, and are never more than `_LOOK_S` apart: should training slow down, it is noticed.
+
+How fast training goes, and what saves cost it, is measured where `step()` is called.
 """
 
 from __future__ import annotations

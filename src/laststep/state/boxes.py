@@ -1,6 +1,8 @@
 """Boxes of a tensor's index space, and ranges of its elements in row-major order.
 
 Pure geometry; knows nothing of ranks, torch or files.
+
+Tensors whose memory overlaps are found here too (`find_overlaps`, `find_ties`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The choice looks at what a thing can do, not at its class, except where torch's own classes need a
 way of their own. Mere wrappers are looked through.
+
+Also has the members of a group of items, items that do not exist yet (`Late`), and the part of a
+model that is trained (`trainable`).
 """
 
 from __future__ import annotations

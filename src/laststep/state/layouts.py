@@ -1,6 +1,11 @@
-"""Grids of ranks, and sets of ranks on them that arithmetic gives, however many there are.
+"""How a logical tensor is spread over the ranks of a mesh, lowered to boxes of its index space.
 
-Pure; knows nothing of tensors, torch or processes.
+Pure; knows nothing of torch, files or processes. A layout is symbolic and the same on every rank: a
+mesh of named dimensions and what each of them does to the tensor. What one rank holds comes out as
+boxes: a shard is one box, a range of the flattened tensor a few. Ranks that a layout gives the same
+boxes hold copies of the same bytes; a rank that is not in the mesh holds nothing.
+
+Meshes of ranks, and sets of ranks on them, are arithmetic: nothing here lists the ranks.
 """
 
 from __future__ import annotations

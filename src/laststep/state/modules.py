@@ -1,17 +1,11 @@
-"""Look through wrappers of optimizers, schedulers and scalers, as modules look through DDP.
+"""The state of an nn.Module, by the names that its plain, unwrapped form would use.
 
-A framework puts an optimizer behind an object of its own, which is an optimizer too and has no
-state but that of the one inside. Which one is inside decides what a state means, so it is the one
-that is saved, by its own class: the state goes from a wrapped one to a plain one and back, and not
-to another class. No framework is known here by name.
+Wrappers that only add a name (torch.compile, DDP, DataParallel) are looked through, so that state
+loads from a wrapped module into a plain one and back. Names follow from how a module is built, and
+are kept for modules that are built the same; how it is built is looked at anew each time, with no
+Python call per tensor. Imports no torch: a module is duck-typed.
 
-That two states are equal says nothing: before the first step both are empty. A mere wrapper hands
-over what the inner one gives, the very object, and an optimizer has the very groups and the very
-state of the inner one. One that adds state of its own, or gives the inner one's in another form, is
-left as it is; one that begins to do so is an error at the next save.
-
-Loaders are not looked through: one that fetches ahead knows better than the one inside how far
-training has come. Imports no torch.
+Wrappers of modules, optimizers, schedulers and scalers are looked through.
 """
 
 from __future__ import annotations

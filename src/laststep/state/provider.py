@@ -1,7 +1,11 @@
-"""The values that describe state on its way to and from a checkpoint.
+"""What a state provider is: the object that describes an item's state and puts it back.
 
-Knows nothing of torch: live tensors are opaque here. Pieces are named tuples, not dataclasses,
-because a save of 100,000 tensors makes as many of them while training waits.
+Knows nothing of files or copies. Everything that a save or a restore needs follows from `describe`:
+the tree is taken apart and the bytes behind every tensor are found; a restore writes them back in
+place, or hands the loaded tree to `restore`.
+
+Pieces, the tensors that a provider describes, are named tuples: a save of 100,000 tensors makes as
+many of them while training waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The names of tensors: paths of keys as strings, one to one, as docs/format.md defines them.
+"""Take a nested state apart into a tree of plain values and its leaves, and put it together again.
 
-Knows nothing of trees or files. Invariants: different paths have different names, where keys of
-different type are different (1, True, 1.0); a name is valid UTF-8, and never `__metadata__`, which
-safetensors keeps for itself.
+Knows nothing of torch: what a leaf is, is said by a `Leaves` object. `copy_tree` copies every
+container, so a tree that was taken at `save()` does not change when training changes the original.
+
+Names of tensors are paths of keys as strings, one to one, as docs/format.md defines them. A stored
+item is its tree, the specs of its tensors and which of them share bytes.
 """
 
 from __future__ import annotations

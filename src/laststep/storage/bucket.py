@@ -1,7 +1,16 @@
-"""Try again what a server may do the next time: with growing pauses, until a deadline.
+"""The objects of one bucket, over obstore: each call is tried again, and tells no secrets.
 
-Knows nothing of what is asked for. Whoever asks says by `Trouble` what was found, in words that
-hold no key and no signature: they end in errors and logs.
+Knows keys, bytes and the two conditions that everything else rests on: put a name only if it is
+free, and replace an object only if it is still the one that was read. An answer may get lost on its
+way, and the second try then finds what the first one made, so every object carries a random token
+by which its maker knows it again. Errors of obstore quote answers of servers, which may quote keys:
+what is told of them is picked word by word.
+
+Safe to use from several threads. Not in a forked process: the threads that obstore works with stay
+in its parent, and a call would wait for them for ever.
+
+Requests are tried again with growing pauses until a deadline (`persist`). `Trouble` says what was
+found, in words without keys or signatures: they end in errors and logs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""The system calls that change a disk, one thin method each, and what their failures mean.
+"""The open files of a directory store: written and read at given offsets, past the page cache.
 
-Knows nothing of names, checkpoints or order: the callers decide what is called when. This is the
-lowest seam of the library: tests replace a `Disk` to record, to fail or to cut what a store does.
-A `Disk` holds no state, so one may be shared by all threads; every method raises plain `OSError`,
-which callers turn into `StorageError` by `failed`.
+Knows nothing of names or folders: it is handed descriptors. With direct I/O a writer's offsets,
+lengths and addresses MUST be multiples of 4,096; a reader takes anything and copies through an
+aligned buffer only what is not aligned. Any thread may read or write; whoever opened a file closes
+it, after all others are done with it.
+
+A `Disk` has the system calls that change a disk, one method each: the lowest seam, which tests
+replace to record or to fail. Paths and URLs of users are made absolute here.
 """
 
 from __future__ import annotations

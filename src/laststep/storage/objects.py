@@ -1,7 +1,17 @@
-"""Prove, before anything is written to an object store, that it keeps what a run rests on.
+"""A store in a bucket of an object store: `s3://`, `gs://` and `az://`.
 
-Five requests and a deletion below the run's prefix. A server that ignores a condition is refused:
-two writers could both believe that they have committed. Knows nothing of runs.
+Objects have no folders, and a run needs them: a folder that is deleted must be gone for everybody
+at once, for who is still writing into it too. So a folder is there if and only if its *marker* is,
+an object beside it: `.step-1.folder` for `step-1/`. Who creates a file looks at the markers above
+it once more when the file is there, and takes it away again if one has gone or is another
+(docs/decisions/0035). A folder under deletion has a second marker, under a temporary name, so that
+somebody else can end what its deleter has begun.
+
+Knows nothing of checkpoints. Safe to use from several threads.
+
+Locks are leases, which their holders renew and which end by the server's clock. Before anything is
+written, a probe proves that the server honours conditions: otherwise two writers could both believe
+that they have committed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""Keys of S3, and what they sign: Amazon's Signature Version 4.
+"""Multipart uploads of an S3 bucket, part by part in any order: what obstore does not offer.
 
-The keys are those of the environment, or whatever botocore finds where that is installed: roles of
-instances, containers and pods, and profiles. Those it renews in time, so they are asked for at each
-request. Nothing here is ever shown: `Keys` has no repr of what it holds.
+obstore numbers parts in the order in which it is given them, and the header of a data file, which
+is its beginning, is known last. So these five requests are made here: over `http.client`, which
+sends straight from the memory that it is handed. Where obstore alone has the keys to sign them
+with, `of_bucket` is None. No error of this module quotes an answer beyond its status and code.
+
+Safe to use from several threads: each request has a connection of its own while it lasts.
+
+Keys are those of the environment, or what botocore finds; no repr shows them.
 """
 
 from __future__ import annotations

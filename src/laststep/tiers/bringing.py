@@ -1,6 +1,11 @@
-"""How fast, and how long: the two things that whoever has something copied can say meanwhile.
+"""Bring the data files of one checkpoint to another store: by a link, or chunk by chunk.
 
-Both hold for all threads of a copy together. A wait for bandwidth ends at once where it is stopped.
+What lies there already, of a copy that was interrupted, is read and kept if it is right. Several
+threads each have one chunk in memory, and what it takes to decode a block. The first error ends
+all; nothing is published here.
+
+A file that the target has in another checkpoint is linked. Bandwidth and a stop hold for all
+threads of a copy together.
 """
 
 from __future__ import annotations

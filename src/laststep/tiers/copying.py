@@ -1,6 +1,10 @@
-"""A checkpoint as it is to be brought elsewhere: all of it, or an excerpt of some items.
+"""Copy committed checkpoints of a run from one store to another, verified, in bounded memory.
 
-Owned by one `Copier`.
+A copy has the name and the bytes of its original: data files, indexes, and last, by create-only,
+`manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it, which no
+reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files there
+that are right. Of some items alone a copy is an excerpt, with indexes and a manifest of its own.
+Knows nothing of torch, lineage or retention. One thread calls a `Copier`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,16 @@
-"""The note in a run of the tiers that it is drained to, for whoever looks at it later.
+"""Bring checkpoints to a further tier: in the background, the newest first, one at a time.
 
-Nothing depends on it: who restores names the tiers. It is written when a drain has first brought
-something, and anew where other tiers are named.
+A tier is a run of its own, with the same checkpoints under the same names; what is committed at
+home is copied there. While one is on its way others may be committed at home: of these only the
+newest waits, the others are left out. What fails is tried again, later and later; nothing that goes
+wrong here reaches home. After a restart the newest that the tier lacks is the first.
+
+In a job of several ranks each brings its own files. The first rank says which checkpoint it is, by
+the folder that it makes at the tier, and commits when all files are there. What an earlier start
+has left undone, whose ranks may have been others, it brings alone. Knows nothing of torch, nor of
+who saves.
+
+A note in the run says to which tiers it is drained, for whoever looks later; nothing depends on it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The first rank of a job asks them before a restore looks at the run. Their checkpoints are read
 where they lie, beside those at home; nothing is copied. Where both have gone on, each by itself,
 home counts. A home without any checkpoint is no new run while a tier cannot be asked.
+
+Also says how far each tier is behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What kinds of tensors there are: the dtypes by their names, and subclasses that users teach."""
+"""What kinds of tensors there are: the dtypes by their names, and subclasses that users teach.
+
+Stored values of such kinds are made into tensors again here.
+"""
 
 from __future__ import annotations
 

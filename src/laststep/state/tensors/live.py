@@ -1,7 +1,7 @@
-"""Where tensors lie and in which form, looked at all at once, to be compared with the next look.
+"""Single live tensors: make one, see one's memory, give one a value; metrics and generators.
 
-Every question is asked of all tensors by one `map`, without a Python call for each: a state has
-thousands, and training waits. Holds no tensor, and so no memory, between the looks.
+Where tensors lie, and in which form, is asked of all of them at once: a state has thousands, and
+training waits.
 """
 
 from __future__ import annotations
