@@ -90,9 +90,7 @@ class Sharing:
 
 def file_id(file: StoredFile, folder: str) -> FileId:
     """Which file that is, which lies in `folder`."""
-    stem, _, suffix = file.name.rpartition(".")
-    name = f"{stem.partition('~')[0]}.{suffix}"
-    return FileId(file.origin or folder, name, file.size_bytes)
+    return FileId(file.origin or folder, file.own_name, file.size_bytes)
 
 
 LIMIT_BYTES = 4 << 30
@@ -101,7 +99,7 @@ LIMIT_BYTES = 4 << 30
 def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
     """The index of a rank, which the manifest vouches for."""
     data, where = read_bytes(store, folder, commit, rank)
-    index = index_format.decode(data, where=where, expected=commit.index_digest(rank))
+    index = index_format.decode(data, where=where)
     if index.rank != rank:
         raise CorruptError(
             "an index is that of another rank",
@@ -125,34 +123,27 @@ def read_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[by
     """The bytes of an index, whose digest is right, and where they lie."""
     name = name_of(commit, rank)
     where, expected = f"{store.url}/{folder}/{name}", commit.index_digest(rank)
-    found = b""
-    for _ in range(2):
+    try:
+        data = _read_once(store, f"{folder}/{name}", where)
         try:
+            index_format.check(data, where=where, expected=expected)
+        except CorruptError:
             data = _read_once(store, f"{folder}/{name}", where)
-        except NotFoundError as error:
-            gone = decision.deleted(store, folder)
-            if gone is not None:
-                raise gone from error
-            raise CorruptError(
-                "an index is missing",
-                where=where,
-                expected=f"{DIGEST_NAME}:{expected.hex()}",
-                found="no such file",
-                remedy=DAMAGE_REMEDY,
-            ).lacking(f"{folder}/{name}") from error
-        found = index_format.payload_digest(data)
-        if found == expected == index_format.digest_of(data):
-            return data, where
-    gone = decision.deleted(store, folder)
-    if gone is not None:
-        raise gone
-    raise CorruptError(
-        "cannot read an index: it has been changed",
-        where=where,
-        expected=f"{DIGEST_NAME}:{expected.hex()}",
-        found=f"{DIGEST_NAME}:{found.hex()}",
-        remedy=DAMAGE_REMEDY,
-    )
+            index_format.check(data, where=where, expected=expected)
+    except (CorruptError, NotFoundError) as error:
+        gone = decision.deleted(store, folder)
+        if gone is not None:
+            raise gone from error
+        if isinstance(error, CorruptError):
+            raise
+        raise CorruptError(
+            "an index is missing",
+            where=where,
+            expected=f"{DIGEST_NAME}:{expected.hex()}",
+            found="no such file",
+            remedy=DAMAGE_REMEDY,
+        ).lacking(f"{folder}/{name}") from error
+    return data, where
 
 
 def name_of(commit: Commit, rank: int) -> str:

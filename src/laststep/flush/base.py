@@ -136,13 +136,10 @@ class Base:
         return self._layouts[layout.name]
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
-        """The name of a file of it in the folder of a checkpoint that shares it: its own, and the
-        attempt that wrote it. None where its folder is not one of an attempt."""
+        """The name of a file of it in the folder of a checkpoint that shares it; None where its
+        folder is not one of an attempt."""
         at = parse_folder(file.origin or self.folder)
-        if at is None:
-            return None
-        stem, _, suffix = file.name.rpartition(".")
-        return f"{stem.partition('~')[0]}~{at.epoch}-{at.attempt}.{suffix}"
+        return None if at is None else file.shared_name(at.epoch, at.attempt)
 
     def shared_too_often(self) -> frozenset[int]:
         """The files that even a save of nothing new may not share any more."""

@@ -641,7 +641,7 @@ class SaveWriter:
             if (
                 some
                 and layout.size_bytes == file.size_bytes
-                and layout.name.rpartition(".")[0] == name.rpartition("~")[0]
+                and layout.name == file.own_name
                 and runs_of(some) == (BlockRun(len(some), here, layout.header_bytes),)
             ):
                 source = f"{self.folder}/{name}"

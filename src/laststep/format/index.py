@@ -64,6 +64,18 @@ class StoredFile(
     sharers: Count = 0
     """How many checkpoints, one after the other, have shared it before this one."""
 
+    @property
+    def own_name(self) -> str:
+        """The name that it was written under."""
+        stem, _, suffix = self.name.rpartition(".")
+        return f"{stem.partition('~')[0]}.{suffix}"
+
+    def shared_name(self, epoch: int, attempt: int) -> str:
+        """Its name in the folders of checkpoints that share it: its own, and the attempt that wrote
+        it."""
+        stem, _, suffix = self.own_name.rpartition(".")
+        return f"{stem}~{epoch}-{attempt}.{suffix}"
+
 
 class BlockRef(NamedTuple):
     """Where one block lies, and how it is stored."""
@@ -256,16 +268,10 @@ def digest_of(data: bytes) -> bytes:
     return data[:DIGEST_BYTES]
 
 
-def payload_digest(data: bytes) -> bytes:
-    """The digest that the content of an index file has."""
-    return digest(memoryview(data)[DIGEST_BYTES:])
-
-
-def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> Index:
-    """The index in a file. `expected` is its digest as the manifest says it; None: the manifest is
-    lost, and the file has to speak for itself."""
-    said, payload = bytes(data[:DIGEST_BYTES]), data[DIGEST_BYTES:]
-    found = digest(payload)
+def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> None:
+    """Raise `CorruptError` if an index file is not what was written. `expected` is its digest as
+    the manifest says it; None: the manifest is lost, and the file has to speak for itself."""
+    said, found = bytes(data[:DIGEST_BYTES]), digest(memoryview(data)[DIGEST_BYTES:])
     if found != said or (expected is not None and found != expected):
         raise CorruptError(
             "cannot read an index: it has been changed",
@@ -274,6 +280,12 @@ def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = Non
             found=f"{DIGEST_NAME}:{found.hex()}",
             remedy=DAMAGE_REMEDY,
         )
+
+
+def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> Index:
+    """The index in a file; see `check`."""
+    check(data, where=where, expected=expected)
+    payload = data[DIGEST_BYTES:]
     try:
         version = msgspec.msgpack.decode(payload, type=_FirstMember).format
         refuse_later(version, what="index", where=where)

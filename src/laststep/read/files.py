@@ -197,8 +197,7 @@ class DataFile:
 
     def is_plain(self, file: StoredFile) -> bool:
         """Return whether a file is this layout as a plain data file, of whatever checkpoint."""
-        stem, _, suffix = file.name.rpartition(".")
-        return f"{stem.partition('~')[0]}.{suffix}" == self.layout.name
+        return file.own_name == self.layout.name
 
     def open_file(self, number: int) -> OpenFile:
         """A file of the index."""

@@ -20,6 +20,7 @@ from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name
 from laststep.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format import manifest
+from laststep.format.index import Index
 from laststep.format.manifest import Abort, Commit, WrittenIndexes
 from laststep.plan.files import excerpt_of, is_excerpt, left_out_of, only_items
 from laststep.terms import MANIFEST_NAME
@@ -29,7 +30,6 @@ from laststep.tiers.records import Records
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.format.index import Index
     from laststep.storage.store import Lock, Store
     from laststep.tiers.bringing import CopyRoute
 
@@ -40,8 +40,8 @@ class Originals:
     def __init__(self, store: Store, items: Sequence[str] | None) -> None:
         self._store = store
         self._items = items
-        self._read: dict[tuple[str, int], tuple[Index, bytes]] = {}
-        """Indexes of the last checkpoint that was asked for: of an excerpt each is needed twice."""
+        self._last = "", -1, Index(), b""
+        """The index that was read last, its folder and rank: an excerpt needs each twice."""
 
     def commit(self, folder: str) -> Commit:
         """What the manifest of the original says."""
@@ -68,13 +68,10 @@ class Originals:
 
     def _original(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
         """The index of a rank as it is stored, and its bytes."""
-        found = self._read.get((folder, rank))
-        if found is None:
+        if self._last[:2] != (folder, rank):
             data, where = read_bytes(self._store, folder, commit, rank)
-            found = index_format.decode(data, where=where), data
-            self._read = {key: known for key, known in self._read.items() if key[0] == folder}
-            self._read[folder, rank] = found
-        return found
+            self._last = folder, rank, index_format.decode(data, where=where), data
+        return self._last[2:]
 
     def manifest(self, folder: str) -> tuple[Commit, bytes]:
         """The commit as it is to be there, and the bytes of its manifest."""
