@@ -16,9 +16,13 @@ WORKERS ?= 4
 ONEDNN_MAX_CPU_ISA ?= AVX2
 export ONEDNN_MAX_CPU_ISA
 
+# Hundreds of interpreters are started: without its bytecode each compiles laststep anew.
+PYTHONDONTWRITEBYTECODE :=
+export PYTHONDONTWRITEBYTECODE
+
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: help install demo test test-long test-frameworks format lint types layers tests soak torture bench clean
+.PHONY: help install demo test test-long test-frameworks format lint types compiled layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -47,13 +51,13 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)
 
 demo: $(STAMP)
-	@$(BIN)/laststep demo
+	@$(BIN)/python examples/demo.py
 
 # One recipe, not five prerequisites: the stages run in this order under `make -j` too.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory format
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory types compiled -j 2
 	@$(MAKE) --no-print-directory layers
 	@$(MAKE) --no-print-directory tests
 
@@ -68,6 +72,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	@echo "== mypy"
 	@$(BIN)/mypy
+
+# Once, beside mypy, which uses one core: else each worker of pytest compiles all tests for itself.
+compiled: $(STAMP)
+	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python -m pytest -q --collect-only > /dev/null 2>&1 || true
 
 layers: $(STAMP)
 	@echo "== lint-imports"

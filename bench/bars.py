@@ -79,7 +79,9 @@ def gpu_bars(
     ]
 
 
-def _capture_bars(pace: str, rotation: Rotation | None, copies: CopyLimits | None) -> list[Bar]:
+def _capture_bars(
+    step_timer: str, rotation: Rotation | None, copies: CopyLimits | None
+) -> list[Bar]:
     peers, _, size = _unpack(rotation)
     ours, lazy = peers.get(OURS), peers.get(LAZY)
     device_copy_s = size / copies.on_device if copies else None
@@ -89,19 +91,19 @@ def _capture_bars(pace: str, rotation: Rotation | None, copies: CopyLimits | Non
     worst_s = ours.worst_s.median if ours and ours.worst_s else None
     return [
         _at_most(
-            f"{pace}: time lost, device-first, worse of first and next",
+            f"{step_timer}: time lost, device-first, worse of first and next",
             10.0,
             _scaled(_worse_lost(ours), 1e3),
             "ms",
         ),
         _at_most(
-            f"{pace}: worst iteration longer by, device-first",
+            f"{step_timer}: worst iteration longer by, device-first",
             None if device_copy_s is None else 1.5e3 * device_copy_s + 2,
             _scaled(worst_s, 1e3),
             "ms",
         ),
         _at_most(
-            f"{pace}: time lost, lazy, after the first",
+            f"{step_timer}: time lost, lazy, after the first",
             None if beyond_s is None else 1e3 * beyond_s + 10,
             _scaled(lazy.lost_next_s.median if lazy and lazy.lost_next_s else None, 1e3),
             "ms",

@@ -37,6 +37,7 @@ from bench import throttled  # noqa: E402
 from bench.hardware import commit, hardware  # noqa: E402
 from bench.state import GPT  # noqa: E402
 from laststep.flush import lending  # noqa: E402
+from laststep.settings import as_keywords  # noqa: E402
 from laststep.storage.registry import register_store  # noqa: E402
 
 if TYPE_CHECKING:
@@ -289,7 +290,11 @@ def checkpointer(
     run: object, items: dict[str, object], mode: str, **settings: object
 ) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, items=items, compression=mode, progress=False, new_lineage=True, **settings
+        run,
+        items=items,
+        compression=mode,
+        new_lineage=True,
+        **as_keywords({"progress": False, **settings}),
     )
 
 

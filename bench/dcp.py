@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bench.hardware import commit, hardware
-from laststep.adapters.dcp import Reader, Writer
+from laststep.dcp import Reader, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

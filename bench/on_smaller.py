@@ -76,7 +76,7 @@ def run(case: str, size_bytes: float, device: str, folder: Path) -> list[dict[st
     change, trains = CASES[case]
     training = GPTTraining(size_bytes, device, batch=1, length=64)
     optimizer = change(training)
-    training.pace(1, 64)
+    training.step_timer(1, 64)
 
     def iterate() -> None:
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def run(case: str, size_bytes: float, device: str, folder: Path) -> list[dict[st
         folder,
         model=training.module,
         optimizer=optimizer,
-        progress=False,
+        options=laststep.Options(progress=False),
         keep=laststep.Keep(last=2),
     ) as ckpt:
         ckpt.restore()

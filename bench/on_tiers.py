@@ -50,7 +50,7 @@ def opened(
         tiers=tiers,
         items=training.items(),
         host_memory_bytes=host_bytes,
-        progress=False,
+        options=laststep.Options(progress=False),
         keep=laststep.Keep(last=1),
     )
 

@@ -41,9 +41,8 @@ class Laststep(Peer):
         self._checkpointer = laststep.Checkpointer(
             folder,
             items=training.items(),
-            capture=self._capture,
+            options=laststep.Options(capture=self._capture, progress=False),
             host_memory_bytes=self._host_memory_bytes,
-            progress=False,
         )
 
     def save(self, training: Training, path: Path) -> None:

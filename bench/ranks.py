@@ -158,7 +158,9 @@ def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: C901, PLR091
     for rep in range(chosen.reps):
         raw(chosen.dir / f"raw{rep}")
         run = chosen.dir / f"run{rep}"
-        with laststep.Checkpointer(run, model=model, optimizer=optimizer, progress=False) as ckpt:
+        with laststep.Checkpointer(
+            run, model=model, optimizer=optimizer, options=laststep.Options(progress=False)
+        ) as ckpt:
             for step, name in ((0, "first"), (1, "next")):
                 train()
                 dist.barrier()
@@ -169,7 +171,9 @@ def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: C901, PLR091
                 timed("laststep", f"{name} durable", time.perf_counter() - began)
         cold(run)
         began = time.perf_counter()
-        with laststep.Checkpointer(run, model=model, optimizer=optimizer, progress=False) as ckpt:
+        with laststep.Checkpointer(
+            run, model=model, optimizer=optimizer, options=laststep.Options(progress=False)
+        ) as ckpt:
             ckpt.restore()
             timed("laststep", "load", time.perf_counter() - began)
         folder = chosen.dir / f"dcp{rep}"

@@ -28,27 +28,27 @@ import msgspec  # noqa: E402
 from laststep.format import group as grouping  # noqa: E402
 from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
 from laststep.plan.files import folder_of  # noqa: E402
+from laststep.plan.layouts import (  # noqa: E402
+    GlobalLayout,
+    LocalItem,
+    LocalLayout,
+    LocalTensor,
+    Replicas,
+    agree,
+    decode_local_layout,
+    digest_of,
+    encode_local_layout,
+)
 from laststep.plan.receipts import (  # noqa: E402  # noqa: E402
     Groups,
     ItemTally,
     Receipt,
     Summary,
-    classes_of,
     cut,
     items_of,
+    layout_groups_of,
     objection_to,
     summarise,
-)
-from laststep.plan.tables import (  # noqa: E402
-    Agreement,
-    Replicas,
-    Table,
-    TableItem,
-    TableTensor,
-    agree,
-    decode_table,
-    digest_of,
-    encode_table,
 )
 from laststep.state.layouts import Layout, Mesh, Shard, Sharded  # noqa: E402
 
@@ -105,26 +105,26 @@ def _measure_one(kind: str, ranks: int, *load: int) -> dict[str, Any]:
     return scale_load.measure(job(ranks), ranks, job(loading), loading, cut(ranks, NODE), *metadata)
 
 
-def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[TableTensor]:
+def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[LocalTensor]:
     known = Replicas.UNPROVEN if layout is None else Replicas.EQUAL
     return [
-        TableTensor(name, "bfloat16", shape, layout, known),
+        LocalTensor(name, "bfloat16", shape, layout, known),
         *(
-            TableTensor(f"{name}.{m}", "float32", shape, layout, known)
+            LocalTensor(f"{name}.{m}", "float32", shape, layout, known)
             for m in ("exp_avg", "exp_avg_sq")
         ),
-        TableTensor(f"{name}.step", "float32", (), None, Replicas.UNPROVEN),
+        LocalTensor(f"{name}.step", "float32", (), None, Replicas.UNPROVEN),
     ]
 
 
-def _table(tensors: list[TableTensor]) -> Table:
-    return (TableItem("state", "value", per_rank=False, tensors=tuple(tensors)),)
+def _table(tensors: list[LocalTensor]) -> LocalLayout:
+    return (LocalItem("state", "value", per_rank=False, tensors=tuple(tensors)),)
 
 
-def pipeline(ranks: int) -> tuple[list[Table], Callable[[int], int]]:
+def pipeline(ranks: int) -> tuple[list[LocalLayout], Callable[[int], int]]:
     """PP16 x TP8 x FSDP2: stages of consecutive ranks; the embedding is tied to the last stage."""
     each = ranks // STAGES
-    tables = []
+    local_layouts = []
     for stage in range(STAGES):
         held = range(stage * each, (stage + 1) * each)
         mesh = Mesh.of(("dp", "tp"), (each // TP, TP), held)
@@ -136,11 +136,11 @@ def pipeline(ranks: int) -> tuple[list[Table], Callable[[int], int]]:
             first = Shard(0, TP if dim == 0 else 1)
             layout = Sharded(shape, mesh, (first, Shard(dim)))
             tensors += _with_adamw(f"layers.{number}", shape, layout)
-        tables.append(_table(tensors))
-    return tables, lambda rank: rank // each
+        local_layouts.append(_table(tensors))
+    return local_layouts, lambda rank: rank // each
 
 
-def experts(ranks: int) -> tuple[list[Table], Callable[[int], int]]:
+def experts(ranks: int) -> tuple[list[LocalLayout], Callable[[int], int]]:
     """A mixture of experts: a third of the tensors are experts, each cut over 64 ranks."""
     ep = 64
     mesh = Mesh.of(("dp", "ep"), (ranks // ep, ep), range(ranks))
@@ -157,7 +157,7 @@ def experts(ranks: int) -> tuple[list[Table], Callable[[int], int]]:
     return [_table(tensors)], lambda rank: 0
 
 
-def replicated(_: int) -> tuple[list[Table], Callable[[int], int]]:
+def replicated(_: int) -> tuple[list[LocalLayout], Callable[[int], int]]:
     """Plain DDP."""
     tensors = []
     for number in range(TENSORS):
@@ -169,43 +169,43 @@ JOBS = {"pp-tp-fsdp": pipeline, "experts": experts, "ddp": replicated}
 
 
 def _measure(kind: str, ranks: int) -> dict[str, Any]:
-    tables, class_of = JOBS[kind](ranks)
-    data = [encode_table(table) for table in tables]
+    local_layouts, layout_group_of = JOBS[kind](ranks)
+    data = [encode_local_layout(local_layout) for local_layout in local_layouts]
     names = [digest_of(one) for one in data]
-    digests = [names[class_of(rank)] for rank in range(ranks)]
+    digests = [names[layout_group_of(rank)] for rank in range(ranks)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    known = {name: decode_table(one) for name, one in zip(names, data, strict=True)}
-    agreement = agree(digests, known)
-    shares = agreement.shares(ranks // 2 + 1)
+    known = {name: decode_local_layout(one) for name, one in zip(names, data, strict=True)}
+    global_layout = agree(digests, known)
+    shares = global_layout.assignments(ranks // 2 + 1)
     planned = time.perf_counter() - began
     rank_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return {
         "job": kind,
         "ranks": ranks,
-        "classes": len(tables),
+        "classes": len(local_layouts),
         "plan_s": planned,
         "plan_mb": rank_mb,
         "own_parts": len(shares),
         "table_bytes": sum(map(len, data)),
-        **_saved(agreement, ranks),
+        **_saved(global_layout, ranks),
     }
 
 
-def _saved(agreement: Agreement, ranks: int) -> dict[str, Any]:
+def _saved(global_layout: GlobalLayout, ranks: int) -> dict[str, Any]:
     """What the first rank of a group does with the receipts of its group, and the first of all with
     the summaries; what that costs, and what it writes."""
     groups = cut(ranks, NODE)
     alone = len(groups.leaders) == 1
     last = groups.leaders[-2:][0]
-    notes = _receipts(agreement, groups, last)
-    own, leader_s, leader_mb = _timed(lambda: _gather(agreement, notes))
-    first = _receipts(agreement, groups, 0)
+    notes = _receipts(global_layout, groups, last)
+    own, leader_s, leader_mb = _timed(lambda: _gather(global_layout, notes))
+    first = _receipts(global_layout, groups, 0)
     summaries = [
-        msgspec.msgpack.encode(_gather(agreement, _receipts(agreement, groups, leader))[0])
+        msgspec.msgpack.encode(_gather(global_layout, _receipts(global_layout, groups, leader))[0])
         for leader in groups.leaders[1:]
     ]
-    manifest, commit_s, commit_mb = _timed(lambda: _commit(agreement, groups, first, summaries))
+    manifest, commit_s, commit_mb = _timed(lambda: _commit(global_layout, groups, first, summaries))
     entries: dict[str, set[str]] = {}
     for rank in range(ranks):
         folder = folder_of(rank, ranks)
@@ -236,11 +236,11 @@ def _timed(act: Callable[[], Any]) -> tuple[Any, float, float]:
     return result, seconds, most / 1e6
 
 
-def _receipts(agreement: Agreement, groups: Groups, leader: int) -> list[bytes]:
-    return [_receipt(agreement, rank, groups.ranks) for rank in groups.group_of(leader)]
+def _receipts(global_layout: GlobalLayout, groups: Groups, leader: int) -> list[bytes]:
+    return [_receipt(global_layout, rank, groups.ranks) for rank in groups.group_of(leader)]
 
 
-def _receipt(agreement: Agreement, rank: int, ranks: int) -> bytes:
+def _receipt(global_layout: GlobalLayout, rank: int, ranks: int) -> bytes:
     names = [f"{folder_of(rank, ranks)}{name}-r{rank:05d}.safetensors" for name in FILES]
     files = tuple(
         FileRecord(
@@ -258,34 +258,34 @@ def _receipt(agreement: Agreement, rank: int, ranks: int) -> bytes:
     }
     trees = dict.fromkeys(FILES, b"0" * 16)
     return msgspec.msgpack.encode(
-        Receipt(agreement=agreement.digest, files=files, items=items, trees=trees)
+        Receipt(global_layout=global_layout.digest, files=files, items=items, trees=trees)
     )
 
 
-def _gather(agreement: Agreement, notes: list[bytes]) -> tuple[Summary, bytes]:
+def _gather(global_layout: GlobalLayout, notes: list[bytes]) -> tuple[Summary, bytes]:
     """What the first rank of a group does: a summary, and the manifest of the group."""
     decode = msgspec.msgpack.Decoder(Receipt).decode
     found = [decode(note) for note in notes]
     receipts = {receipt.files[0].rank: receipt for receipt in found}
     manifest = grouping.GroupManifest(
         step=1,
-        epoch=1,
+        term=1,
         attempt=1,
         first=min(receipts),
         ranks=len(receipts),
         files=tuple(file for receipt in found for file in receipt.files),
     )
     record, data = grouping.encode(manifest)
-    return msgspec.structs.replace(summarise(receipts, agreement), group=record), data
+    return msgspec.structs.replace(summarise(receipts, global_layout), group=record), data
 
 
 def _commit(
-    agreement: Agreement, groups: Groups, notes: list[bytes], summaries: list[bytes]
+    global_layout: GlobalLayout, groups: Groups, notes: list[bytes], summaries: list[bytes]
 ) -> bytes:
     """What the first rank does: its own group, all summaries, and the manifest."""
     decode = msgspec.msgpack.Decoder(Summary).decode
-    every = [_gather(agreement, notes)[0], *map(decode, summaries)]
-    objection = objection_to(every, agreement)
+    every = [_gather(global_layout, notes)[0], *map(decode, summaries)]
+    objection = objection_to(every, global_layout)
     if objection:
         raise RuntimeError(objection)
     files: tuple[FileRecord, ...] = ()
@@ -295,14 +295,14 @@ def _commit(
     record = Commit(
         run="0" * 32,
         step=1,
-        epoch=1,
+        term=1,
         attempt=1,
         created_s=0.0,
         laststep="0",
         files=files,
-        items=items_of(every, agreement),
+        items=items_of(every, global_layout),
         ranks=groups.ranks,
-        classes=classes_of(agreement),
+        classes=layout_groups_of(global_layout),
         groups=() if files else tuple(one.group for one in every if one.group is not None),
     )
     return encode(record)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
-from laststep.plan.files import TABLE_NAME, ItemSpec, plan_save, tree_name
+from laststep.plan.files import LAYOUT_NAME, ItemSpec, plan_save, tree_name
+from laststep.plan.layouts import agree, decode_local_layout, digest_of, encode_local_layout
 from laststep.plan.reads import FileBox, chunks_of
-from laststep.plan.tables import agree, decode_table, digest_of, encode_table
-from laststep.plan.who_reads import Ledger, Wants, decode_wish, encode_wish
+from laststep.plan.who_reads import Ledger, ReadRequests, decode_request, encode_request
 from laststep.state.provider import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from laststep.plan.layouts import GlobalLayout, LocalLayout
     from laststep.plan.receipts import Groups
-    from laststep.plan.tables import Agreement, Table
 
-    Job = tuple[Sequence[Table], Callable[[int], int]]
+    Job = tuple[Sequence[LocalLayout], Callable[[int], int]]
 
 
 def measure(
@@ -37,44 +37,46 @@ def measure(
     group_bytes: int,
 ) -> dict[str, Any]:
     """One rank in the middle of `loading` loads what `ranks` have saved."""
-    tables, class_of = saved
-    data = [encode_table(table) for table in tables]
+    local_layouts, layout_group_of = saved
+    data = [encode_local_layout(local_layout) for local_layout in local_layouts]
     names = [digest_of(one) for one in data]
-    firsts = [next(r for r in range(ranks) if class_of(r) == n) for n in range(len(tables))]
+    firsts = [
+        next(r for r in range(ranks) if layout_group_of(r) == n) for n in range(len(local_layouts))
+    ]
     rank = loading // 2 + 1
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    known = {name: decode_table(one) for name, one in zip(names, data, strict=True)}
-    agreement = agree([names[class_of(one)] for one in range(ranks)], known)
-    index = {key: at for at, key in enumerate(agreement.keys)}
-    wishes = [
-        decode_wish(
-            encode_wish(
+    known = {name: decode_local_layout(one) for name, one in zip(names, data, strict=True)}
+    global_layout = agree([names[layout_group_of(one)] for one in range(ranks)], known)
+    index = {key: at for at, key in enumerate(global_layout.keys)}
+    rank_requests = [
+        decode_request(
+            encode_request(
                 {
                     index[item.name, tensor.name]: tensor.layout
-                    for item in table
+                    for item in local_layout
                     for tensor in item.tensors
                 }
             )
         )
-        for table in now[0]
+        for local_layout in now[0]
     ]
-    shapes = [spread.layouts[0].shape for spread in agreement.spreads]
-    wants = Wants(wishes, {one: now[1](one) for one in range(loading)}, shapes)
-    sources = list(Ledger(agreement.spreads, wants).sources(rank))
+    shapes = [spread.layouts[0].shape for spread in global_layout.spreads]
+    requests = ReadRequests(rank_requests, {one: now[1](one) for one in range(loading)}, shapes)
+    sources = list(Ledger(global_layout.spreads, requests).sources(rank))
     seconds = time.perf_counter() - began
     metadata = manifest_bytes
-    for first, table, one in zip(firsts, tables, data, strict=True):
-        small = plan_save((), rank=(first, ranks), objects=(tree_name("state"), TABLE_NAME))
-        tree = {t.name: TensorRef(t.name) for item in table for t in item.tensors}
+    for first, local_layout, one in zip(firsts, local_layouts, data, strict=True):
+        small = plan_save((), rank=(first, ranks), objects=(tree_name("state"), LAYOUT_NAME))
+        tree = {t.name: TensorRef(t.name) for item in local_layout for t in item.tensors}
         whole = objects.encode({"tree": tree, "ties": {}, "views": {}})
         metadata += small.files[0].region_bytes + len(one) + len(whole)
     chunks = 0
     for source in sources:
-        stored, header_bytes, size = _stored(agreement, source.writer, ranks)
+        stored, header_bytes, size = _stored(global_layout, source.writer, ranks)
         metadata += header_bytes
         began = time.perf_counter()
-        chunks += len(chunks_of(rank, source, stored, wants, {0: size}))
+        chunks += len(chunks_of(rank, source, stored, requests, {0: size}))
         seconds += time.perf_counter() - began
     asked = {*firsts, *(source.writer for source in sources)}
     read = {groups.leader_of(one) for one in asked}
@@ -89,18 +91,18 @@ def measure(
     }
 
 
-def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox], int, int]:
+def _stored(global_layout: GlobalLayout, writer: int, ranks: int) -> tuple[list[FileBox], int, int]:
     """What lies in the file of a writer, how long its header is, and its tensors."""
-    pieces, shares = [], agreement.shares(writer)
+    pieces, shares = [], global_layout.assignments(writer)
     for key, share in shares:
-        spread = agreement.spreads[share.tensor]
+        spread = global_layout.spreads[share.tensor]
         size = share.box.volume * spread.itemsize
         part = BoxPart(key[1], spread.layouts[0].shape, share.box.start)
         name = f"{key[1]}~6at{','.join(map(str, share.box.start))}"
         pieces.append(
             Piece(
                 name,
-                agreement.dtypes[key],
+                global_layout.dtypes[key],
                 share.box.shape,
                 size,
                 "cuda:0",
@@ -115,6 +117,6 @@ def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox
     for file in plan.files:
         for piece, entry in zip(file.pieces, file.entries, strict=True):
             share = shares[piece][1]
-            itemsize = agreement.spreads[share.tensor].itemsize
+            itemsize = global_layout.spreads[share.tensor].itemsize
             stored.append(FileBox(share.tensor, itemsize, 0, entry.start, entry.stop, share.box))
     return stored, sum(file.region_bytes for file in plan.files), plan.tensor_bytes

@@ -31,7 +31,9 @@ def measure(folder: str) -> dict[str, list[float]]:
     import laststep
 
     state = {f"t{n}": torch.zeros(1000) for n in range(10)}
-    with laststep.Checkpointer(f"{folder}/run", state=state, progress=False) as checkpointer:
+    with laststep.Checkpointer(
+        f"{folder}/run", state=state, options=laststep.Options(progress=False)
+    ) as checkpointer:
         began = time.perf_counter()
         checkpointer.restore()
         restored_s = time.perf_counter() - began

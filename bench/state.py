@@ -159,11 +159,11 @@ class GPTTraining(Training):
         self._module = model
         self._adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         super().__init__(model, self._adamw)
-        self.pace(batch, length)
+        self.step_timer(batch, length)
         for _ in range(2):
             self.iteration()
 
-    def pace(self, batch: int, length: int) -> None:
+    def step_timer(self, batch: int, length: int) -> None:
         """Set how much one iteration computes."""
         self._tokens = torch.randint(self._vocabulary, (batch, length), device=self.device)
 
@@ -171,7 +171,7 @@ class GPTTraining(Training):
         """Choose the batch for an iteration of about `iteration_s`; returns it."""
         batch = 1
         while True:
-            self.pace(batch, length)
+            self.step_timer(batch, length)
             self.iteration_s(2)
             seconds = statistics.median(self.iteration_s(3))
             # Below, launches and memory may decide, and time does not grow with the batch.
@@ -179,7 +179,7 @@ class GPTTraining(Training):
                 break
             batch *= 2
         batch = max(1, round(batch * iteration_s / seconds))
-        self.pace(batch, length)
+        self.step_timer(batch, length)
         self.iteration_s(2)
         return batch
 

@@ -42,7 +42,7 @@ def main() -> None:
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
     )
 
-    laststep.hf.attach(trainer, progress=False)  # the line that is new
+    laststep.hf.attach(trainer, options=laststep.Options(progress=False))  # the line that is new
     trainer.train(resume_from_checkpoint=True)  # begins a new run where there is none
 
     model = LlamaForCausalLM.from_pretrained(get_last_checkpoint(out))

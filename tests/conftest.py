@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -26,23 +27,22 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
 FIRST = (
     "test_docs.py",
-    "torture/test_short_torture.py",
     "faults/test_kills.py",
-    "checkpointer/test_interrupts.py",
-    "capture/test_capture_changes.py",
+    "checkpointer/test_derived.py",
+    "checkpointer/test_objects.py",
+    "tiers/test_memory.py",
+    "faults/test_preemption.py",
     "ranks/test_matrix.py",
-    "faults/test_ranks_failing.py",
-    "adapters/test_export_hf.py",
-    "faults/test_ranks_killed.py",
-    "cli/test_processes.py",
-    "faults/test_limits.py",
-    "checkpointer/test_saving.py",
-    "faults/test_full_disk.py",
-    "faults/test_ranks_groups.py",
-    "faults/test_ranks_places.py",
     "crash/test_crash_model.py",
-    "adapters/test_megatron.py",
-    "ranks/test_reading.py",
+    "faults/test_ranks_on_nodes.py",
+    "flush/test_writer.py",
+    "faults/test_ranks_in_memory.py",
+    "faults/test_preempted_tiers.py",
+    "storage/test_objects_proxied.py",
+    "checkpointer/test_interrupts.py",
+    "faults/test_ranks_failing.py",
+    "checkpointer/test_saving.py",
+    "torture/test_short_torture.py",
 )
 """The files that take longest, in that order: at the end no worker sits alone with one of them."""
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -53,6 +53,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 # Threads of OpenMP sleep when they have nothing to do: spinning took half of the CPU of some files.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# As in the Makefile: each of hundreds of interpreters would compile laststep anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No deadline: a timing is a benchmark, never a test. Function-scoped fixtures are allowed because
 # every example makes its own folder below the fixture's.
@@ -69,6 +73,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure(config: pytest.Config) -> None:
     """Set `$WARM_PYTHON`, which tests start like `sys.executable`: an import of torch and the first
     step of an optimizer take three seconds of CPU. All workers share one."""
+    ask_no_name_server()
     # A shell without job control starts background jobs with SIGINT ignored, nohup with SIGHUP:
     # tests send both to programs that would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,6 +107,13 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.cleanup()
 
     config.add_cleanup(end)
+
+
+def ask_no_name_server() -> None:
+    """Look names up in /etc/hosts alone. torch asks for the name of every peer of a TCPStore, and a
+    name server that does not answer costs five seconds each time."""
+    with contextlib.suppress(AttributeError):  # another C library than that of GNU
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,31 +5,59 @@ from __future__ import annotations
 import mmap
 import random
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import attempts
+from laststep.catalog.lineage import AttemptName
 from laststep.catalog.run import Run
+from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, DTYPES, align_up
+from laststep.events import Bus
 from laststep.flush.encoder import Compressor
-from laststep.flush.protocol import Orders
+from laststep.flush.protocol import Flushed, Orders
+from laststep.flush.saves import Save
 from laststep.flush.writer import SaveWriter
 from laststep.format import index as index_format
+from laststep.format.index import Index, StoredLayout, plain_index
 from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
-from laststep.format.manifest import Commit, ItemRecord
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.files import index_name
-from laststep.read.files import OpenIndex
+from laststep.read.blocks import BlockReader
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from laststep.flush.base import Base
-    from laststep.format.index import Index
-    from laststep.format.manifest import WrittenIndexes
     from laststep.plan.files import MasterPair
     from laststep.storage.store import Store
 
 MODEL = "model.safetensors"
+
+
+def lone_save(step: int, **client: object) -> Save:
+    """A save without a flusher; `client` are functions that do something in its place."""
+    nothing = dict.fromkeys(("send", "announce", "release", "save_ends"), lambda *_: None)
+    return Save(SimpleNamespace(last_committed=0, bus=Bus(), **{**nothing, **client}), step)  # type: ignore[arg-type]
+
+
+def flush(save: Save, written: WrittenIndexes | None = None) -> None:
+    """Have a save made durable."""
+    save.flushed(
+        Flushed(
+            save=save.number,
+            size_bytes=0,
+            written=written or WrittenIndexes(),
+            opened_s=0.0,
+            written_s=0.0,
+        )
+    )
+
+
+def commit(save: Save) -> None:
+    """Have a save committed."""
+    save.decided(AttemptName(step=save.step, term=1, attempt=1))
 
 
 def layout_of(
@@ -63,7 +91,8 @@ def write(writer: SaveWriter, file: int, image: bytes, start: int, size: int) ->
     """Hand over a chunk as the flusher does, in page-aligned memory."""
     slot = mmap.mmap(-1, align_up(size, ALIGN_BYTES))
     slot[:size] = image[start : start + size]
-    writer.write(file, start, memoryview(slot), size)
+    view = memoryview(slot)
+    writer.write(file, start, view, size, writer.digests(file, start, view[:size]))
 
 
 class History:
@@ -80,7 +109,7 @@ class History:
         self.path = path
         self.store = DirectoryStore(path) if store is None else store
         self.run = Run.open_or_create(self.store)
-        self.epoch = self.run.claim_epoch(None)
+        self.term = self.run.claim_term(None)
         self.layouts = layouts
         self.derived = derived
         self.compressor: Compressor | None = None
@@ -96,14 +125,10 @@ class History:
 
     def begin(self) -> SaveWriter:
         self.step += 1
-        self.folder = self.run.begin(step=self.step, epoch=self.epoch, attempt=self.step)
+        attempt = self.run.begin(step=self.step, term=self.term, attempt=self.step)
+        self.folder = attempt.folder
         return SaveWriter(
-            self.store,
-            self.folder,
-            self.layouts,
-            base=self.base,
-            compressor=self.compressor,
-            derived=self.derived,
+            attempt, self.layouts, base=self.base, compressor=self.compressor, derived=self.derived
         )
 
     def write(
@@ -143,7 +168,7 @@ class History:
     def commit(self, writer: SaveWriter, values: dict[str, bytes] | None = None) -> Index:
         """Finish a save and commit it: the next may use it again."""
         written = self.finish(writer, values)
-        self.run.commit(self.folder, self.manifest(written))
+        attempts.commit(self.run, self.folder, self.manifest(written))
         self.base = writer.as_base()
         return self.index()
 
@@ -157,7 +182,7 @@ class History:
         return Commit(
             run=self.run.id,
             step=self.step,
-            epoch=self.epoch,
+            term=self.term,
             attempt=self.step,
             created_s=1.0,
             laststep="test",
@@ -181,7 +206,7 @@ class History:
 
 def images_in(store: Store, folder: str, index: Index) -> list[bytes]:
     """The tensor bytes of each layout, all verified."""
-    opened = OpenIndex(store, folder, index).sound()
+    opened = BlockReader(store, folder, index).sound()
     images = []
     for file in opened.layouts:
         size = file.layout.tensor_bytes
@@ -190,3 +215,18 @@ def images_in(store: Store, folder: str, index: Index) -> list[bytes]:
         images.append(bytes(image[:size]))
     opened.close()
     return images
+
+
+def whole_index(
+    rank: int,
+    layouts: Sequence[FileLayout],
+    digests: Sequence[bytes],
+    values: Mapping[str, bytes],
+    lossy: Sequence[dict[str, str]],
+) -> Index:
+    """The index of a save that has every layout in place."""
+    stored = [
+        StoredLayout(layout=layout, digests=sums, runs=(), lossy=rounded)
+        for layout, sums, rounded in zip(layouts, digests, lossy, strict=True)
+    ]
+    return plain_index(Index(rank=rank, layouts=tuple(stored), values=dict(values)))

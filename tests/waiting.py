@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,3 +19,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("it does not happen")
         time.sleep(0.005)
+
+
+def is_flusher(pid: int) -> bool:
+    """Whether that process still is a flusher."""
+    try:
+        return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,29 +1,26 @@
 """laststep: checkpointing for PyTorch training that training does not notice.
 
-The public names are loaded when first used, so that `import laststep` and the command line start
-without torch.
+Public names are imported on first use, so that `import laststep` and the command line start without
+torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from laststep.adapters import accelerate as accelerate
-    from laststep.adapters import dcp as dcp
-    from laststep.adapters import deepspeed as deepspeed
-    from laststep.adapters import hf as hf
-    from laststep.adapters import lightning as lightning
-    from laststep.adapters import megatron as megatron
-    from laststep.adapters import ray as ray
-    from laststep.adapters import torchtitan as torchtitan
+    from laststep import accelerate as accelerate
+    from laststep import dcp as dcp
+    from laststep import deepspeed as deepspeed
+    from laststep import fsdp1 as fsdp1
+    from laststep import hf as hf
+    from laststep import lightning as lightning
+    from laststep import megatron as megatron
+    from laststep import ray as ray
+    from laststep import torchtitan as torchtitan
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer
@@ -41,18 +38,18 @@ if TYPE_CHECKING:
     )
     from laststep.flush.saves import SaveHandle, SaveReport
     from laststep.oneoff import load, save
-    from laststep.plan.frequency import Reckoning
+    from laststep.plan.frequency import IntervalEstimate
     from laststep.restoring.choose import Skipped
     from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.preempting import Preempted
-    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Preemption
-    from laststep.state.items import Late, trainable
+    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Options, Preemption
+    from laststep.state.items import Deferred, trainable
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
-    from laststep.state.tensors import Laid, register_tensor_type
+    from laststep.state.tensors import LocalShard, register_tensor_type
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
-    from laststep.tiers.leftovers import RescueReport, rescue
+    from laststep.tiers.orphans import RecoverReport, recover
     from laststep.tiers.runs import CopyReport, copy
     from laststep.tiers.tier import Tier
 
@@ -61,11 +58,18 @@ _WHERE = {
     "laststep.catalog.retention": ("Keep",),
     "laststep.oneoff": ("load", "save"),
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
-    "laststep.plan.frequency": ("Reckoning",),
+    "laststep.plan.frequency": ("IntervalEstimate",),
     "laststep.restoring.choose": ("Skipped",),
     "laststep.restoring.restore": ("Peeked", "Restored"),
     "laststep.saving.preempting": ("Preempted",),
-    "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy", "Preemption"),
+    "laststep.settings": (
+        "Capture",
+        "CompareReplicas",
+        "FlushIn",
+        "OnBusy",
+        "Options",
+        "Preemption",
+    ),
     "laststep.flush.saves": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
         "AbortedError",
@@ -81,19 +85,19 @@ _WHERE = {
     ),
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
-    "laststep.state.tensors": ("Laid", "register_tensor_type"),
-    "laststep.state.items": ("Late", "trainable"),
+    "laststep.state.tensors": ("LocalShard", "register_tensor_type"),
+    "laststep.state.items": ("Deferred", "trainable"),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
-    "laststep.tiers.leftovers": ("RescueReport", "rescue"),
+    "laststep.tiers.orphans": ("RecoverReport", "recover"),
     "laststep.tiers.runs": ("CopyReport", "copy"),
     "laststep.tiers.tier": ("Tier",),
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 _ADAPTERS = frozenset(
-    {"accelerate", "dcp", "deepspeed", "hf", "lightning", "megatron", "ray", "torchtitan"}
+    {"accelerate", "dcp", "deepspeed", "fsdp1", "hf", "lightning", "megatron", "ray", "torchtitan"}
 )
-"""Of frameworks: `laststep.hf` is `laststep.adapters.hf`, and needs what its extra installs."""
+"""Modules that import another framework, which the extra of the same name installs."""
 
 __all__ = [
     "ABSENT",
@@ -107,24 +111,25 @@ __all__ = [
     "CompareReplicas",
     "CopyReport",
     "CorruptError",
+    "Deferred",
     "Flat",
     "FlushIn",
+    "IntervalEstimate",
     "Keep",
-    "Laid",
     "LaststepError",
-    "Late",
+    "LocalShard",
     "Mesh",
     "MismatchError",
     "NotFoundError",
     "OnBusy",
+    "Options",
     "Peeked",
     "PerRank",
     "Preempted",
     "Preemption",
     "Problems",
-    "Reckoning",
+    "RecoverReport",
     "Replicate",
-    "RescueReport",
     "Restored",
     "SaveHandle",
     "SaveReport",
@@ -142,9 +147,9 @@ __all__ = [
     "copy",
     "load",
     "open",
+    "recover",
     "register_store",
     "register_tensor_type",
-    "rescue",
     "save",
     "trainable",
 ]
@@ -160,27 +165,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'laststep' has no attribute {name!r}")
     globals()[name] = value
     return value
-
-
-class _ShortNames:
-    """Has `import laststep.hf` and `from laststep.hf import attach` find the adapter. It has the
-    methods of a finder and of a loader; their classes would bring much to a flusher."""
-
-    def find_spec(self, fullname: str, *_path: object) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        known = package == __name__ and name in _ADAPTERS
-        return ModuleSpec(fullname, self) if known else None  # type: ignore[arg-type]
-
-    def create_module(self, _: ModuleSpec) -> None:
-        """As any module is made; it is replaced at once."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        short = module.__name__
-        name = short.rpartition(".")[2]
-        sys.modules[short] = importlib.import_module(f"laststep.adapters.{name}")
-
-
-sys.meta_path.append(_ShortNames())
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,5 @@
-"""`python -m laststep` is `laststep`, for where that script is not on the path."""
+"""Run the `laststep` command as `python -m laststep`, for environments where the script is not on
+the path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Check what a user passes to a Checkpointer, and bring it into one form.
+"""Check and normalise the arguments that users pass to a Checkpointer.
 
-Knows nothing of what the arguments do. Whatever cannot work is `UsageError`, before anything is
-begun."""
+This module does not know what the arguments do. It raises `UsageError` for anything that cannot
+work, before any work starts.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +12,50 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+
+from msgspec import structs
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
 from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere
+from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.flush.encoder import ROUNDERS
 from laststep.restoring.restore import RestoreRequest
-from laststep.settings import ALL_ITEMS, Compression, Preemption, Settings
+from laststep.settings import (
+    ALL_ITEMS,
+    OWN_KEYWORDS,
+    Compression,
+    FlushIn,
+    Options,
+    Preemption,
+    Settings,
+    is_words,
+)
 from laststep.state.tensors import is_tensor
-from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from laststep.events import Subscriber
     from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
 MAX_STEP = (1 << 62) - 1
-SETTINGS = ("items", "keep", "tiers", *Settings.__struct_fields__, "preemption", "subscribers")
 _RETENTION = Keep.__struct_fields__
-"""The rules of Keep, which are asked for as settings: `keep_last=3`."""
+"""The fields of Keep; users sometimes pass them as settings, such as `keep_last=3`."""
 
 
 def plain_step(step: SupportsIndex) -> int:
-    """A step as an int; NumPy's integers are welcome, booleans, floats and tensors are not."""
+    """Return a step as an int. Accepts NumPy integers; raises `UsageError` for bools, floats and
+    tensors."""
     if is_tensor(step):
-        # int() of a tensor on a device waits for all work there: the user should see that.
+        # int() of a device tensor synchronises the device, so the user should call it explicitly.
         raise UsageError(
-            "a step is a whole number, not a tensor",
+            "step is a tensor",
             expected="an int of 0 or more",
             found=f"a tensor of {step.dtype} on {step.device}",  # type: ignore[attr-defined]
             remedy="pass step=int(step)",
@@ -55,7 +66,7 @@ def plain_step(step: SupportsIndex) -> int:
         number = -1
     if not 0 <= number <= MAX_STEP:
         raise UsageError(
-            "a step is a whole number",
+            "invalid step",
             expected=f"an int from 0 to {MAX_STEP}",
             found=shown(step),
             remedy="count the steps of the training from 0",
@@ -64,7 +75,7 @@ def plain_step(step: SupportsIndex) -> int:
 
 
 class SaveRequest(NamedTuple):
-    """What a call of `save()` asks for, as a user passes it."""
+    """The arguments of a call of `save()`."""
 
     step: SupportsIndex
     metrics: Mapping[str, object] | None
@@ -73,7 +84,7 @@ class SaveRequest(NamedTuple):
     streams: Sequence[torch.cuda.Stream]
 
     def plain(self) -> tuple[int, SaveRequest]:
-        """The step as an int, and all of it checked."""
+        """Check all arguments; return the step as an int and the normalised request."""
         step = plain_step(self.step)
         check_metrics(self.metrics)
         overwrite = true_or_false("overwrite", self.overwrite)
@@ -81,7 +92,7 @@ class SaveRequest(NamedTuple):
 
 
 def refuse_unnamed(values: tuple[object, ...]) -> None:
-    """Only the run goes without a name: items have one, and settings too."""
+    """Raise `UsageError` for positional arguments after the run: items and settings need a name."""
     if values:
         first = type(values[0])
         name = first.__name__.lower()
@@ -90,7 +101,7 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
         elif any(kind.__module__ == "torch.optim.optimizer" for kind in first.__mro__):
             name = "optimizer"
         raise UsageError(
-            "only the run is passed without a name",
+            "only the run may be passed without a name",
             expected="every part of the state by a name",
             found=f"{with_article(first)} without one",
             remedy=f"pass Checkpointer(run, {name}=…)",
@@ -98,18 +109,19 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
 
 
 def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
-    """The items of both ways to name them."""
+    """Merge the items of `items={…}` and of the keywords; raise `UsageError` for duplicate or
+    suspicious names."""
     if items is not None and not isinstance(items, Mapping):
         raise UsageError(
             "items is not a mapping",
-            expected="names and what they stand for",
+            expected="a mapping of names to items",
             found=with_article(type(items)),
             remedy="pass items={'model': model, …}",
         )
     twice = sorted(set(items or {}) & set(more_items))
     if twice:
         raise UsageError(
-            "an item is named twice",
+            "duplicate item name",
             expected="each name once, in items={…} or as a keyword",
             found=f"{', '.join(twice)} in both",
             remedy="rename one, or leave one out",
@@ -120,115 +132,107 @@ def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, obje
 
 
 def _refuse_misspelt(name: str, value: object) -> None:
-    """A setting that is not spelt as one would be taken for an item."""
-    # Whatever can be an item is one, whatever it is called.
+    """Raise `UsageError` if the keyword is a setting of `Options`, or a misspelt setting that would
+    be taken for an item."""
+    if name in Options.__struct_fields__:
+        raise UsageError(
+            f"{name} is a setting of laststep.Options",
+            expected=f"an item, or one of {', '.join(OWN_KEYWORDS)}",
+            found=f"{name}={shown(value)}",
+            remedy=(
+                f"pass options=laststep.Options({name}={shown(value)}); "
+                f"pass an item of that name as items={{{name!r}: …}}"
+            ),
+        )
+    # A value that can be an item is one, even if its name resembles a setting.
     if value is None or not isinstance(
-        value, str | int | float | FunctionType | BuiltinFunctionType | Keep
+        value, str | int | float | FunctionType | BuiltinFunctionType | Keep | Options
     ):
         return
-    meant = next(iter(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.75)), None)
+    every = (*OWN_KEYWORDS, *Options.__struct_fields__)
+    meant = next(iter(difflib.get_close_matches(name, every, n=1, cutoff=0.75)), None)
     rule = name.removeprefix("keep_")
-    if isinstance(value, Keep):
-        remedy = "did you mean keep=laststep.Keep(…)?"
+    if isinstance(value, Keep | Options):
+        remedy = f"did you mean {type(value).__name__.lower()}=…?"
     elif rule in _RETENTION and name != rule:
         remedy = f"did you mean keep=laststep.Keep({rule}={shown(value)})?"
-    elif meant == "subscribers":
-        remedy = f"did you mean subscribers=[{name}]?"
-    elif meant is not None:
+    elif meant in OWN_KEYWORDS:
         remedy = f"did you mean {meant}={shown(value)}?"
+    elif meant is not None:
+        given = f"[{name}]" if meant == "subscribers" else shown(value)
+        remedy = f"did you mean options=laststep.Options({meant}={given})?"
     else:
         remedy = f"pass a dict if it is an item, {name}={{'value': …}}; else leave it out"
     raise UsageError(
-        f"{name} is no setting",
-        expected=f"an item, or one of {', '.join(SETTINGS)}",
-        found=f"{name}={shown(value)}: keywords that are no settings are items of the state, and "
-        f"{with_article(type(value))} cannot be restored in place",
+        f"unknown setting {name!r}",
+        expected=f"an item, or one of {', '.join(every)}",
+        found=f"{name}={shown(value)}: a keyword that is not a setting is an item, "
+        f"and {with_article(type(value))} cannot be restored in place",
         remedy=remedy,
     )
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """A bool; numbers and text are none."""
+    """Return a bool; raise `UsageError` for anything else, numbers and strings included."""
+    if isinstance(value, bool):
+        return value
     return bool(checked(name, value, bool))
 
 
 def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
-    """Streams on which state was written."""
+    """Return the streams as a tuple; raise `UsageError` if one is not a CUDA stream."""
+    if streams == ():
+        return ()
     return _all_of(
         streams,
         lambda one: hasattr(one, "cuda_stream"),
-        "streams does not name CUDA streams",
+        "invalid value of streams",
         expected="a sequence of torch.cuda.Stream",
         remedy="pass streams=[stream]",
     )
 
 
-def callables(subscribers: object) -> tuple[Subscriber, ...]:
-    """Who is told of events."""
-    return _all_of(
-        subscribers,
-        callable,
-        "subscribers is not a sequence of functions",
-        expected="functions that take an event",
-        remedy="pass subscribers=[on_event]",
-    )
-
-
-class CodingSettings(TypedDict):
-    """What settings say of how blocks are encoded."""
-
-    compression: str | dict[str, str]
-    lossy: dict[str, str] | None
-
-
-def derived(asked: object) -> bool | dict[str, str]:
-    """What follows from what, in a form of its own."""
-    pairs: Any = dict(asked) if isinstance(asked, Mapping) else asked
-    if not isinstance(pairs, bool) and not _are_words(pairs):
+def all_settings(options: object, items: Iterable[str], **own: object) -> Settings:
+    """Return a Checkpointer's own settings and those of `options`, checked, for these items."""
+    if options is not None and type(options) is not Options:
         raise UsageError(
-            "derived is not understood",
-            found=shown(asked),
-            expected="True, False, or names of tensors and those of their masters",
-            remedy="pass derived=True, or derived={'model/*': 'optimizer/state/*/master'}",
+            "options is not an Options",
+            expected="laststep.Options(…)",
+            found=shown(options),
+            remedy=(
+                "pass laststep.Options(…), such as options=laststep.Options(flush='thread'); "
+                "pass an item of that name as items={'options': …}"
+            ),
         )
-    for name, master in pairs.items() if isinstance(pairs, dict) else ():
-        if name.count("*") != master.count("*"):
-            raise UsageError(
-                "derived maps names of tensors to those of their masters",
-                expected="as many '*' on both sides",
-                found=f"{name!r}: {master!r}",
-                remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
-            )
-    return pairs  # type: ignore[no-any-return]
+    rare = options or Options()
+    modes = compression(own.pop("compression"), items, here=rare.flush is FlushIn.THREAD)
+    _check_rounding(rare.lossy or {}, items)
+    return Settings(**structs.asdict(rare), **own, compression=modes)  # type: ignore[arg-type]
 
 
-def coding(
-    compression: object, lossy: object, items: Iterable[str], *, here: bool
-) -> CodingSettings:
-    """Words that mean something, for items that there are; codecs that can be had where blocks are
-    encoded, in this process or in another, and give back what they were given."""
-    modes: Any = dict(compression) if isinstance(compression, Mapping) else compression
-    rounded: Any = dict(lossy) if isinstance(lossy, Mapping) else {} if lossy is None else lossy
-    if not isinstance(modes, str) and not _are_words(modes):
+def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dict[str, str]:
+    """Return the compression per item, or for all items. Raises `UsageError` for unknown items,
+    unknown or lossy codecs, and codecs that the encoding process (this one if `here`, else the
+    flusher) does not have."""
+    modes: Any = dict(asked) if isinstance(asked, Mapping) else plain(asked)
+    if not isinstance(modes, str) and not is_words(modes):
         raise UsageError(
-            "compression is not understood",
+            "invalid value of compression",
             expected="a word such as 'adaptive', or a word for each item, {'optimizer': 'max'}",
-            found=shown(compression),
+            found=shown(asked),
             remedy="see docs/guides/smaller.md",
         )
-    if not _are_words(rounded):
-        raise UsageError(
-            "lossy is not understood",
-            found=shown(lossy),
-            expected="patterns of tensors and what they are rounded to",
-            remedy="pass lossy={'optimizer/*exp_avg': 'int8'}, or leave it out",
-        )
-    modes = plain(modes) if isinstance(modes, str) else modes
     names = [*items, ALL_ITEMS]
     for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
         if item not in names:
-            raise _unknown(f"compression names {item!r}, which is no item", item, names)
+            raise _unknown(f"compression names an unknown item: {item!r}", item, names)
         _check_mode(word, here=here)
+    return modes
+
+
+def _check_rounding(rounded: Mapping[str, str], items: Iterable[str]) -> None:
+    """Raise `UsageError` unless each pattern names an item and each word is a known format."""
+    names = [*items, ALL_ITEMS]
     for pattern, word in rounded.items():
         if word not in ROUNDERS:
             raise _unknown(f"{pattern} cannot be rounded to that", word, list(ROUNDERS))
@@ -240,15 +244,7 @@ def coding(
                 whose,
                 names,
             )
-        codec_named("planes")  # which makes something of it
-    return {"compression": modes, "lossy": rounded or None}
-
-
-def _are_words(value: object) -> bool:
-    """Whether it is a dict of texts."""
-    return isinstance(value, dict) and all(
-        isinstance(text, str) and text for pair in value.items() for text in pair
-    )
+        codec_named("planes")  # rounded tensors need this codec to become smaller
 
 
 def _check_mode(word: str, *, here: bool) -> None:
@@ -266,21 +262,22 @@ def _check_mode(word: str, *, here: bool) -> None:
     except UsageError as error:
         if name == word and word not in OURS:
             words = [*Compression, *sorted(OURS)]
-            raise _unknown("there is no such compression, nor a codec", word, words) from error
+            raise _unknown("unknown compression", word, words) from error
         raise
     if not here and not is_known_everywhere(name):
         raise UsageError(
-            "the flusher, a process of its own, does not know this codec",
+            "the flusher process does not have this codec",
             found=repr(name),
             expected="one that a package brings by an entry point of 'laststep.codecs'",
-            remedy="pass flush='thread' for one that is registered in this process only",
+            remedy="pass options=laststep.Options(flush='thread') for one that is registered in "
+            "this process only",
         )
     if not codec.lossless:
         raise UsageError(
             "compression does not change values",
             expected="a codec that is lossless",
             found=f"the codec {word!r}, which is not",
-            remedy="lossy={…} rounds, and says so",
+            remedy="pass lossy={…} to round values",
         )
 
 
@@ -305,7 +302,7 @@ def restore_request(
     remote: bool,
     tiers: Sequence[Tier],
 ) -> RestoreRequest:
-    """What restore() was asked for."""
+    """Return the checked arguments of `restore()`."""
     return RestoreRequest(
         step=None if step is None else plain_step(step),
         only=patterns(only),
@@ -318,7 +315,7 @@ def restore_request(
 
 
 def check_metrics(metrics: object) -> None:
-    """Metrics have names."""
+    """Raise `UsageError` unless metrics are a mapping or None."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
             "metrics is not a mapping",
@@ -329,13 +326,13 @@ def check_metrics(metrics: object) -> None:
 
 
 def patterns(only: object) -> tuple[str, ...] | None:
-    """What to restore as patterns; a single one may stand for itself."""
+    """Return the patterns of `only` as a tuple; a single string counts as one pattern."""
     if only is None:
         return None
     names = _all_of(
         (only,) if isinstance(only, str) else only,
         lambda one: isinstance(one, str),
-        "only does not name parts of the state",
+        "invalid value of only",
         at_least=1,
         expected="names of items, or globs over item/tensor names",
         remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
@@ -352,25 +349,25 @@ def _all_of(
     remedy: str,
     at_least: int = 0,
 ) -> tuple[Any, ...]:
-    """A sequence of one kind of thing."""
+    """Return the value as a tuple; raise `UsageError` unless every element passes `is_one`."""
     given = tuple(value) if isinstance(value, Iterable) else None
     if given is None or len(given) < at_least or not all(map(is_one, given)):
         raise UsageError(refusal, expected=expected, found=shown(value), remedy=remedy)
     return given
 
 
-def excerpts(
+def partial_tiers(
     tiers: Sequence[Tier],
     items: Iterable[str],
     derived: bool | Mapping[str, str],  # noqa: FBT001
 ) -> list[tuple[str, ...]]:
-    """The items of each tier that takes only some, which are items that there are. What is declared
-    to follow from others goes nowhere without them."""
+    """Return the items of each tier that stores only some. Raises `UsageError` for unknown items,
+    and for tensors that are declared as derived from items that the tier omits."""
     names, found = [*items], []
     for tier in tiers:
         for item in tier.items or ():
             if item not in names:
-                what = f"the tier {tier.url} takes {item!r}, which is no item"
+                what = f"the tier {tier.url} names an unknown item: {item!r}"
                 raise _unknown(what, item, names, "tiers")
         if tier.items is not None:
             _refuse_orphans(tier.url, tier.items, derived if isinstance(derived, Mapping) else {})
@@ -384,16 +381,16 @@ def _refuse_orphans(url: str, items: tuple[str, ...], derived: Mapping[str, str]
         takes = [any(fnmatchcase(item, whose) for item in items) for whose in (low, high)]
         if takes == [True, False]:
             raise UsageError(
-                "tensors are declared to follow from others that the tier does not take",
+                "tensors are declared to be derived from items that the tier omits",
                 where=url,
                 expected=f"{master} among the items",
                 found=f"items={items}",
-                remedy=f"take {high!r} too, or pass derived=True: it stores what is to stand alone",
+                remedy=f"include {high!r}, or pass derived=True, which stores them in full",
             )
 
 
 def preemption(asked: object) -> Preemption | None:
-    """What is done when the job is to end; None: nothing."""
+    """Return the `Preemption` to use, or None if preemption is not handled."""
     if isinstance(asked, Preemption) or asked is None:
         return asked
     remedy = "pass preemption=True, or preemption=laststep.Preemption(grace='60 s')"
@@ -401,9 +398,11 @@ def preemption(asked: object) -> Preemption | None:
 
 
 def rules(keep: Keep | None) -> Keep | None:
-    """The rules of retention."""
+    """Return the retention rules; raise `UsageError` if they are not a `Keep`."""
     if keep is not None and not isinstance(keep, Keep):
         raise UsageError(
-            "keep is not a Keep", found=shown(keep), remedy="pass keep=laststep.Keep(last=3)"
+            "keep must be a laststep.Keep",
+            found=shown(keep),
+            remedy="pass keep=laststep.Keep(last=3)",
         )
     return keep

@@ -1,7 +1,7 @@
-"""Look into a run without loading it: checkpoints, their tensors, slices of these.
+"""Inspect a run without loading it: checkpoints, their tensors, and slices of these.
 
-`laststep.open(run)` reads manifests; a checkpoint's headers are read when it is first asked for
-content; a slice reads, and verifies, only the blocks that hold it.
+`laststep.open(run)` reads only manifests. The indexes of a checkpoint are read when its content is
+first accessed; a slice reads and verifies only the blocks that hold it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from laststep.catalog import decision
 from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
+from laststep.constants import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
 from laststep.process import system
 from laststep.process.threads import OnlyOne
-from laststep.read.blocks import refuse
+from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
-from laststep.read.files import close_files
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.state.boxes import Box, whole
 from laststep.storage.registry import open_parent, open_store
-from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +45,8 @@ log = logging.getLogger(__name__)
 
 @system.translate_oom("look into a run")
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
-    """The catalog of a run; `NotFoundError` where there is none."""
+    """Return the catalog of a run: its checkpoints by step. Raises `NotFoundError` if there is no
+    run."""
     store = open_store(path)
     try:
         return Catalog(Run.open(store))
@@ -61,17 +61,21 @@ def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users
 
 
 class Catalog:
-    """The checkpoints of a run, by step: `catalog[100]`, `catalog.latest()`, `for c in catalog`."""
+    """The checkpoints of a run, by step: `catalog[100]`, `catalog.latest()`, `for c in catalog`.
+
+    Iteration, `len()` and `in` cover the current lineage. `catalog[step]` also finds checkpoints
+    outside of it, but prefers the lineage.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        """The checkpoints of the lineage, oldest first."""
+        """Iterate over the checkpoints of the lineage, oldest first."""
         return iter([self._open(entry) for entry in self._lineage() if entry.commit is not None])
 
     def __contains__(self, step: object) -> bool:
-        """Whether a step is on the lineage."""
+        """Return True if the step is on the lineage."""
         return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
@@ -81,7 +85,7 @@ class Catalog:
         step = _whole_number(wanted)
         if step is None:
             raise UsageError(
-                "a catalog is asked by step",
+                "a catalog is indexed by step",
                 expected="an int of 0 or more",
                 found=repr(wanted),
                 remedy="catalog.steps() lists the steps",
@@ -99,14 +103,15 @@ class Catalog:
         return self._open(same_step[-1])
 
     def steps(self) -> list[int]:
-        """The steps of the lineage whose manifest can be read; `laststep ls` lists the rest."""
+        """Return the steps of the lineage whose manifests can be read; `laststep ls` also lists the
+        others."""
         return [entry.step for entry in self._lineage() if entry.commit is not None]
 
     def latest(self) -> Checkpoint:
-        """The newest checkpoint of the lineage; `CorruptError` where its manifest cannot be
-        read."""
-        # Not `Run.newest`: what is damaged raises, instead of giving an older checkpoint to
-        # somebody who would not notice.
+        """Return the newest checkpoint of the lineage. Raises `NotFoundError` if there is none, and
+        `CorruptError` if its manifest cannot be read; it never returns an older one instead."""
+        # Not `Run.newest`: damage must raise here. The caller might not notice that an older
+        # checkpoint was returned instead.
         lineage = self._lineage()
         if not lineage:
             raise NotFoundError("the run has no checkpoint yet", where=self._run.store.url)
@@ -140,19 +145,24 @@ class Catalog:
 
 
 class Checkpoint(OnlyOne):
-    """One committed checkpoint; of what each rank has for itself, the view of one rank."""
+    """One committed checkpoint. For per-rank items, it shows the state of one rank (rank 0, unless
+    `of_rank` chose another).
+
+    Attributes: `step`, `folder`, `metrics`, `metadata`, `created_s` (Unix time), `size_bytes`,
+    `ranks` (the number of ranks that wrote it), `lossy` and `omitted_items`.
+    """
 
     def __init__(
         self, store: Store, folder: str, commit: Commit, *, rank: int | None = None, older: str = ""
     ) -> None:
         self._store = store
         self._older = older
-        """How to get at an older one, for whoever finds this one damaged."""
+        """A hint how to load an older checkpoint, appended to errors about damage."""
         self._content: Content | None = None
         self._rank = rank
-        """Whose view it is; None: nobody has said, and it is rank 0's."""
+        """The rank whose per-rank items are shown; None if none was chosen, which means rank 0."""
         self._told: set[str] = set()
-        """Items of which that was logged."""
+        """Per-rank items for which the default to rank 0 was logged."""
         self.folder = folder
         self.step = commit.step
         self.metrics = commit.metrics
@@ -160,25 +170,27 @@ class Checkpoint(OnlyOne):
         self.created_s = commit.created_s
         self.size_bytes = commit.size_bytes
         self.lossy = commit.lossy
-        """How tensors in it were rounded; nothing: all is exact."""
-        self.left_out = commit.left_out
-        """Of an excerpt: the items of its original that it lacks."""
+        """The rounding that was applied to tensors; empty if all are exact."""
+        self.omitted_items = commit.omitted_items
+        """In a partial checkpoint, the items of the original that it lacks."""
         self.ranks = commit.ranks
         self._commit = commit
 
     def items(self) -> list[str]:
-        """The names of its items."""
+        """Return the names of the items."""
         return [item.name for item in self._commit.items]
 
     def per_rank(self) -> list[str]:
-        """The names of those items of which each of several ranks has stored its own."""
+        """Return the names of the items of which each of several ranks has stored its own state."""
         return [item.name for item in self._commit.items if item.per_rank and self.ranks > 1]
 
     def of_rank(self, rank: int) -> Checkpoint:
-        """The same checkpoint in the view of that rank, from 0 on: of what each rank has for
-        itself, its own."""
+        """Return the same checkpoint with the per-rank items of this rank, counted from 0. Raises
+        `NotFoundError` if the checkpoint has no such rank."""
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise UsageError("a rank is a number", expected="an int of 0 or more", found=repr(rank))
+            raise UsageError(
+                "rank must be an integer", expected="an int of 0 or more", found=repr(rank)
+            )
         number = operator.index(rank)
         if not 0 <= number < self.ranks:
             known = "rank 0, which alone wrote it"
@@ -190,15 +202,16 @@ class Checkpoint(OnlyOne):
         return Checkpoint(self._store, self.folder, self._commit, rank=number, older=self._older)
 
     def tensors(self) -> list[str]:
-        """The full names of its tensors, `item/name`, those that share bytes included."""
+        """Return the full names of all tensors, `item/name`, including those that share bytes."""
         content = self._opened()
         return [f"{item.name}/{name}" for item in content.items.values() for name in item.names()]
 
     def tensor(self, full_name: str) -> StoredTensor:
-        """A tensor by its full name; nothing of it is read before it is sliced."""
+        """Return a tensor by its full name. No data is read before it is sliced. Raises
+        `NotFoundError` if there is none of that name."""
         if not isinstance(full_name, str):
             raise UsageError(
-                "a tensor is asked for by its name",
+                "index a checkpoint by tensor name",
                 expected="text such as 'model/weight'",
                 found=repr(full_name),
                 remedy="checkpoint.tensors() lists the names",
@@ -225,7 +238,7 @@ class Checkpoint(OnlyOne):
                 remedy=_remedy_for(content, item_name, name),
             )
         places = content.places(item_name, stored)
-        return StoredTensor(content, full_name, item.tensors[stored], places)
+        return StoredTensor(content, full_name, item.tensors[stored], places, self._older)
 
     def _tell_whose(self, item: str) -> None:
         if self._rank is None and item in self.per_rank() and item not in self._told:
@@ -239,7 +252,7 @@ class Checkpoint(OnlyOne):
 
     @system.translate_oom("verify a checkpoint")
     def verify(self) -> VerifyReport:
-        """Read and check every byte."""
+        """Read and check every byte; return a report of all damage."""
         return verify_checkpoint(self._store, self.folder)
 
     def __enter__(self) -> Self:
@@ -249,18 +262,18 @@ class Checkpoint(OnlyOne):
         self.close()
 
     def close(self) -> None:
-        """Close its files; they are opened again when they are needed."""
+        """Close the files; they are reopened on demand."""
         if self._content is not None:
             self._content.close()
             self._content = None
 
     def content(self) -> Content:
-        """Its headers and objects, verified."""
+        """Return the verified indexes and plain values."""
         return self._opened()
 
     @contextlib.contextmanager
     def advising(self) -> Iterator[None]:
-        """Damage that is found in this block is told with how to get at an older checkpoint."""
+        """Add a hint how to load an older checkpoint to `CorruptError`s raised inside the block."""
         try:
             yield
         except CorruptError as error:
@@ -283,7 +296,7 @@ class Checkpoint(OnlyOne):
                 self._content = Content(
                     self._store, self.folder, self._commit, rank=self._rank or 0
                 )
-            # Tensors of it may outlive this object: its files stay open for as long as any does.
+            # StoredTensors may outlive this object: the files stay open while any of them exists.
             weakref.finalize(self._content, close_files, self._content.files)
         return self._content
 
@@ -293,24 +306,36 @@ class Checkpoint(OnlyOne):
 
 
 class NoSuchElements(UsageError, IndexError):
-    """An index that a stored tensor does not have; an `IndexError` too, at which loops end."""
+    """An index outside of a stored tensor. It is also an `IndexError`, so that `for` loops end
+    there."""
 
 
 class StoredTensor(OnlyOne):
-    """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
+    """A tensor in a checkpoint. Slicing reads only the requested rows: `t[10:20]`, `t[:]`.
+
+    Attributes: `name` (the full name), `dtype` (a string) and `shape`.
+    """
 
     def __init__(
-        self, content: Content, name: str, spec: TensorSpec, places: tuple[Place, ...]
+        self,
+        content: Content,
+        name: str,
+        spec: TensorSpec,
+        places: tuple[Place, ...],
+        older: str = "",
     ) -> None:
+        """`older` is a hint how to load an older checkpoint if this one is damaged."""
         self._content = content
+        self._older = older
         self._places = places
         self.name = name
         self.dtype, self.shape = spec
 
     @system.translate_oom("read a tensor")
     def __getitem__(self, index: object) -> torch.Tensor:
-        """The slice as a CPU tensor. A leading int or slice limits what is read. `t[:]` is all of
-        it, also where the tensor is a single number."""
+        """Return a slice as a CPU tensor. A leading int or slice limits the data that is read.
+        `t[:]` returns the whole tensor, even if it is a scalar. Raises `CorruptError` if stored
+        bytes are damaged."""
         self._check(index)
         if not self.shape and index == slice(None):
             index = ...
@@ -326,7 +351,7 @@ class StoredTensor(OnlyOne):
     def _indexed(self, part: torch.Tensor, index: object) -> torch.Tensor:
         try:
             return part[index]  # type: ignore[index]
-        except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch has no one type
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch raises several
             if system.is_one(error):
                 raise
             raise NoSuchElements(
@@ -337,7 +362,7 @@ class StoredTensor(OnlyOne):
             ) from error
 
     def _box(self, wanted: Box) -> torch.Tensor:
-        """A box of the tensor, put together from where its parts lie."""
+        """Read a box of the tensor from the stored shards that overlap it."""
         from laststep.state.tensors import allocate, from_bytes, put_box
 
         size = DTYPES[self.dtype].size_bytes
@@ -352,7 +377,7 @@ class StoredTensor(OnlyOne):
             common = place.box.meet(wanted)
             if common is None:
                 continue
-            # Whole rows of the part that hold it: those are one range of its bytes.
+            # Read whole rows of the shard, since these are contiguous bytes.
             first, rows = common.start[0] - place.box.start[0], common.shape[0]
             row_bytes = math.prod(place.box.shape[1:]) * size
             data = self._read(place, first * row_bytes, rows * row_bytes)
@@ -364,7 +389,8 @@ class StoredTensor(OnlyOne):
         return result
 
     def _check(self, index: object) -> None:
-        """Refuse what torch would warn of, or take for something else, before anything is read."""
+        """Raise `UsageError`, before anything is read, for indices that torch would warn about or
+        misinterpret."""
         for part in index if isinstance(index, tuple) else (index,):
             bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else ()
             odd = any(bound is not None and not hasattr(bound, "__index__") for bound in bounds)
@@ -378,7 +404,8 @@ class StoredTensor(OnlyOne):
                 )
 
     def _rows(self, lead: object) -> tuple[range, int | slice] | None:
-        """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""
+        """Return the rows that a leading index needs and the index to apply to them; None means the
+        whole tensor."""
         if not self.shape:
             return None
         if isinstance(lead, int) and not isinstance(lead, bool):
@@ -397,7 +424,7 @@ class StoredTensor(OnlyOne):
         return None
 
     def _read(self, place: Place, start: int, size: int) -> bytearray:
-        """Bytes of a part of the tensor, out of whole verified blocks."""
+        """Read bytes of a stored shard, verifying the whole blocks that contain them."""
         if size == 0:
             return bytearray()
         first_byte = place.start + start
@@ -405,6 +432,7 @@ class StoredTensor(OnlyOne):
         extent = file.blocks(first_byte, first_byte + size)
         buffer = bytearray(extent.size_bytes)
         try:
+            self._content.open_files([place.file])
             refuse(extent.read(memoryview(buffer)))
         except CorruptError as error:
             raise CorruptError(
@@ -412,7 +440,7 @@ class StoredTensor(OnlyOne):
                 where=error.where,
                 expected=error.expected,
                 found=error.found,
-                remedy=error.remedy,
+                remedy=f"{error.remedy}{self._older}",
             ) from error
         at = first_byte % BLOCK_BYTES
         return buffer[at : at + size]
@@ -422,7 +450,7 @@ class StoredTensor(OnlyOne):
 
 
 def _whole_number(step: object) -> int | None:
-    """A step as an int, of whatever kind it is; None for what is none."""
+    """Return a step as an int, from any integer type; None if it is not an integer."""
     try:
         return None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -430,7 +458,7 @@ def _whole_number(step: object) -> int | None:
 
 
 def _remedy_for(content: Content, item: str, name: str) -> str:
-    """What to ask for instead of a name that is no tensor's, at least not in this rank's view."""
+    """Return a remedy for a name that is not a tensor, or not one in this rank's view."""
     for file in content.files:
         layout = file.layout
         if layout.item not in (None, item):
@@ -439,14 +467,15 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
         part = layout.parts.get(entry)
         if part is not None:
             full_name = f"{item}/{part.tensor}"
-            return f"{layout.name} has a part of that name: ask for all of {full_name!r}"
+            return f"{layout.name} has a shard of that name: ask for {full_name!r}"
         if item in content.per_rank and any(stored.name == entry for stored in layout.tensors):
             return f"rank {file.rank} has it: ask checkpoint.of_rank({file.rank})"
     return "`laststep show --all` lists the names"
 
 
 def _meant_by(name: str, content: Content) -> str | None:
-    """The full name that begins with an item and a dot instead of a slash."""
+    """Return the full name for a name that has a dot instead of a slash after the item, else
+    None."""
     for stored in content.items.values():
         rest = name.removeprefix(f"{stored.name}.")
         if rest != name and (rest in stored.tensors or rest in stored.ties):
@@ -456,7 +485,7 @@ def _meant_by(name: str, content: Content) -> str | None:
 
 @system.translate_oom("open a checkpoint")
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
-    """A checkpoint's folder on its own, wherever it was copied to."""
+    """Open the folder of a single checkpoint, which may have been copied out of its run."""
     store, folder = open_parent(path)
     full = f"{store.url}/{folder}"
     try:
@@ -467,5 +496,5 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
         ) from None
     decided = decode(data, where=f"{full}/{MANIFEST_NAME}")
     if not isinstance(decided, Commit):
-        raise NotFoundError("this checkpoint was given up", where=full, found=decided.reason)
+        raise NotFoundError("this checkpoint was aborted", where=full, found=decided.reason)
     return Checkpoint(store, folder, decided)

@@ -1,8 +1,8 @@
 """The Checkpointer: save, restore, wait, close.
 
-Lives on the training thread and owns everything else: the pool, the capture thread, the flusher and
-its client. It keeps the order of things and the promises about errors: a failed save raises at the
-next call, a state restored only in part is not saved, and whatever was handed over is finished or
+Lives on the training thread and owns all other parts: the pool, the capture thread, the flusher and
+its client. It keeps the order of operations and the promises about errors: a failed save raises at
+the next call, a partly restored state is never saved, and every save that has begun is finished or
 reported before the process ends.
 """
 
@@ -12,60 +12,80 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
 from laststep.checks import seconds
 from laststep.commit import thread as teaming
-from laststep.errors import AbortedError, LaststepError, brief
+from laststep.errors import AbortedError, LaststepError, UsageError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
-from laststep.flush.saves import SaveUnderWay
+from laststep.flush.saves import Save, SaveState
 from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import waiting
 from laststep.resuming import Resuming
 from laststep.running import RunningParts, start_parts
-from laststep.saving import place as places
-from laststep.saving import place as queueing
 from laststep.saving import preempting
-from laststep.saving import preflight as sizing
 from laststep.saving import schedule as scheduling
-from laststep.saving.describe import take_state, without_collection
-from laststep.saving.place import SavedSteps
-from laststep.saving.prepare import Preparer, rehearse
-from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
-from laststep.state.items import Late, providers_for
+from laststep.saving.context import RunContext, look_at
+from laststep.saving.describe import Preparer, rehearse, take_state, without_collection
+from laststep.settings import DEFAULTS, FlushIn, OnBusy
+from laststep.state.items import Deferred, providers_for
 from laststep.storage.registry import open_store
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
 
     from laststep.capture.job import Job
     from laststep.catalog.retention import Keep
+    from laststep.flush.protocol import Role
     from laststep.flush.saves import SaveHandle
-    from laststep.plan.files import SavePlan
-    from laststep.ranks.board import Board
+    from laststep.ranks.key_value import KeyValueStore
     from laststep.ranks.rank import Rank
     from laststep.restoring.restore import Peeked, Restored, RestoreRequest
-    from laststep.settings import Capture, CompareReplicas, Preemption
+    from laststep.settings import Options, Preemption
     from laststep.state.tensors import CollectCache
 
 log = logging.getLogger(__name__)
 
 _REHEARSAL_STEP = 3
-"""The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
+"""The optimizer step at which the first save is prepared in advance: by then the optimizer has
+state."""
 
 
 class Checkpointer(single.OnlyOne):
-    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`. Meant for
-    the thread that trains; calls from several are taken one after the other."""
+    """Saves and restores the state of one run: `Checkpointer("runs/gpt", model=model, …)`.
+
+    Create it after the model is on its device, and in a job of several ranks on all of them. It is
+    meant for the training thread; calls from other threads are serialised.
+
+    run: The folder of the run, created at the first save, or the URL of a store. Omit it if
+        `tiers` names it.
+    items: Items by name, for names that are settings or no identifiers. All keywords that are not
+        listed here are items too.
+    keep: The retention rules, a `Keep`; None keeps all checkpoints.
+    tiers: The stores of the run, nearest first: paths, URLs and `Tier`s. `"shm://"` in front keeps
+        saves in memory that outlives the trainer.
+    every: How often `step()` saves: an int N for every N steps, a duration such as `"10 min"`, or
+        `"auto"` to minimise the time lost to failures and saves.
+    compression: `"none"`, `"adaptive"`, `"max"` or the name of a codec; or a dict with one of these
+        per item, in which `"*"` stands for all others.
+    allow_pickle: Pickle objects that cannot be stored otherwise, and unpickle them on restore.
+    new_lineage: Allow saves without a `restore()` in a run that has checkpoints; they start a new
+        lineage. Otherwise the first such save raises `UsageError`.
+    host_memory_bytes: The limit of host memory for saves, at least 64 MiB. None means a quarter of
+        the available memory, shared by the ranks of a node.
+    preemption: True or a `Preemption` to save and exit when the job is about to be killed.
+    options: All other settings, an `Options`.
+    """
 
     def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
@@ -75,108 +95,82 @@ class Checkpointer(single.OnlyOne):
         items: Mapping[str, object] | None = None,
         keep: Keep | None = None,
         tiers: Sequence[str | os.PathLike[str] | Tier] = (),
-        capture: Capture | str = DEFAULTS.capture,
-        flush: FlushIn | str = DEFAULTS.flush,
-        on_busy: OnBusy | str = DEFAULTS.on_busy,
-        host_memory_bytes: int | None = DEFAULTS.host_memory_bytes,
-        device_margin_bytes: int = DEFAULTS.device_margin_bytes,
-        allow_pickle: bool = DEFAULTS.allow_pickle,
-        writers: int = DEFAULTS.writers,
-        progress: bool | None = DEFAULTS.progress,
-        deadline_s: float = DEFAULTS.deadline_s,
-        compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
-        compression: str | Mapping[str, str] = DEFAULTS.compression,
-        lossy: Mapping[str, str] | None = DEFAULTS.lossy,
-        derived: bool | Mapping[str, str] = DEFAULTS.derived,
         every: int | str | None = DEFAULTS.every,
-        mtbf: str | None = DEFAULTS.mtbf,
-        most_share: float = DEFAULTS.most_share,
+        compression: str | Mapping[str, str] = DEFAULTS.compression,
+        allow_pickle: bool = DEFAULTS.allow_pickle,
         new_lineage: bool = DEFAULTS.new_lineage,
+        host_memory_bytes: int | None = DEFAULTS.host_memory_bytes,
         preemption: Preemption | bool | None = False,
-        subscribers: Sequence[Subscriber] = (),
+        options: Options | None = None,
         **more_items: object,
     ) -> None:
-        """`items` and keyword arguments name the parts of the state; see docs for the settings."""
+        """Check the run and the arguments, and start the background threads. Creates nothing in
+        the run before the first save. Raises `UsageError` for arguments that cannot work, and
+        `StorageError` if there is no run and none can be created."""
         arguments.refuse_unnamed(unnamed)
         named = arguments.all_items(items, more_items)
-        self._settings = Settings(
-            capture=capture,  # type: ignore[arg-type]
-            flush=flush,  # type: ignore[arg-type]
-            on_busy=on_busy,  # type: ignore[arg-type]
-            host_memory_bytes=host_memory_bytes,
-            device_margin_bytes=device_margin_bytes,
-            allow_pickle=allow_pickle,
-            writers=writers,
-            progress=progress,
-            deadline_s=deadline_s,
-            compare_replicas=compare_replicas,  # type: ignore[arg-type]
-            new_lineage=new_lineage,
+        settings = arguments.all_settings(
+            options,
+            named,
             every=every,
-            mtbf=mtbf,
-            most_share=most_share,
-            derived=arguments.derived(derived),
-            **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
+            compression=compression,
+            allow_pickle=allow_pickle,
+            new_lineage=new_lineage,
+            host_memory_bytes=host_memory_bytes,
         )
-        self._tiers = arranged(run, tiers, arguments.rules(keep))
-        excerpts = arguments.excerpts(self._tiers.further, named, self._settings.derived)
-        subscribers = arguments.callables(subscribers)
-        self._rank = self._who()
+        places, rank = arranged(run, tiers, arguments.rules(keep)), self._who()
         self._preparer = Preparer(
-            self._rank,
-            derived=self._settings.derived,
-            lossy=self._settings.lossy,
-            excerpts=excerpts,
+            rank,
+            derived=settings.derived,
+            lossy=settings.lossy,
+            partial_tiers=arguments.partial_tiers(places.replicas, named, settings.derived),
         )
         self._caches: dict[str, CollectCache] = {}
-        """By which the state of each item is known again at its next save."""
-        self._turn = queueing.Turn()
-        self._steps = SavedSteps()
+        """Per item, the description of the last save, to recognise unchanged state."""
+        self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()
-        by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
-        self._store = open_store(self._tiers.home, shared=by_others)
-        self.path = self._store.url
-        self._providers = providers_for(named)
-        self._late = [one for one in self._providers.values() if isinstance(one, Late)]
-        teaming.check_own(self._providers, self._rank)
-        if self._rank.is_first or not self._store.same_everywhere:
-            places.look_at(self._store)
-        self._bus = Bus()
-        watch(self._bus, subscribers, progress=self._settings.progress)
-        self._ending = preempting.look_out(arguments.preemption(preemption), self._rank, self._bus)
-        with signals.held():
+        by_others = rank.ranks > 1 or settings.flush is FlushIn.PROCESS
+        self._context = context = RunContext(
+            store=open_store(places.primary, shared=by_others),
+            tiers=places,
+            providers=providers_for(named),
+            settings=settings,
+            rank=rank,
+            bus=Bus(),
+        )
+        self.path = context.store.url
+        self._deferred = [one for one in context.providers.values() if isinstance(one, Deferred)]
+        teaming.check_own(context.providers, rank)
+        if rank.is_first or not context.store.same_everywhere:
+            look_at(context.store)
+        watch(context.bus, settings.subscribers, progress=settings.progress)
+        self._ending = preempting.look_out(arguments.preemption(preemption), rank, context.bus)
+        with signals.defer_signals():
             self._start()
         if self._ending is not None:
-            self._ending.install()  # outside of `held`, which holds other handlers now
+            self._ending.install()  # not inside `defer_signals`, which replaces handlers
 
     def _start(self) -> None:
-        """Everything that runs."""
-        self._work = work = start_parts(
-            self._store, self._tiers, self._providers, self._settings, self._rank, self._bus
-        )
+        """Start the pool, the threads and the client of the flusher."""
+        self._work = work = start_parts(self._context)
         self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
-        self._team = work.team
+        self._team, self._saves = work.team, work.saves
         self._capturer.at_optimizer_step(1, self._work.start_early)
         self._capturer.at_optimizer_step(_REHEARSAL_STEP, system.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
-        self._resuming = Resuming(
-            self._store,
-            self._tiers,
-            self._providers,
-            self._settings,
-            self._rank,
-            self._bus,
-            work,
-            self._steps,
-        )
+        self._resuming = Resuming(self._context, work)
         self._schedule = scheduling.Schedule(
-            self._settings, self._rank, self._client.past, may_only_end=self._ending is not None
+            self._context.settings,
+            self._context.rank,
+            self._client.past,
+            may_only_end=self._ending is not None,
         )
         waiting.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        return f"<Checkpointer of {self.path}: {', '.join(self._providers)}{state}>"
+        return f"<Checkpointer of {self.path}: {', '.join(self._context.providers)}{state}>"
 
     @staticmethod
     def _who() -> Rank:
@@ -193,15 +187,23 @@ class Checkpointer(single.OnlyOne):
         overwrite: bool = False,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> SaveHandle:
-        """Save the state as it is now, and return as soon as training may go on.
+        """Save the state as it is now; return as soon as training may continue.
 
-        Raises what made an earlier save fail, once. In a job of several ranks this save is under
-        way all the same when it does: the others count on it. `streams` names CUDA streams, other
-        than the current one, on which state was written and not yet joined.
+        The checkpoint exists once the returned handle is committed. If an earlier save failed, its
+        error is raised here, once. With several ranks this save has begun nevertheless, because
+        the other ranks depend on it.
+
+        step: An int of 0 or more; pass `int(step)` for a tensor. Raises `AlreadyExistsError` if
+            the lineage already has this step, unless `overwrite`.
+        metrics: Names mapped to numbers, strings, bools or tensors of one element.
+        metadata: Any tree of plain values; `restore()` returns it.
+        overwrite: Save the step even if the lineage already has it.
+        streams: CUDA streams other than the current one that have written state and have not been
+            joined yet.
         """
-        system.check_process("save", self._pid)  # before a turn that may be another process's
+        system.check_process("save", self._pid)  # before a lock that a fork may have copied
         asked = arguments.SaveRequest(step, metrics, metadata, overwrite, streams)
-        with signals.held(), self._turn.of("save"), system.translate_oom("save"):
+        with signals.defer_signals(), self._turn.of("save"), system.translate_oom("save"):
             handle = self._save(asked)
         if self._ending is not None and self._team is not None:
             self._ending.reached(handle.step, self._meet_to_stop)
@@ -210,9 +212,9 @@ class Checkpointer(single.OnlyOne):
     def _save(self, asked: arguments.SaveRequest) -> SaveHandle:
         began = time.perf_counter()
         self._check_usable("save")
-        self._steps.take_over(self._client.saves)
-        if self._team is None:  # else ranks hear of it at different saves, and make the same ones
-            queueing.raise_first(self._client.saves.tell())
+        self._saves.take_over()
+        if self._team is None:  # else ranks learn of it at different saves, but must all save
+            self._saves.raise_failed()
         try:
             return self._begin_save(asked, began)
         except BaseException:
@@ -221,17 +223,14 @@ class Checkpointer(single.OnlyOne):
 
     def _begin_save(self, asked: arguments.SaveRequest, began: float) -> SaveHandle:
         step, asked = asked.plain()
-        self._work.revive(self._settings)
-        others = [save.handle.step for save in self._client.saves.all()]
-        overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
-        save = SaveUnderWay(
-            self._client,
-            step,
-            overwrite=overwrite,
-            role="alone" if self._team is None else "first" if self._rank.is_first else "member",
+        self._work.revive(self._context.settings)
+        overwrite = self._saves.check_new(step, self.path, overwrite=asked.overwrite)
+        role: Role = (
+            "alone" if self._team is None else "first" if self._context.rank.is_first else "member"
         )
+        save = Save(self._client, step, overwrite=overwrite, role=role)
         waited = self._make_room(save)
-        if save.handle.report.skipped is None:
+        if save.state is not SaveState.SKIPPED:
             with without_collection():
                 job = self._capture(save, asked)
             job.timing.stall_s = time.perf_counter() - began
@@ -239,30 +238,34 @@ class Checkpointer(single.OnlyOne):
             self._schedule.began(save.handle)
         else:
             self._schedule.give_up_due()
-        queueing.raise_first(self._client.saves.tell())
+        self._saves.raise_failed()
         return save.handle
 
-    def _capture(self, save: SaveUnderWay, asked: arguments.SaveRequest) -> Job:
+    def _capture(self, save: Save, asked: arguments.SaveRequest) -> Job:
         """Take the state and hand it to the capture thread."""
         self._capturer.join(asked.streams)
         early, last = None, self._preparer.last
-        if last is not None and all(provider.passive for provider in self._providers.values()):
+        if last is not None and self._context.is_passive:
             early = self._capturer.start_early(last.copies)
         try:
             self._resuming.saves()
             taken = take_state(
-                self._providers,
+                self._context.providers,
                 self._caches,
                 asked.metrics,
                 asked.metadata,
-                allow_pickle=self._settings.allow_pickle,
+                allow_pickle=self._context.settings.allow_pickle,
             )
-            self._look_at_late()
+            if self._deferred:
+                self._look_at_late()
             agree = None
             if self._team is not None:
-                agree = functools.partial(self._team.agreements.on, step=save.handle.step)
+                agree = functools.partial(self._team.global_layouts.on, step=save.step)
             prepared, sources = self._preparer.prepare(taken, agree)
-            self._announce(save.handle, prepared.plan)
+            save.report.size_bytes = size_bytes = prepared.plan.tensor_bytes
+            save.report.tensors = len(prepared.plan.pieces)
+            self._context.bus.emit(SaveStarted(step=save.step, size_bytes=size_bytes))
+            self._work.prepare_for(size_bytes)
             if self._team is None:
                 self._client.begin(save, prepared.plan, taken.sealing(prepared))
             else:
@@ -271,21 +274,20 @@ class Checkpointer(single.OnlyOne):
             if early is not None:
                 self._capturer.cancel(early)
             if self._team is not None:
-                self._team.stay_out(save.handle.step, brief(error))
+                self._team.stay_out(save.step, brief(error))
             raise
         try:
             job = self._capturer.take(prepared.copies, sources, save, early)
         except BaseException as error:
-            # Ctrl-C included: a save that is never sealed would hold up all that follow it.
+            # Also for Ctrl-C: a save whose capture never ends would block all later ones.
             save.failed(
                 error
                 if isinstance(error, LaststepError)
                 else AbortedError("save() was interrupted")
             )
-            self._client.saves.forget(save)
+            self._saves.forget(save)
             raise
         save.job = job
-        save.handle.refresh_with(sizing.report_of(job))
         return job
 
     def step(
@@ -297,12 +299,15 @@ class Checkpointer(single.OnlyOne):
         last: bool = False,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> SaveHandle | None:
-        """Save the state, if by `every` it is time to; for the end of each step, on all ranks.
+        """Save the state if a save is due by `every`; call it on all ranks at the end of each step.
 
-        `last` saves it in any case. Returns the save, if there is one. Raises what made an earlier
-        one fail: at once, or in a job of several ranks with the next save, which all make. If that
-        keeps a single rank from saving, the next call of `step` saves. With `preemption`,
-        `Preempted` where the job is to end: its last save is over then.
+        Returns the handle of the save, or None if none was due. `last=True` saves in any case,
+        unless this step is saved already. The other arguments are those of `save()`. Steps must
+        not decrease, except after a `restore()`.
+
+        If an earlier save failed, its error is raised here: by the next call or, with several
+        ranks, together with the next save. If that prevents the save of a single rank, the next
+        call saves. With `preemption`, raises `Preempted` after the last save of a preempted job.
         """
         self._check_usable("step")
         number, last = arguments.plain_step(step), arguments.true_or_false("last", last)
@@ -313,58 +318,61 @@ class Checkpointer(single.OnlyOne):
         if self._ending is not None:
             if self._ending.reached(number, self._meet_to_stop):
                 self._schedule.give_up_due()
-                return self._ending.carry_out(number, save, self._work, self._steps)
+                return self._ending.carry_out(number, save, self._work)
             if due:
-                return self._ending.bound(number, save, self._work, self._steps)
+                return self._ending.bound(number, save, self._work)
         elif due:
             return save()
-        if self._team is None and any(save.over for save in self._client.saves.all()):
-            with signals.held(), self._turn.of("step"):
+        if self._team is None and any(save.over for save in self._saves.all()):
+            with signals.defer_signals(), self._turn.of("step"):
                 self._raise_failed()
         return None
 
     def _meet(self) -> scheduling.Notes:
-        """Bring the ranks together for `step()`, when it is first called or after a restore."""
-        with signals.held():
+        """Connect the ranks for `step()`, at its first call and after a restore. Collective."""
+        with signals.defer_signals():
             team, ranks = self._team, self._resuming.all_ranks("step()")
             return scheduling.OwnNotes() if team is None else team.notes(ranks)
 
     @property
     def preempted(self) -> bool:
-        """Whether the job is to end, by its `preemption`; in a job of several ranks the same on all
-        of them after the same `step()` or `save()`."""
+        """True if the job is being preempted (see the `preemption` argument) and the training loop
+        should end. Changes only in `step()` and `save()`, and is the same on all ranks after
+        each."""
         stops = self._ending is not None and self._ending.stops
         if stops:
-            self._work.ends_well = True  # the loop ends now, whether or not it calls close()
+            self._work.ends_well = True  # the loop ends now, even if it does not call close()
         return stops
 
-    def _meet_to_stop(self) -> Board:
-        """Bring several ranks together, so that they can agree on the step at which they stop."""
-        with signals.held():
-            return teaming.board_to_stop(self._team, self._resuming.all_ranks("step()"))
+    def _meet_to_stop(self) -> KeyValueStore:
+        """Connect several ranks, so that they can agree on the step at which they stop.
+        Collective."""
+        with signals.defer_signals():
+            return teaming.kv_to_stop(self._team, self._resuming.all_ranks("step()"))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all saves are committed; False when the time is up. Raises what failed."""
+        """Wait until all saves are committed and return True; return False after `timeout_s`
+        seconds. Raises the error of a failed save."""
         system.check_process("wait", self._pid)
         self._turn.check("wait")
         if not self._work.over_within(seconds(timeout_s)):
             return False
-        with signals.held(), self._turn.of("wait"):
+        with signals.defer_signals(), self._turn.of("wait"):
             self._raise_failed()
         return True
 
     def close(self) -> None:
-        """Wait for all saves, end the flusher, and raise what failed. May be called twice: the
-        second call does what an interrupt of the first one has left."""
+        """Wait for all saves, end the flusher, and raise the error of a failed save. May be called
+        twice: the second call completes one that was interrupted."""
         self._end(well=True)
 
     def _end(self, *, well: bool) -> None:
-        """Close, knowing whether training has ended as it should."""
+        """Close; `well` is True if training ended normally."""
         if os.getpid() != self._pid or self._work.closes:
             return
         self._turn.check("close")
-        with signals.held():
-            self._work.wait()  # Ctrl-C here leaves it open
+        with signals.defer_signals():
+            self._work.wait()  # Ctrl-C here leaves the Checkpointer open
             with self._turn.of("close"):
                 self._closed = True
                 self._work.ends_well = self._client.drains_last = well
@@ -389,14 +397,15 @@ class Checkpointer(single.OnlyOne):
             self.close()
             return
         try:
-            self._end(well=not isinstance(error, Exception))  # else somebody has stopped it
+            self._end(well=not isinstance(error, Exception))  # well: Ctrl-C or an exit
         except LaststepError as failed:
-            # The body's own error is the news; what a save died of is in the log.
-            log.error("a save failed as well: %s", failed)  # noqa: TRY400 (no second traceback)
+            # The error of the body takes precedence; the error of the save is only logged.
+            log.error("a save failed too: %s", failed)  # noqa: TRY400 (no second traceback)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Be told of every event; returns the function that ends it."""
-        return self._bus.subscribe(subscriber)
+        """Call `subscriber` with every event (see `laststep.events`); return a function that
+        unsubscribes it."""
+        return self._context.bus.subscribe(subscriber)
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -408,16 +417,28 @@ class Checkpointer(single.OnlyOne):
         strict: bool = True,
         exact: bool = False,
     ) -> Restored:
-        """Restore the newest checkpoint that verifies, or exactly the given step.
+        """Restore the newest checkpoint that verifies, or exactly the given step. Call it on all
+        ranks.
 
-        `only` names items, or globs over `item/tensor` names; nothing else is read or changed, and
-        a run that is under way goes on from where it is. `exact` refuses what was rounded. Saves to
-        this run that are under way in this process are waited for; what failed of one's own is
-        raised.
+        Waits for all saves to this run that are in progress in this process, and raises the error
+        of a failed one of this Checkpointer. In a new run it restores nothing, and
+        `Restored.next_step` is 0.
+
+        step: The step to restore; None means the newest checkpoint that verifies.
+        only: An item, a glob over `item/tensor` names, or a list of these. Nothing else is read
+            or changed, and a run in progress continues from its present step.
+        strict: False restores everything that fits and lists the rest in `Restored.problems`.
+            True raises `MismatchError` instead.
+        exact: True raises `MismatchError` for tensors that were rounded when they were saved.
         """
         system.check_process("restore", self._pid)
-        starting = self._work.starting(beside=leaves_cores(self._rank))
-        with signals.held(), self._turn.of("restore"), system.translate_oom("restore"), starting:
+        starting = self._work.starting(beside=leaves_cores(self._context.rank))
+        with (
+            signals.defer_signals(),
+            self._turn.of("restore"),
+            system.translate_oom("restore"),
+            starting,
+        ):
             self._check_usable("restore", mixed_is_fine=True)
             wanted = self._request(step, only, strict=strict, exact=exact)
             restored = self._resuming.restore(wanted, self._begin_anew)
@@ -425,14 +446,15 @@ class Checkpointer(single.OnlyOne):
             return restored
 
     def peek(self) -> Peeked | None:
-        """The newest checkpoint that opens, with its metadata, before any state is restored; None
-        in a new run. On all ranks, as with `restore()`.
+        """Return the newest checkpoint that can be opened, with its step, metrics and metadata,
+        without restoring anything; None in a new run. All ranks must call it.
 
-        Each `restore()` that follows, up to the next save, reads this very one, of which it names a
-        part or not. One that finds it damaged raises `CorruptError`, and `peek()` then gives the
-        next older one."""
+        Until the next save, every `restore()` without a step reads this checkpoint, even if there
+        is a newer one by then. If such a restore finds it damaged, it raises `CorruptError`, and
+        the next `peek()` returns the next older checkpoint.
+        """
         system.check_process("peek", self._pid)
-        with signals.held(), self._turn.of("peek"), system.translate_oom("peek"):
+        with signals.defer_signals(), self._turn.of("peek"), system.translate_oom("peek"):
             self._check_usable("peek", mixed_is_fine=True)
             return self._resuming.peek(self._request(None, None, strict=True, exact=False))
 
@@ -440,7 +462,7 @@ class Checkpointer(single.OnlyOne):
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
         self._resuming.continue_newest()
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
     def _request(
         self, step: SupportsIndex | None, only: object, *, strict: bool, exact: bool
@@ -448,78 +470,111 @@ class Checkpointer(single.OnlyOne):
         return arguments.restore_request(
             step,
             only,
-            self._settings,
-            ranks_on_this_node(self._rank),
+            self._context.settings,
+            ranks_on_this_node(self._context.rank),
             strict=strict,
             exact=exact,
-            remote=self._store.same_everywhere,
-            tiers=self._tiers.further,
+            remote=self._context.store.same_everywhere,
+            tiers=self._context.tiers.replicas,
         )
 
     def _begin_anew(self) -> None:
-        """The ranks of this job are here to restore."""
+        """Reset schedule and preemption; called when all ranks are ready to restore."""
         self._schedule.anew()
         if self._ending is not None:
             self._ending.anew()
 
     def _look_at_late(self) -> None:
-        """Have ready what items need that did not exist at construction, once all do."""
-        if self._late and all(one.is_made for one in self._late):
-            teaming.check_own(self._providers, self._rank)
-            self._late.clear()
-            self._work.expect(self._providers, self._settings, self._rank)
+        """Check deferred items and allocate memory for them, once all of them exist."""
+        if self._deferred and all(one.is_made for one in self._deferred):
+            teaming.check_own(self._context.providers, self._context.rank)
+            self._deferred.clear()
+            self._work.expect(self._context)
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
         system.check_process(what, self._pid)
         mixed = None if mixed_is_fine else self._resuming.mixed
-        places.refuse_unusable(what, closed=self._closed, mixed=mixed)
+        if self._closed:
+            raise UsageError(
+                f"cannot {what}: the Checkpointer is closed",
+                remedy="create a new Checkpointer for the same run",
+            )
+        if mixed is not None:
+            raise UsageError(
+                f"cannot {what}: the live state is only partly restored",
+                found=f"{mixed} was restored only in part",
+                remedy="restore() a whole checkpoint first",
+            )
 
     def _raise_failed(self) -> None:
-        """Raise the first failure that nobody has seen, of saves that are over."""
-        self._steps.take_over(self._client.saves)
-        queueing.raise_first(self._client.saves.tell())
+        """Raise the first error of a finished save that has not been raised yet."""
+        self._saves.take_over()
+        self._saves.raise_failed()
 
-    def _make_room(self, save: SaveUnderWay) -> float:
-        """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
-        saves, last = self._client.saves.all(), self._preparer.last
+    def _make_room(self, save: Save) -> float:
+        """Wait for earlier saves that are in the way, or skip this save, as `on_busy` requests.
+        Returns the seconds waited."""
+        last = self._preparer.last
         short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
-        reason = queueing.obstacle(saves, short_of_room=short)
+        reason = self._saves.obstacle(short_of_room=short)
         if reason is None:
             return 0.0
         is_last = self._ending is not None and self._ending.is_last
-        if self._settings.on_busy is OnBusy.WAIT or is_last:
-            return queueing.wait_for_turn(saves)
-        save.handle.skip(reason)
-        self._bus.emit(SaveSkipped(step=save.handle.step, reason=reason))
+        if self._context.settings.on_busy is OnBusy.WAIT or is_last:
+            return self._saves.wait_for_turn()
+        save.skip(reason)
+        self._context.bus.emit(SaveSkipped(step=save.step, reason=reason))
         if self._team is not None:
-            self._team.stay_out(save.handle.step, f"skipped the save: {reason}")
+            self._team.stay_out(save.step, f"skipped the save: {reason}")
         return 0.0
 
-    def _announce(self, handle: SaveHandle, plan: SavePlan) -> None:
-        size_bytes = plan.tensor_bytes
-        handle.report.size_bytes, handle.report.tensors = size_bytes, len(plan.pieces)
-        self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
-        self._work.prepare_for(size_bytes, self._store, self._tiers.keep, self._bus)
-
     def _rehearse(self) -> bool:
-        """Prepare what the first save needs, at an early optimizer step; False if it is too early.
-        A rank among others prepares memory alone."""
-        if self._closed or self._work.preflight or os.getpid() != self._pid:
+        """Prepare the first save at an early optimizer step; return False if it is too early. With
+        several ranks, only memory for deferred items is prepared."""
+        if self._closed or self._work.has_saved or os.getpid() != self._pid:
             return True
-        if self._late:
-            if all(one.is_there() for one in self._late):
-                with contextlib.suppress(LaststepError):  # the first save tells of it
+        if self._deferred:
+            if all(one.is_there() for one in self._deferred):
+                with contextlib.suppress(LaststepError):  # the first save reports it
                     self._look_at_late()
             return False
         if self._team is not None or not all(
-            provider.cheap for provider in self._providers.values()
+            provider.cheap for provider in self._context.providers.values()
         ):
             return True
-        return rehearse(
-            self._providers,
-            self._caches,
-            self._preparer,
-            self._pool,
-            self._capturer,
-            allow_pickle=self._settings.allow_pickle,
-        )
+        return rehearse(self._context, self._caches, self._preparer, self._pool, self._capturer)
+
+
+class Turn:
+    """A lock that admits one call at a time, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        """The thread that holds the lock; `_what` is the name of its call."""
+        self._what = ""
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Hold the lock for the call `what`. Signals must be deferred; they are handled while
+        waiting."""
+        self.check(what)
+        while not self._lock.acquire(timeout=signals.LOOK_S):
+            signals.check_signals()
+        self._thread, self._what = threading.get_ident(), what
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def check(self, what: str) -> None:
+        """Raise `UsageError` if this thread is already inside another call, for example in a signal
+        handler: waiting for the lock would deadlock."""
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"cannot {what} during {self._what}()",
+                found=f"{what}() was called by a signal handler, or by code that "
+                f"{self._what}() calls",
+                remedy=f"set a flag there, and call {what}() after {self._what}() has returned",
+            )

@@ -1,10 +1,11 @@
-"""Hold what a user passes against the type that is declared for it; messages follow from the type.
+"""Check values that a user passes against their declared type; messages are derived from the type.
 
-Knows nothing of what the values mean.
+Knows nothing of the meaning of the values.
 """
 
 from __future__ import annotations
 
+import difflib
 import sys
 import threading
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
@@ -12,18 +13,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import msgspec
 from msgspec import Meta, inspect
 
+from laststep.constants import with_article
 from laststep.errors import UsageError
-from laststep.terms import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAX_INT: Final = 1 << 62
 _ADVICE = "pass such a value, or leave it out for the default"
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A struct whose fields are of their declared types, whoever made it."""
+class CheckedMeta(msgspec.StructMeta):
+    """Raises `UsageError` for a keyword that is not a field."""
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:  # noqa: N805 (of a metaclass)
+        for name, value in named.items():
+            if name not in cls.__struct_fields__:
+                raise UsageError(
+                    f"unknown setting {name!r}",
+                    where=f"laststep.{cls.__name__}",
+                    expected=f"one of {', '.join(cls.__struct_fields__)}",
+                    found=f"{name}={shown(value)}",
+                    remedy=cls.unknown(name),  # type: ignore[attr-defined]
+                )
+        return super().__call__(*values, **named)
+
+
+class Checked(msgspec.Struct, metaclass=CheckedMeta, frozen=True, kw_only=True):
+    """A struct whose fields are checked against their declared types, however it is created."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self), include_extras=True).items():
@@ -31,21 +48,31 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
             value = checked(self.shown(name), given, kind, remedy=self.advice(name, given))
             msgspec.structs.force_setattr(self, name, value)
 
+    @classmethod
+    def unknown(cls, name: str) -> str:
+        """Return the remedy for a name that is not a field."""
+        return did_you_mean(name, cls.__struct_fields__)
+
     @staticmethod
     def shown(name: str) -> str:
-        """A field as messages name it."""
+        """Return the name of a field in messages."""
         return name
 
     @staticmethod
-    def advice(name: str, value: object) -> str:  # noqa: ARG004 (of those that override it)
-        """What to do about a value of a field that cannot be."""
+    def advice(name: str, value: object) -> str:  # noqa: ARG004 (used by overrides)
+        """Return the remedy for an invalid value of a field."""
         return _ADVICE
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f"did you mean '{near[0]}'?" if near else "leave it out"
+
+
 def plain(value: object) -> object:
-    """A number or text as Python's own type: those of NumPy's, and of classes that derive from
-    Python's, are welcome as what they are, and could not be stored."""
-    numpy = sys.modules.get("numpy")  # nobody has a number of NumPy's who has not imported it
+    """Convert a number or text to Python's own type. NumPy's types and subclasses of Python's types
+    are accepted, but could not be stored as they are."""
+    numpy = sys.modules.get("numpy")  # without the import there are no NumPy values
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
     for kind, as_it_is in _AS_THEY_ARE.items():
@@ -59,21 +86,22 @@ _AS_THEY_ARE: Final[dict[type, Callable[[Any], object]]] = {
     int: int.__int__,
     float: float.__float__,
 }
-"""Not str() and the like, which ask the class: of a member of an enum they give its name."""
+"""These methods instead of str(), int() and float(), which a class may override: str() of an enum
+member returns its name."""
 
 
 def shown(value: object) -> str:
-    """A value of a user's in a message; its own way to show itself may fail."""
+    """Return the repr of a user's value for a message; its `__repr__` may raise."""
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001 (whatever it is: the message is about something else)
+    except Exception:  # noqa: BLE001 (any error: the message is about something else)
         return f"{with_article(type(value))} that cannot be shown"
 
 
 def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
-    """The value as that type, in Python's own. `UsageError` names what was expected, as the type
-    has it. Whole numbers must also fit where they are sent and stored, and text must not be
-    empty."""
+    """Convert a value to a type, in Python's own types. Raise `UsageError` with the expected
+    values, described from the type. Integers above `MAX_INT`, which could not be sent and stored,
+    and empty text are rejected as well."""
     value, more = plain(value), ""
     try:
         made = msgspec.convert(value, kind)
@@ -86,7 +114,7 @@ def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> An
     except msgspec.ValidationError:
         pass
     raise UsageError(
-        f"{name} has no such value",
+        f"invalid value of {name}",
         expected=allowed(kind) + more,
         found=f"{shown(value)}, {with_article(type(value))}",
         remedy=remedy,
@@ -94,8 +122,10 @@ def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> An
 
 
 def seconds(timeout_s: object) -> float | None:
-    """How long to wait at most; None: for ever. Any number will do, but nan is none; what is more
-    than the system can wait for is as long as that."""
+    """Return a timeout in seconds, or None to wait for ever. Any number except nan is accepted; a
+    value above the system's maximum is replaced by that maximum."""
+    if timeout_s is None:
+        return None
     timeout: float | None = checked(
         "timeout_s", timeout_s, Annotated[float, Meta(ge=-sys.float_info.max)] | None
     )
@@ -103,7 +133,7 @@ def seconds(timeout_s: object) -> float | None:
 
 
 def allowed(kind: Any) -> str:
-    """What a value of a type may be, in words."""
+    """Describe the values that a type allows."""
     return _words(inspect.type_info(kind))
 
 

@@ -1,8 +1,8 @@
-"""Every error laststep raises on purpose, grouped by what the caller can do about it.
+"""All errors that laststep raises deliberately, grouped by what the caller can do about them.
 
-Knows nothing of the rest of the library. A message always reads: what failed, where, what was
-expected, what was found, and what to do next. Errors cross from the flusher process to the trainer
-as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pickles.
+Depends on no other module of the library. A message states the problem, the place, the expected and
+the found value, and the remedy. Errors are sent from the flusher process to the trainer as `(kind,
+fields)`, with `to_wire` and `from_wire`; they are never pickled.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ _SHOWN_PROBLEMS = 50
 
 
 class LaststepError(Exception):
-    """The root of the tree; catch it to catch everything that laststep raises on purpose."""
+    """Base class of all errors that laststep raises deliberately.
+
+    The fields `what`, `where`, `expected`, `found` and `remedy` hold the parts of the message; all
+    but `what` may be None.
+    """
 
     usual_remedy: str | None = None
-    """What helps where nothing better is known."""
+    """The default remedy of this kind of error."""
     missing: str | None = None
-    """The file that is not there, by its name within its store, where that is what was found."""
+    """The name of the missing file within its store, if the error is about a missing file."""
     step: int | None = None
-    """The step of the save that failed of it, where that is what failed."""
+    """The step of the failed save, if the error made a save fail."""
 
     def __init__(
         self,
@@ -43,12 +47,13 @@ class LaststepError(Exception):
         super().__init__(self._message())
 
     def without_remedy(self) -> str:
-        """The message for where the remedy is of no use, such as where it is being done; whose
-        save failed of it is known there too."""
+        """Return the message without the remedy and without the step of the failed save, for
+        readers who know the step or cannot apply the remedy."""
         return self._message(with_remedy=False)
 
     def of_save(self, step: int) -> Self:
-        """The same error as that save's own, which names its step: others may have failed of it."""
+        """Return a copy of the error for the save of one step, which its message names. Several
+        saves may fail for the same reason."""
         mine = copy.copy(self)
         mine.__cause__, mine.step = self.__cause__, step
         text = str(self.args[0])
@@ -57,7 +62,7 @@ class LaststepError(Exception):
         return mine
 
     def lacking(self, name: str) -> Self:
-        """The same error, which says what file is not there."""
+        """Record the name of the missing file; return the error itself."""
         self.missing = name
         return self
 
@@ -74,7 +79,8 @@ class LaststepError(Exception):
         return text
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
-        """The error as plain values that another process can turn back into the same error."""
+        """Return the error as plain values, which `from_wire` turns back into the same error in
+        another process."""
         names = ("what", "where", "expected", "found", "remedy")
         fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
         for flag in ("transient", "device_failed"):
@@ -86,45 +92,47 @@ class LaststepError(Exception):
 
 
 class NotFoundError(LaststepError):
-    """There is nothing there: no run, no checkpoint of that step, no such piece."""
+    """The run, checkpoint, item or tensor does not exist."""
 
-    usual_remedy = "check the name; `laststep ls` and `laststep show --all` list what there is"
+    usual_remedy = "check the name; see `laststep ls` and `laststep show --all`"
 
 
 class AlreadyExistsError(LaststepError):
-    """The name is taken: that step of this lineage, or that path, has been committed already."""
+    """The name is taken: this lineage already has the step, or the path exists."""
 
     usual_remedy = "use another name, or remove what is there"
 
 
 class CorruptError(LaststepError):
-    """Stored bytes are not what was written; an older checkpoint may still be good."""
+    """Stored bytes differ from the bytes that were written. An older checkpoint may still be
+    intact."""
 
     usual_remedy = "`laststep verify` lists damaged bytes; restore an older step, or from a copy"
 
 
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
-    """What did not fit between a checkpoint and the live state; empty, and false, when all is well.
+    """The differences between a checkpoint and the live state; empty, and false, if there are none.
 
-    `MismatchError.problems` and, with strict=False, `Restored.problems` are one of these.
+    Found in `MismatchError.problems` and, with strict=False, in `Restored.problems`.
     """
 
     missing: tuple[str, ...] = ()
-    """Live, but not stored: full names, `item` or `item/name`."""
+    """Full names, `item` or `item/name`, that the live state has and the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
-    """Stored, but not live: full names likewise."""
+    """Full names that the checkpoint has and the live state lacks."""
     mismatched: tuple[str, ...] = ()
-    """In both, but different in shape, dtype, class or structure: one text for each."""
+    """One text for each entry that both have but that differs in shape, dtype, class or
+    structure."""
 
     def __bool__(self) -> bool:
         return len(self) > 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of differences."""
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
     def lines(self) -> tuple[str, ...]:
-        """All of it as text, one line for each."""
+        """Return one line of text per difference."""
         return (
             *(f"missing: {name} is not in the checkpoint" for name in self.missing),
             *(f"unexpected: {name} is not in the live state" for name in self.unexpected),
@@ -133,10 +141,11 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MismatchError(LaststepError):
-    """The checkpoint is sound but does not fit the live state; see `.problems` for all of it."""
+    """The checkpoint is intact but does not fit the live state, or the ranks of a job do not fit
+    each other; `.problems` lists all differences."""
 
     problems: Problems = Problems()
-    """Everything that does not fit; the message lists the first fifty."""
+    """All differences; the message shows the first fifty."""
 
     @classmethod
     def of(
@@ -147,7 +156,7 @@ class MismatchError(LaststepError):
         remedy: str,
         what: str = "the checkpoint does not fit the live state",
     ) -> MismatchError:
-        """The error for these problems, of a checkpoint `where`."""
+        """Return the error for these problems of a checkpoint at `where`."""
         count = len(problems)
         places = "1 place" if count == 1 else f"{count} places"
         error = cls(f"{what} in {places}", where=where, remedy=remedy)
@@ -158,7 +167,7 @@ class MismatchError(LaststepError):
         return super().__str__() + self._lines()
 
     def without_remedy(self) -> str:
-        """The same, with what does not fit."""
+        """Return the message without the remedy, with the differences."""
         return super().without_remedy() + self._lines()
 
     def _lines(self) -> str:
@@ -169,17 +178,17 @@ class MismatchError(LaststepError):
 
 
 class StorageError(LaststepError):
-    """The store could not be read or written; `transient` says that trying again may help."""
+    """The store could not be read or written. If `transient` is true, trying again may help."""
 
-    usual_remedy = "the log says more; look at the disk and at `dmesg`, and try again"
+    usual_remedy = "check the log, the disk and `dmesg`, and try again"
     transient: bool = False
     device_failed: bool = False
-    """Whether a device could not read back what is stored on it. Only that is damage: an error of
-    access or of the network says nothing about the stored bytes."""
+    """True if a device could not read back stored bytes. Only that counts as damage: an access or
+    network error proves nothing about the stored bytes."""
 
 
 class AbortedError(LaststepError):
-    """The save was given up, here or by another writer, and nothing of it was committed."""
+    """The save was aborted, here or by another writer, and nothing of it was committed."""
 
     usual_remedy = "the next save tries again"
 
@@ -191,13 +200,13 @@ class TornCaptureError(LaststepError):
 
 
 class UsageError(LaststepError):
-    """The call cannot work as it was made, and will not work when repeated unchanged."""
+    """The call is invalid and will fail again if it is repeated unchanged."""
 
     usual_remedy = "pass what is expected; docs/guides/api.md has all arguments"
 
 
 def brief(error: BaseException) -> str:
-    """What any error says, for others to read; what to do is for whoever gets it raised."""
+    """Return the message of any error for other readers, without the remedy."""
     if isinstance(error, LaststepError):
         return error.without_remedy()
     return str(error) or type(error).__name__
@@ -220,8 +229,8 @@ _KINDS: dict[str, type[LaststepError]] = {
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Drop the tracebacks of an error that is kept, and of its causes. Their frames keep buffers
-    and files open, and often the error itself, until the garbage collector runs."""
+    """Drop the tracebacks of a stored error and of its causes. Their frames keep buffers and files
+    alive, and often the error itself, until the garbage collector runs."""
     chain, seen = [error], set[int]()
     while chain:
         link = chain.pop()
@@ -232,7 +241,7 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
-    """The error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
+    """Return the error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
     what = fields.get("what") or "an error without a description"
     error = _KINDS.get(kind, LaststepError)(
         what,

@@ -1,9 +1,9 @@
-"""What happens, as typed values that anybody may subscribe to.
+"""The events of a Checkpointer, as typed values for subscribers.
 
-The log, the progress bar and the page are subscribers; the library itself never configures a
-handler. A subscriber is called on the thread on which the event happened and MUST return quickly;
-one that raises is logged and left alone, since nobody's display may cost a checkpoint. Only what is
-to end the user's own thread (Ctrl-C, `sys.exit()`) goes on there.
+The log and the progress bar are subscribers; the library never configures a log handler. A
+subscriber is called on the thread where the event occurs and MUST return quickly. An exception in a
+subscriber is logged and otherwise ignored, because a display must never cost a checkpoint. Only
+exceptions that end the user's own thread (Ctrl-C, `sys.exit()`) propagate there.
 """
 
 from __future__ import annotations
@@ -42,38 +42,41 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """Before the first save: what every save will need, against what there is."""
+    """Emitted before the first save: the needs of every save, and the available space."""
 
     state_bytes: int
     host_memory_bytes: int
     free_disk_bytes: int | None
     needed_disk_bytes: int
     kept_checkpoints: int | None
-    """How many the retention rules keep at most; None where they keep without bound."""
+    """The maximum number that the retention rules keep; None if unlimited."""
     estimated_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStarted:
+    """A save has begun: its state is described and will be captured."""
+
     step: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierHolds:
-    """A tier has a checkpoint: what came before it can no longer be lost with the tiers nearer."""
+    """A tier has received a checkpoint: work up to this step survives the loss of all nearer
+    tiers."""
 
     step: int
     tier: str
     seconds: float
-    """Since the call of save()."""
+    """Time since the call of save()."""
     items: tuple[str, ...] | None = None
-    """Where it takes only some: these alone are safe there."""
+    """The items that the tier stores, and that alone are safe there; None means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLags:
-    """A checkpoint could not be brought to a further tier; it is tried again."""
+    """Replicating a checkpoint to a tier failed; it will be retried."""
 
     step: int
     tier: str
@@ -82,28 +85,34 @@ class TierLags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAtRisk:
-    """With each commit, for each further tier: the work that is lost if everything nearer is."""
+    """Emitted with each commit, for each replica: the work that is lost if all nearer tiers are
+    lost."""
 
     tier: str
     step: int | None
-    """The newest that it has got since the start; None: none yet."""
+    """The newest step that the replica has received from this job instance; None if none yet."""
     seconds: float
-    """Since that step was saved, or since the start."""
+    """Time since that step was saved, or since the start."""
     items: tuple[str, ...] | None = None
-    """Where it takes only some: the work in these. All others are lost with everything nearer."""
+    """The items that the replica stores; None means all. Other items are lost with the nearer
+    tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
+    """The state is copied completely; training can change it freely."""
+
     step: int
     size_bytes: int
     seconds: float
+    """Time since the call of save()."""
     blocked_s: float
+    """Time for which training was held up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Progress of a flush: bytes that are written so far, or were found to be stored already."""
+    """Progress of a flush: bytes that are written so far or were already stored."""
 
     step: int
     done_bytes: int
@@ -112,17 +121,21 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durable:
+    """All files of this rank are on stable storage; the commit follows."""
+
     step: int
     size_bytes: int
-    """Of the state, whatever of it had to be written."""
+    """The size of the state, including bytes that did not have to be written."""
     written_bytes: int
     shared_bytes: int
-    """Of files of earlier checkpoints that are not written again."""
+    """Bytes reused from files of earlier checkpoints instead of being written again."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
+    """The checkpoint is committed: it is visible and can be restored."""
+
     step: int
     folder: str
     size_bytes: int
@@ -131,18 +144,24 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
+    """A save failed, for this reason."""
+
     step: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSkipped:
+    """A save was skipped because earlier saves were in the way (`on_busy="skip"`)."""
+
     step: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
+    """A checkpoint was restored."""
+
     step: int
     folder: str
     size_bytes: int
@@ -151,7 +170,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOver:
-    """Restore left a newer checkpoint alone, and why."""
+    """A restore skipped a newer checkpoint, for this reason."""
 
     step: int
     folder: str
@@ -160,61 +179,63 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
+    """Retention deleted a checkpoint."""
+
     step: int
     folder: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasDiffer:
-    """Ranks do not hold the same though nothing else was meant; told on the first rank."""
+    """Tensors that all ranks should hold alike differ between ranks. Emitted on rank 0."""
 
     step: int
     tensors: tuple[str, ...]
-    """Full names of what differs, as far as ranks have told in time."""
+    """Full names of the differing tensors, of those ranks that answered in time."""
     ranks: tuple[int, ...]
-    """The first few that have something else than what is stored."""
+    """The first few ranks whose tensors differ from the stored ones."""
     more_ranks: int
     stored: int
-    """The rank whose tensors are stored, all of them."""
+    """The rank whose tensors are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricMissing:
-    """No checkpoint has the metric by which the best are to be kept, so all are; told once."""
+    """No checkpoint has the metric of `Keep(best=…)`, so all are kept. Emitted once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionSeen:
-    """This rank knows that the job is to end; told at its next step."""
+    """This rank knows that the job will be preempted. Emitted at its next step."""
 
     cause: str
-    """`SIGTERM`, `the file PATH`, or what another rank has seen: `rank 3: SIGTERM`."""
+    """`SIGTERM`, `the file PATH`, or the cause seen by another rank: `rank 3: SIGTERM`."""
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionEnded:
-    """What became of the last save of a job that is to end."""
+    """The outcome of the last save of a preempted job."""
 
     step: int
-    """The step at which it stopped."""
+    """The step at which the job stopped."""
     committed: bool
-    """Whether that is committed at the run's home, within the grace."""
+    """True if that step was committed on the primary within the grace period."""
     tiers: tuple[str, ...]
-    """Which tiers hold it now, nearest first; `shm://` is this machine's memory. Of further tiers
-    the first rank alone knows."""
+    """The tiers that hold the step now, nearest first; `shm://` is the memory of this machine. Only
+    rank 0 knows about replicas."""
     cause: str
     came_s: float
-    """When this rank saw it, or heard of it, by the wall clock."""
+    """The time at which this rank learned of the preemption (Unix time)."""
     grace_s: float
     seconds: float
-    """From then until now."""
+    """Time from then until this event."""
     problem: str
-    """Why it is not committed; empty where it is."""
+    """The reason why the step is not committed; empty if it is."""
     at_risk: str
-    """What is lost, or will be if this machine is, in words; empty where nothing is."""
+    """The work that is lost, or will be if this machine is lost, in words; empty if none."""
 
 
 Event = (
@@ -241,13 +262,13 @@ Subscriber = Callable[[Event], None]
 
 
 class Bus:
-    """Hands every event to every subscriber, in the order of subscription."""
+    """Calls every subscriber with every event, in the order of subscription."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Add a subscriber; the returned function takes it off again."""
+        """Add a subscriber; return a function that removes it."""
         self._subscribers = (*self._subscribers, subscriber)
 
         def unsubscribe() -> None:

@@ -1,6 +1,6 @@
 """Save a state to a folder and load it again, without a run.
 
-The folder is a checkpoint like any other: verified, committed atomically, read by the same tools.
+The folder is an ordinary checkpoint: verified, committed atomically, readable with the same tools.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
 from laststep.catalog.decision import is_checkpoint, read_newest
-from laststep.catalog.lineage import FATE_NAME, PIN_NAME, parse_folder
+from laststep.catalog.lineage import PIN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
+from laststep.constants import MANIFEST_NAME, with_article
 from laststep.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -28,20 +29,20 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
-from laststep.memory.slots import Landing
+from laststep.memory.slots import ReadBuffers
 from laststep.plan.files import index_name
 from laststep.process import signals, system
 from laststep.ranks.group import Alone
 from laststep.ranks.rank import Rank, this_rank
-from laststep.restoring.fit import VALUE, fit, judge_twins
+from laststep.restoring.exchange import Transfer, load_all
+from laststep.restoring.plan import VALUE, compare_aliases, plan_restore
 from laststep.restoring.restore import hand_over, pass_objects
-from laststep.restoring.transfer import Transfer, load_all
-from laststep.saving.place import check_new_folder
+from laststep.saving.context import check_new_folder
+from laststep.settings import FlushIn, Options
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
 from laststep.storage.registry import local_path, open_store
-from laststep.terms import MANIFEST_NAME, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,10 +57,11 @@ log = logging.getLogger(__name__)
 
 _READERS = 4
 _LOCK = ".lock"
+_QUIET = Options(flush=FlushIn.THREAD, progress=False)
 
 
 class _SoleCheckpointer(Checkpointer):
-    """Of this process only, though its job may have other ranks."""
+    """A Checkpointer for this process only, even if its job has other ranks."""
 
     @staticmethod
     def _who() -> Rank:
@@ -73,8 +75,12 @@ def save(
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Save a nested state (or a module, an optimizer, …) as one new folder, durably. `overwrite`
-    replaces what an earlier `save` has stored there, at once: it is there until the new one is."""
+    """Save a state (a nest of values and tensors, a module, an optimizer, …) as one new folder, and
+    return when it is durable. Raises `AlreadyExistsError` if the path exists.
+
+    `overwrite` atomically replaces a folder that an earlier `save` wrote; the old one stays until
+    the new one is complete. `allow_pickle` pickles objects that cannot be stored otherwise.
+    """
     if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
         raise UsageError(
             "the arguments are swapped",
@@ -89,11 +95,11 @@ def save(
 
 
 def _to_replace(full: str, *, overwrite: bool) -> str:
-    """The folder itself, where a link leads to it; `AlreadyExistsError` where it is not to be
-    replaced."""
+    """Return the folder to replace, with links resolved. Raises `AlreadyExistsError` if it must not
+    be replaced."""
     if not overwrite:
         raise AlreadyExistsError(
-            "there is something already",
+            "the path already exists",
             where=full,
             remedy="choose another path, or pass overwrite=True to replace a checkpoint",
         )
@@ -101,16 +107,16 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
     name = Path(real).name
     if not is_checkpoint(open_store(real)) or parse_folder(name) is not None:
         raise AlreadyExistsError(
-            "there is something that is not replaced",
+            "refused to replace what laststep.save did not write",
             where=full,
             expected="what laststep.save has stored",
             found="a checkpoint of a run" if parse_folder(name) else "something else",
-            remedy="choose another path or remove it",
+            remedy="choose another path, or remove it",
         )
     names = sorted(entry.name for entry in Path(real).iterdir())
     if others := [name for name in names if not _is_stored(name)]:
         raise AlreadyExistsError(
-            "there are files of others in what is to be replaced",
+            "the folder to be replaced contains other files",
             where=full,
             expected="what laststep.save has stored",
             found=", ".join(others[:3]),
@@ -120,14 +126,14 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
 
 
 def _is_stored(name: str) -> bool:
-    """Whether a file in the folder of a checkpoint is one of laststep's."""
-    own = (MANIFEST_NAME, index_name(0), PIN_NAME, FATE_NAME)
+    """Return True if laststep wrote a file of this name in the folder of a checkpoint."""
+    own = (MANIFEST_NAME, index_name(0), PIN_NAME)
     return name in own or name.endswith((".safetensors", ".pack", ".lock"))
 
 
 @contextlib.contextmanager
 def _without_settings() -> Iterator[None]:
-    """Tell of memory that cannot be had without naming a setting, as there are none here."""
+    """Rewrite out-of-memory errors that recommend a setting, since there are no settings here."""
     try:
         yield
     except StorageError as error:
@@ -145,8 +151,8 @@ def _without_settings() -> Iterator[None]:
 def write_folder(
     items: Mapping[str, object], full: str, *, allow_pickle: bool, overwrite: bool = False
 ) -> None:
-    """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved, or
-    changes places with what is to be overwritten."""
+    """Save items to a folder: first into a temporary run beside it, then rename the run's only
+    checkpoint to the target, or exchange it with the folder to overwrite."""
     target = Path(full)
     check_new_folder(target)
     beside = open_store(target.parent)
@@ -155,26 +161,26 @@ def write_folder(
         with _staging(beside, target.name) as name, _without_settings():
             staging = target.parent / name
             saver = _SoleCheckpointer(
-                staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
+                staging, items=items, allow_pickle=allow_pickle, options=_QUIET
             )
             with saver as ckpt:
                 handle = ckpt.save(0)
                 handle.wait()
             _put(staging / str(handle.report.folder), target, overwrite=overwrite)
-            beside.sync_folder("")  # before what was there goes
+            beside.sync_folder("")  # before the old folder is deleted
     except OSError as error:
         raise failed("save a folder", full, error) from error
 
 
 @contextlib.contextmanager
 def _staging(beside: Store, name: str) -> Iterator[str]:
-    """The name of a folder to save to, beside the one of that name, which is deleted at the end.
-    As long as it is there its lock is held; what the dead have left goes first."""
-    with contextlib.suppress(LaststepError):  # they may be another user's
+    """Yield the name of a temporary folder beside the folder `name`, and delete it at the end. Its
+    lock is held while it exists. Temporary folders of dead processes are deleted first."""
+    with contextlib.suppress(LaststepError):  # they may belong to another user
         _clear(beside, name)
     staging = f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(NotFoundError):  # no file can be made there, as the save will say
+        with contextlib.suppress(NotFoundError):  # not writable: the save reports it
             held.enter_context(contextlib.closing(beside.lock(staging + _LOCK)))
         try:
             yield staging
@@ -184,18 +190,18 @@ def _staging(beside: Store, name: str) -> Iterator[str]:
 
 
 def _clear(beside: Store, name: str) -> None:
-    """Delete what saves under that name have left that were killed."""
+    """Delete temporary folders that killed saves of this name have left behind."""
     ours = re.compile(re.escape(f".{name}.tmp-") + r"[0-9]+-[0-9]+" + re.escape(_LOCK))
     for lock in filter(ours.fullmatch, beside.file_names("") if beside.locks_tell() else ()):
         if not beside.is_locked(lock):
-            left = lock.removesuffix(_LOCK)  # which may have its name by now, or never had one
-            log.warning("%s was left by a save that was killed: it is deleted", left)
+            left = lock.removesuffix(_LOCK)  # may be renamed already, or never created
+            log.warning("deleting %s, which a killed save left behind", left)
             beside.delete_folder(left)
             beside.delete(lock)
 
 
 def _put(made: Path, target: Path, *, overwrite: bool) -> None:
-    """Give a checkpoint its name, which another process may have taken meanwhile."""
+    """Rename a checkpoint to its target, which another process may have created meanwhile."""
     if not os.path.lexists(target):
         try:
             made.rename(target)
@@ -214,7 +220,7 @@ def _exchange(made: Path, target: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         raise StorageError(
-            "this filesystem cannot replace a folder at once",
+            "this filesystem cannot replace a folder atomically",
             where=str(target),
             expected="one that can exchange two names, as ext4, XFS, Btrfs and tmpfs can",
             found=str(error.strerror),
@@ -233,19 +239,26 @@ def load(
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> object:
-    """What `save` stored, or all items of a run's newest (or of one) checkpoint as a dict.
+    """Load and return a state that `save` stored, or all items of a run's checkpoint as a dict.
 
-    Of a run, `step` names another than the newest. Of what each rank has for itself, `rank` says
-    whose: this process's own if None, or rank 0's where the checkpoint has no such rank. With
-    `into`, the state is written into it in place and returned. Nothing else is loaded in the place
-    of what is damaged: that is `CorruptError`. Without `into` tensors go to `map_location`, which
-    may be called `device` too: the CPU, unless that says otherwise."""
+    Raises `CorruptError` if the checkpoint is damaged; an older one is never loaded instead.
+
+    path: The folder of a checkpoint or of a run, or a URL.
+    into: A state to restore in place, which is then returned; None creates new objects.
+    step: The step of a run to load; None means the newest.
+    rank: The rank whose per-rank items to load. None means this process's rank, or rank 0 if the
+        checkpoint has no such rank.
+    map_location, device: The device for new tensors, under either name; the CPU by default.
+    allow_pickle: Unpickle objects that were saved as pickles. Only for trusted files.
+    strict: With `into`, False loads everything that fits; True raises `MismatchError` if
+        something does not fit.
+    """
     target = _device(map_location, device)
     store = open_store(path)
 
     def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
         where = f"{store.url}/{checkpoint.folder}" if is_run else store.url
-        with signals.held(), system.translate_oom("load"), checkpoint.advising():
+        with signals.defer_signals(), system.translate_oom("load"), checkpoint.advising():
             return _load(
                 checkpoint,
                 into,
@@ -264,7 +277,7 @@ def load(
         return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
     if step is not None:
         raise UsageError(
-            "one checkpoint has but one step", where=store.url, remedy="leave `step` out"
+            "a single checkpoint has only one step", where=store.url, remedy="leave `step` out"
         )
     while True:
         checkpoint = open_folder(store.url)
@@ -277,7 +290,7 @@ def load(
 
 
 def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
-    """Whether another one lies there by now, as `save(overwrite=True)` puts it."""
+    """Return True if `save(overwrite=True)` has replaced the checkpoint meanwhile."""
     with contextlib.suppress(LaststepError):
         return open_folder(open_store(path).url).created_s != checkpoint.created_s
     return False
@@ -298,7 +311,7 @@ def _load(
     alone = Alone(me)
     own = me.number if me.number < checkpoint.ranks else 0
     checkpoint = checkpoint.of_rank(own if rank is None else rank)
-    with contextlib.closing(checkpoint), Landing(_READERS) as room:
+    with contextlib.closing(checkpoint), ReadBuffers(_READERS) as room:
         content = checkpoint.content()
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
@@ -309,27 +322,28 @@ def _load(
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
-        found = fit(
+        found = plan_restore(
             content,
             providers,
             None,
             strict=strict,
             where=where,
             remedy=pass_objects(content, providers) + _remedy(checkpoint, rank),
-            # What was asked for by its rank fits, however many ranks there are now.
+            # Per-rank items of an explicitly chosen rank fit any number of ranks.
             ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
         )
         if rank is None:
             taken = [match for match in found.matches if match.item.name not in found.derived]
             _tell_whose(checkpoint, taken, own, me)
         Transfer(content, found.matches, alone).run(room, _READERS)
-        judge_twins(found, alone)
+        compare_aliases(found, alone)
         hand_over(content, found, providers, room, me, allow_pickle=allow_pickle)
         return into
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:
-    """Say it where nobody has chosen one of many states, and this process has none of its own."""
+    """Warn if the user chose no rank for per-rank items and this process has no state of its own
+    there."""
     names = [m.item.name for m in matches if m.item.name in checkpoint.per_rank()]
     if names and me.ranks != checkpoint.ranks:
         log.warning(
@@ -352,7 +366,7 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
     if not isinstance(into, Mapping):
         names = ", ".join(f"{name!r}: …" for name in content.items)
         raise UsageError(
-            "cannot tell which item `into` is",
+            "cannot determine which item `into` is",
             expected="a dict with all items of the checkpoint",
             found=with_article(type(into)),
             remedy=f"pass into={{{names}}}",
@@ -361,10 +375,10 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
 
 
 def _device(map_location: object, device: object) -> str:
-    """Where tensors are to go, by the word of torch or by the shorter one."""
+    """Return the device for loaded tensors, from either of the two arguments."""
     if map_location is not None and device is not None:
         raise UsageError(
-            "map_location and device are two words for one thing",
+            "map_location and device were both passed",
             expected="one of them",
             found=f"map_location={map_location!r} and device={device!r}",
             remedy="leave one out",
@@ -374,14 +388,14 @@ def _device(map_location: object, device: object) -> str:
         return "cpu"
     if isinstance(wanted, Mapping) or callable(wanted):
         raise UsageError(
-            "map_location names no device",
+            "invalid map_location",
             expected="one device for all tensors",
             found=with_article(type(wanted)),
-            remedy='pass map_location="cpu" or "cuda", and move what is to lie elsewhere',
+            remedy='pass map_location="cpu" or "cuda", and move tensors afterwards',
         )
     try:
         return str(allocate("uint8", (0,), wanted).device)  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch has no one type
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises several
         raise UsageError(
             "cannot load to that device",
             expected="a device that this process has",
@@ -391,10 +405,9 @@ def _device(map_location: object, device: object) -> str:
 
 
 def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
-    """Open the run at a path that is not a checkpoint's folder; `NotFoundError` if there is
-    none."""
+    """Open the run at a path that is not a checkpoint; raise `NotFoundError` if there is none."""
     local = local_path(path)
-    if local is not None and os.path.isfile(local):  # noqa: PTH113 (False where one may not look)
+    if local is not None and os.path.isfile(local):  # noqa: PTH113 (False without permission)
         raise _is_file(local)
     try:
         return Catalog(Run.open(store))
@@ -423,8 +436,8 @@ def _is_file(full: str) -> NotFoundError:
 def import_state(
     items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
 ) -> str:
-    """Commit items that came from elsewhere as a checkpoint of a run; returns its folder."""
-    with _SoleCheckpointer(run, items=items, flush="thread", progress=False) as ckpt:
+    """Commit items from another source as a checkpoint of a run; return its folder."""
+    with _SoleCheckpointer(run, items=items, options=_QUIET) as ckpt:
         ckpt.continue_newest()
         handle = ckpt.save(step, metadata=metadata)
         handle.wait()

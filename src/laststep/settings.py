@@ -1,78 +1,92 @@
-"""The settings of a Checkpointer, declared once: defaults, allowed values, and so all checks.
+"""The settings of a Checkpointer: defaults and allowed values, from which all checks follow.
 
-Knows nothing of what they do; nothing here is read from the environment.
+This module does not know what the settings do, and reads nothing from the environment.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from laststep.checks import Checked
+from laststep.checks import Checked, did_you_mean, shown
+from laststep.constants import CHUNK_BYTES, DURATION
 from laststep.errors import UsageError
 from laststep.process.signals import OF_SCHEDULERS
-from laststep.terms import CHUNK_BYTES, DURATION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from typing import TypeGuard
 
 WAIT_FOR_OTHERS_S = 120.0
-"""So long a restore waits for a save that another process has not finished."""
+"""Longest time that a restore waits for a save that another process has not finished."""
 
 
 class Capture(StrEnum):
-    """How state on a device is captured; see docs/guides/guarantees.md for each one's proof."""
+    """The way to capture tensors on a device. docs/guides/guarantees.md explains why each one is
+    correct."""
 
     AUTO = "auto"
-    """Device-first for what fits into spare device memory, lazy for the rest; CPU at once."""
+    """Copy on the device as much as fits into its spare memory, and the rest lazily; copy CPU
+    tensors before save() returns."""
     DEVICE = "device"
-    """A copy on the device, in stream order; a clear error where memory is short."""
+    """Copy on the device, in stream order; raise an error if its memory does not suffice."""
     LAZY = "lazy"
-    """Copied during the next forward and backward; the optimizer waits; proven by fingerprints."""
+    """Copy during the next forward and backward pass. The optimizer's step waits for the copies,
+    and fingerprints prove that they are consistent."""
     BLOCKING = "blocking"
-    """Copied before save() returns."""
+    """Copy everything before save() returns."""
 
 
 class FlushIn(StrEnum):
-    """Where digests and writes run."""
+    """The place where digests and writes run: a helper process that outlives the trainer, or
+    threads of the trainer."""
 
     PROCESS = "process"
+    """A helper process, which finishes captured saves even if the trainer dies."""
     THREAD = "thread"
+    """Threads of the trainer."""
 
 
 class OnBusy(StrEnum):
-    """What save() does while an earlier save still holds the memory that it needs, or while
-    `MAX_UNCOMMITTED` earlier ones are not committed yet."""
+    """The reaction of save() while an earlier save is being captured or holds memory that it needs,
+    or while `MAX_UNCOMMITTED` (8) earlier saves are not committed yet: wait for them, or skip this
+    save."""
 
     WAIT = "wait"
+    """Wait until the save can begin."""
     SKIP = "skip"
+    """Do not save this step; `SaveReport.skipped` holds the reason."""
 
 
 class Compression(StrEnum):
-    """How blocks are encoded; any other word is the name of a codec."""
+    """The built-in ways to encode blocks; any other string is the name of a codec."""
 
     NONE = "none"
+    """Store blocks as they are."""
     ADAPTIVE = "adaptive"
-    """By what makes a save durable soonest, on cores that have nothing else to do."""
+    """Encode each block in the way that makes the save durable soonest, using only idle cores."""
     MAX = "max"
-    """As small as it gets."""
+    """Make blocks as small as possible."""
 
 
 ALL_ITEMS = "*"
-"""In settings that are made for each item: all others."""
+"""In settings per item: all items that are not named."""
 
 
 class CompareReplicas(StrEnum):
-    """When ranks compare what they should hold alike and nothing says that they do."""
+    """The saves in which ranks compare tensors that all of them hold but that no layout declares to
+    be equal."""
 
     FIRST = "first"
-    """With the first save of a start that is committed."""
+    """Compare in the first save of a job instance, and again in the next one if that fails."""
     ALWAYS = "always"
+    """Compare in every save."""
     NEVER = "never"
+    """Never compare."""
 
 
 _OFTEN = "'auto' or a duration such as '10 min'"
@@ -85,20 +99,24 @@ Duration = Annotated[str, Meta(pattern=f"^{DURATION}$", description="a duration 
 
 
 class Preemption(Checked, frozen=True, kw_only=True):
-    """What tells a job that it is to end, and how it does; see docs/guides/preemption.md."""
+    """The signals or file that announce a preemption, and the reaction: the job saves once more
+    within the grace period and exits. See docs/guides/preemption.md."""
 
     signals: Annotated[tuple[str, ...], Meta(description="a tuple of names of signals")] = (
         "SIGTERM",
         "SIGUSR1",
     )
+    """The names of the signals that announce a preemption."""
     file: Annotated[str, Meta(description="a path")] | None = None
-    """One that appears, or is touched, says the same as a signal; looked at once a second."""
+    """A path that is checked once a second. Creating or touching this file has the same effect as a
+    signal."""
     grace: Duration = "25 s"
-    """From the signal on: what is not committed by then is not waited for. Kubernetes and Slurm
-    kill after 30 s, unless they are told otherwise."""
+    """Time from the signal until the job stops waiting for its last save. Kubernetes and Slurm kill
+    a job after 30 s by default."""
     exit_code: Annotated[int, Meta(ge=0, le=255)] | None = 75
-    """That of the program, by `Preempted`; None: nothing is raised, the loop ends by itself. 75 is
-    EX_TEMPFAIL, try again; 143 is that of any program that has done nothing about SIGTERM."""
+    """The exit code of the program, set by raising `Preempted`. None raises nothing: the training
+    loop has to end by itself. 75 is EX_TEMPFAIL ("try again"); 143 is the exit code of a program
+    that does not handle SIGTERM."""
 
     def __post_init__(self) -> None:
         file: object = self.file
@@ -108,7 +126,7 @@ class Preemption(Checked, frozen=True, kw_only=True):
         unknown = [name for name in self.signals if name not in OF_SCHEDULERS]
         if unknown or not (self.signals or self.file):
             raise UsageError(
-                "there is no such signal" if unknown else "nothing says when the job is to end",
+                "unknown signal" if unknown else "Preemption needs signals or a file",
                 expected=f"some of {', '.join(OF_SCHEDULERS)}" + ("" if unknown else ", or a file"),
                 found=", ".join(unknown) or "signals=() and no file",
                 remedy="pass signals=('SIGTERM',), say, or file='/run/preempted'",
@@ -117,54 +135,106 @@ class Preemption(Checked, frozen=True, kw_only=True):
 
 _READERS_OF_SERVERS = 8
 _READERS_OF_ONE = 2
-"""However many share a machine: while one verifies, the other reads."""
+"""Minimum per rank, however many ranks share a machine: one thread reads while the other
+verifies."""
 MIN_SLOTS = 4
 MAX_UNCOMMITTED = 8
-"""Saves that may be under way at once. Memory bounds large states; small ones in a tight loop would
-pile up attempts, all of which are lost if both processes die."""
+"""Maximum number of saves in progress. Memory already bounds large states, but small ones in a
+tight loop would accumulate attempts, all of which are lost if both processes die."""
 
 
-class Settings(Checked, frozen=True, kw_only=True):
-    """Everything a Checkpointer can be told, with its defaults and what may be given."""
+OWN_KEYWORDS = (
+    "items",
+    "keep",
+    "tiers",
+    "every",
+    "compression",
+    "allow_pickle",
+    "new_lineage",
+    "host_memory_bytes",
+    "preemption",
+    "options",
+)
+"""The keywords of a Checkpointer that are not items. All other settings are in `Options`."""
+
+
+class Options(Checked, frozen=True, kw_only=True):
+    """Rarely needed settings of a Checkpointer: `Checkpointer(…, options=Options(flush="thread"))`.
+
+    Immutable. Raises `UsageError` for unknown names and invalid values.
+    """
 
     capture: Capture = Capture.AUTO
+    """The way to capture device tensors, a `Capture` or its text."""
     flush: FlushIn = FlushIn.PROCESS
+    """The place where digests and writes run, a `FlushIn` or its text."""
     on_busy: OnBusy = OnBusy.WAIT
-    host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
-    """Cap of the shared host memory; None: a quarter of what is available at construction."""
-    device_margin_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Device memory that device-first never touches, on top of the measured peak."""
-    allow_pickle: bool = False
-    writers: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Threads that write; on restore up to four times as many read, as there are cores."""
+    """The reaction of save() while earlier saves are in the way, an `OnBusy` or its text."""
     progress: bool | None = None
-    """A progress bar on stderr; None: when a person is watching."""
-    deadline_s: Annotated[float, Meta(gt=0, lt=1e6)] = 300.0
-    """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
-    compare_replicas: CompareReplicas = CompareReplicas.FIRST
-    """In a job of several ranks: when plain tensors that they hold alike are compared."""
-    compression: str | dict[str, str] = Compression.NONE.value
-    """One of `Compression` or the name of a codec, for all items or for each by its name."""
+    """Show a progress bar on stderr; None means only if stderr is a terminal."""
+    subscribers: tuple[Any, ...] = ()
+    """Functions that are called with every event; see `laststep.events`."""
     lossy: dict[str, str] | None = None
-    """Patterns of `item/tensor`, and to what the numbers of such tensors are rounded."""
+    """Tensors to round when they are saved: glob patterns over `item/tensor` names, mapped to
+    "bf16" or "int8", for example {"optimizer/*exp_avg": "int8"}."""
     derived: bool | dict[str, str] = False
-    """Whether tensors that are others rounded are left out: True, or which of which by patterns."""
-    every: Every = None
-    """How often `step()` saves: after so many steps, a duration, or as often as loses least."""
+    """Do not store bf16 and fp16 weights that are the rounding of fp32 masters: True to detect
+    them, or patterns mapped to those of their masters, {"model/*": "optimizer/state/*/master"}."""
     mtbf: Duration | None = None
-    """The mean time between failures of the job, for every="auto"; None: learned."""
+    """With every="auto": the mean time between failures of the whole job; None estimates it."""
     most_share: Annotated[float, Meta(gt=0, lt=1)] = 0.01
-    """What saves may cost of training at most, with every="auto". Where saves are cheap enough to
-    lose least, they cost far less (5 ms every 15 s at a failure in 6 h); this keeps dear ones below
-    what anybody notices among the differences from one step to the next."""
+    """With every="auto": the largest fraction of training time that saves may cost. Cheap saves
+    cost far less (5 ms every 15 s at one failure in 6 h); this keeps the cost of expensive saves
+    below the normal variation between steps."""
+    deadline_s: Annotated[float, Meta(gt=0, lt=1e6)] = 300.0
+    """With several ranks: seconds that a rank may lag behind rank 0 before a save fails."""
+    compare_replicas: CompareReplicas = CompareReplicas.FIRST
+    """With several ranks: the saves that compare plain tensors which all ranks hold."""
+    writers: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Number of threads that write. A restore reads with up to four times as many, limited by the
+    number of cores."""
+    device_margin_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Device memory that captures leave free, in addition to the measured peak of training."""
+
+    def __post_init__(self) -> None:
+        given: tuple[object, ...] = (self.lossy, self.derived, self.subscribers)
+        lossy, derived, subscribers = given
+        for name, value in (
+            ("lossy", _words(lossy) if lossy is not None else None),
+            ("derived", derived if isinstance(derived, bool) else _derived(derived)),
+            ("subscribers", _callables(subscribers)),
+        ):
+            msgspec.structs.force_setattr(self, name, value)
+        super().__post_init__()
+
+    @classmethod
+    def unknown(cls, name: str) -> str:
+        if name in OWN_KEYWORDS:
+            return f"{name} is a keyword of its own: pass Checkpointer(run, {name}=…)"
+        return did_you_mean(name, (*cls.__struct_fields__, *OWN_KEYWORDS))
+
+
+class Settings(Options, frozen=True, kw_only=True):
+    """All settings of a Checkpointer that are plain values: its own keywords and its `Options`."""
+
+    every: Every = None
+    """The save interval of `step()`: every N steps, after a duration such as "10 min", or "auto",
+    which minimises the time lost to failures and saves."""
+    compression: str | dict[str, str] = Compression.NONE.value
+    """A `Compression` or the name of a codec, for all items or per item."""
+    allow_pickle: bool = False
+    """Pickle objects that cannot be stored otherwise, and unpickle them on restore."""
     new_lineage: bool = False
-    """Whether saves may leave the checkpoints of a run behind that were not restored."""
+    """Allow saves to start a new lineage in a run whose checkpoints were not restored."""
+    host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
+    """Limit of the shared host memory; None means a quarter of the memory available at
+    construction, shared by the ranks of a node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mtbf is not None and self.every != "auto":
             raise UsageError(
-                "mtbf is for every='auto', which reckons with it",
+                "mtbf is only used with every='auto'",
                 found=f"every={self.every!r}",
                 remedy="pass every='auto', or leave mtbf out",
             )
@@ -173,17 +243,71 @@ class Settings(Checked, frozen=True, kw_only=True):
     def advice(name: str, value: object) -> str:
         if value is None or isinstance(value, str | int | float):
             return Checked.advice(name, value)
-        return f"{name} is a setting: an item of that name goes by items={{{name!r}: …}}"
+        return f"{name} is a setting; pass an item of that name as items={{{name!r}: …}}"
 
     def readers(self, ranks_here: int = 1, *, remote: bool = False) -> int:
-        """Threads that read on restore; ranks of one machine share them. Those that read from a
-        `remote` server mostly wait for it, and need no core each."""
+        """Return the number of reader threads of a restore; the ranks of one machine share them.
+        Threads that read from a `remote` server mostly wait, so their number may exceed that of the
+        cores."""
         cores = max(os.cpu_count() or 1, _READERS_OF_SERVERS if remote else 1)
         return max(min(4 * self.writers, cores) // ranks_here, _READERS_OF_ONE)
 
 
+def _words(value: object) -> dict[str, str]:
+    """Return a mapping of non-empty strings as a dict."""
+    pairs = dict(value) if isinstance(value, Mapping) else value
+    if is_words(pairs):
+        return pairs
+    raise UsageError(
+        "invalid value of lossy",
+        found=shown(value),
+        expected="patterns of tensors and what they are rounded to",
+        remedy="pass lossy={'optimizer/*exp_avg': 'int8'}, or leave it out",
+    )
+
+
+def is_words(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(
+        isinstance(text, str) and text for pair in value.items() for text in pair
+    )
+
+
+def _derived(asked: object) -> dict[str, str]:
+    """Return patterns of derived tensors and of their masters as a dict."""
+    pairs = dict(asked) if isinstance(asked, Mapping) else asked
+    if not is_words(pairs):
+        raise UsageError(
+            "invalid value of derived",
+            found=shown(asked),
+            expected="True, False, or names of tensors and those of their masters",
+            remedy="pass derived=True, or derived={'model/*': 'optimizer/state/*/master'}",
+        )
+    for name, master in pairs.items():
+        if name.count("*") != master.count("*"):
+            raise UsageError(
+                "derived maps names of tensors to those of their masters",
+                expected="as many '*' on both sides",
+                found=f"{name!r}: {master!r}",
+                remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
+            )
+    return pairs
+
+
+def _callables(subscribers: object) -> tuple[Any, ...]:
+    found = tuple(subscribers) if isinstance(subscribers, Iterable) else None
+    if found is None or not all(map(callable, found)):
+        raise UsageError(
+            "invalid value of subscribers",
+            expected="functions that take an event",
+            found=shown(subscribers),
+            remedy="pass subscribers=[on_event]",
+        )
+    return found
+
+
 def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
-    """How the files of an item are encoded; None: those that small items share."""
+    """Return the compression of an item's files; None stands for the files that small items
+    share."""
     if isinstance(asked, str):
         return asked
     others = asked.get(ALL_ITEMS, Compression.NONE.value)
@@ -191,3 +315,10 @@ def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
 
 
 DEFAULTS = Settings()
+
+
+def as_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name as keywords of a Checkpointer: rare ones in `options`."""
+    rare = {name: settings[name] for name in Options.__struct_fields__ if name in settings}
+    own = {name: value for name, value in settings.items() if name not in rare}
+    return {**own, "options": Options(**rare)} if rare else own

@@ -1,4 +1,4 @@
-"""The version of the package, read here by the build and by everything else."""
+"""The version of the package; the build and the code both read it here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Subscribers that make a run visible: one log line per phase, a progress bar for a person.
+"""Subscribers that show the progress of a run: the log, and a progress bar for terminals.
 
-They only read events; nothing depends on them.
+They only read events; no other module depends on their output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from laststep import events
-from laststep.terms import listed
+from laststep.constants import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("laststep")
 
 human = functools.partial(decimal, precision=2)
-"""Bytes as a person reads them: decimal units, as disks are sold."""
+"""Format a number of bytes for people, in decimal units, as disks are sold."""
 
 
 def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
-    """Subscribe the log, whoever else wants to be told, and the progress bar if it is wanted, or
-    a person is watching."""
+    """Subscribe the log and the user's subscribers, and the progress bar if it is requested or,
+    with None, if stderr is a terminal."""
     for subscriber in (log_event, *subscribers):
         bus.subscribe(subscriber)
     if somebody_watches() if progress is None else progress:
@@ -38,7 +38,7 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
 
 
 def log_event(event: Event) -> None:
-    """One line per change of state, with step, bytes and seconds."""
+    """Log one line per change of state, with step, bytes and seconds."""
     match event:
         case events.Preflight():
             _log_preflight(event)
@@ -81,7 +81,7 @@ def log_event(event: Event) -> None:
                 event.seconds,
             )
         case events.PassedOver():
-            log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)
+            log.warning("skipped step %d (%s): %s", event.step, event.folder, event.reason)
         case events.Pruned():
             log.info("pruned step %d (%s)", event.step, event.folder)
         case events.ReplicasDiffer():
@@ -93,7 +93,7 @@ def log_event(event: Event) -> None:
 
 
 def _log_rarer(event: Event) -> None:
-    """The same for what comes of several tiers, and of being told to end."""
+    """Log the events of tiers and preemptions."""
     match event:
         case events.TierHolds():
             what = "it" if event.items is None else f"{', '.join(event.items)} of it"
@@ -112,8 +112,7 @@ def _log_differing(event: events.ReplicasDiffer) -> None:
     tensors = listed(event.tensors)
     ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
     log.warning(
-        "step %d: %s differ on %s from rank %d, whose are stored: ranks that should hold the same "
-        "have gone apart",
+        ("step %d: %s differ on %s from rank %d, whose copy is stored: replicas have diverged"),
         event.step,
         tensors or "tensors",
         ranks + (f" and {event.more_ranks} more" if event.more_ranks else ""),
@@ -123,7 +122,7 @@ def _log_differing(event: events.ReplicasDiffer) -> None:
 
 def _log_preempted(event: events.PreemptionSeen | events.PreemptionEnded) -> None:
     if isinstance(event, events.PreemptionSeen):
-        log.warning("the job is to end: %s, %g s from now at most", event.cause, event.grace_s)
+        log.warning("the job will be preempted: %s, within %g s", event.cause, event.grace_s)
         return
     after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
     held = listed(event.tiers)
@@ -150,7 +149,7 @@ def _log_preflight(event: events.Preflight) -> None:
     free = "free room unknown"
     if event.free_disk_bytes is not None:
         free = f"{human(event.free_disk_bytes)} free"
-    grows = "what is kept grows with the run"
+    grows = "stored bytes grow with the run"
     room = grows if kept is None else f"{needed} needed to keep {kept}"
     seconds = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
     log.info(
@@ -216,5 +215,5 @@ class ProgressBar:
 
 
 def somebody_watches() -> bool:
-    """Whether stderr is a terminal."""
+    """Return True if stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import laststep
-from laststep.adapters.dcp import Reader, Writer
+from laststep.dcp import Reader, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,13 +38,13 @@ def load(state: dict[str, Any], run: Path, step: int | None = None, **options: A
 
 
 @contextlib.contextmanager
-def failing(kind: type[LaststepError], match: str) -> Iterator[None]:
-    """What DCP raises names the errors of all ranks."""
+def failing(kind: type[LaststepError], *values: object) -> Iterator[None]:
+    """Expect that DCP raises an error of ours, of this kind, which names all these values."""
     with pytest.raises(CheckpointException) as caught:
         yield
     [(error, _)] = caught.value.failures.values()
     assert isinstance(error, kind), repr(error)
-    assert match in str(error)
+    assert all(str(value) in str(error) for value in values), error
 
 
 def steps(run: Path) -> list[int]:

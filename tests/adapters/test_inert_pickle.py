@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expect import raises
 from laststep.adapters.importing.inert_pickle import Global, PickledObject, read
 from laststep.errors import CorruptError, LaststepError, UsageError
 
@@ -70,13 +71,13 @@ def test_what_is_not_admitted_is_named(protocol: int) -> None:
         read_it(pickle.dumps(Evil(exec), protocol=protocol))
     if protocol >= 1:
         assert isinstance(refused.value, UsageError)
-        assert "exec, which is code and not allowed; do it yourself" in str(refused.value)
+        assert "exec" in refused.value.found
 
 
 def test_every_cut_is_corrupt() -> None:
     data = pickle.dumps({"a": [1, (2, PurePosixPath("x"))], "b": "text", "c": 1 << 70})
     for length in range(len(data)):
-        with pytest.raises(CorruptError, match="cannot read a pickle"):
+        with pytest.raises(CorruptError):
             read_it(data[:length])
 
 
@@ -90,25 +91,25 @@ def test_junk_raises_only_our_errors(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (b"}" + b")" + b"\x85" * 100_000 + b"Ns.", "a tuple as a key"),
-        (b"}](" + b")" + b"\x85" * 10 + b"e]s.", "a list as a key"),
-        (b"})" + b"2\x86" * 200 + b"Ns.", "the operation DUP"),
-        (b"})\x94" + b"h\x00\x86" * 3 + b"Ns.", "a tuple as a key"),
-        (b"(lp0\n.", "the operation LIST"),
-        (b"\x8f.", "the operation EMPTY_SET"),
-        (b"Pid\n.", "the operation PERSID"),
-        (b"\x82\x01.", "the operation EXT1"),
-        (b"K\x01K\x02R.", "an object of no class"),
-        (b"]K\x01b.", "a state for something"),
-        (b"h\x05.", "damage"),
-        (b"\x8d" + b"\xff" * 7 + b"\x7fabc.", "damage"),
-        (b"(((", "damage"),
-        (b"e.", "damage"),
-        (b"", "damage"),
+        (b"}" + b")" + b"\x85" * 100_000 + b"Ns.", "tuple"),
+        (b"}](" + b")" + b"\x85" * 10 + b"e]s.", "list"),
+        (b"})" + b"2\x86" * 200 + b"Ns.", "DUP"),
+        (b"})\x94" + b"h\x00\x86" * 3 + b"Ns.", "tuple"),
+        (b"(lp0\n.", "LIST"),
+        (b"\x8f.", "EMPTY_SET"),
+        (b"Pid\n.", "PERSID"),
+        (b"\x82\x01.", "EXT1"),
+        (b"K\x01K\x02R.", ""),
+        (b"]K\x01b.", ""),
+        (b"h\x05.", ""),
+        (b"\x8d" + b"\xff" * 7 + b"\x7fabc.", ""),
+        (b"(((", ""),
+        (b"e.", ""),
+        (b"", ""),
     ],
 )
 def test_hostile_pickles_are_corrupt(data: bytes, found: str) -> None:
-    with pytest.raises(CorruptError, match=found):
+    with raises(CorruptError, found):
         read_it(data)
 
 

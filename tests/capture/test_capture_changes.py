@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import laststep
+from expect import raises
 from laststep.capture import mover
 from laststep.memory.pool import Pool
 from waiting import PATIENCE_S
@@ -126,9 +127,10 @@ EXACT = [
 TORN = [grown_in_place, freed, shrunk, written]
 
 
+# In the midst of the large tensor; before it too, in the long run.
+@pytest.mark.parametrize("after", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("change", [*EXACT, *TORN])
-@pytest.mark.parametrize("after", [0, 1])
-def test_what_becomes_of_a_tensor_under_a_lazy_capture_spoils_neither_it_nor_the_one_before(
+def test_a_lazy_capture_survives_any_change_of_its_tensors_or_is_torn(
     change: Callable[[torch.Tensor], None], after: int, run_folder: Path, gate: Gate
 ) -> None:
     """The state passes through a pool of four slots; a large tensor and many small ones."""
@@ -136,7 +138,10 @@ def test_what_becomes_of_a_tensor_under_a_lazy_capture_spoils_neither_it_nor_the
     state |= {f"t{n}": torch.full((1000,), float(n)) for n in range(20)}
     whole = {name: tensor.clone() for name, tensor in state.items()}
     checkpointer = laststep.Checkpointer(
-        run_folder, state=state, capture="lazy", flush="thread", host_memory_bytes=64 * MIB
+        run_folder,
+        state=state,
+        options=laststep.Options(capture="lazy", flush="thread"),
+        host_memory_bytes=64 * MIB,
     )
     step()
     gate.close(1000)
@@ -152,7 +157,7 @@ def test_what_becomes_of_a_tensor_under_a_lazy_capture_spoils_neither_it_nor_the
     if change in EXACT:
         handle.wait(PATIENCE_S)
     else:
-        with pytest.raises(laststep.TornCaptureError, match=r"at state/(big|t7)"):
+        with raises(laststep.TornCaptureError, where="state/"):
             handle.wait(PATIENCE_S)
     state |= {name: tensor.clone() for name, tensor in whole.items()}
     checkpointer.save(2).wait(PATIENCE_S)
@@ -169,7 +174,10 @@ def test_weights_swapped_for_their_average_while_they_are_copied_are_torn(
 ) -> None:
     state = {"weights": torch.arange(9.0 * MIB)}
     checkpointer = laststep.Checkpointer(
-        run_folder, state=state, capture="lazy", flush="thread", host_memory_bytes=64 * MIB
+        run_folder,
+        state=state,
+        options=laststep.Options(capture="lazy", flush="thread"),
+        host_memory_bytes=64 * MIB,
     )
     step()
     gate.close(1)
@@ -178,7 +186,7 @@ def test_weights_swapped_for_their_average_while_they_are_copied_are_torn(
     kept = state["weights"].clone()
     state["weights"].mul_(0.5)
     gate.opened.set()
-    with pytest.raises(laststep.TornCaptureError, match="at state/weights"):
+    with raises(laststep.TornCaptureError, where="state/weights"):
         handle.wait(PATIENCE_S)
     state["weights"].copy_(kept)
     checkpointer.close()
@@ -188,7 +196,9 @@ def test_weights_swapped_for_their_average_while_they_are_copied_are_torn(
 def test_a_lazy_save_leaves_storages_resizable(run_folder: Path) -> None:
     """torch forbids to resize what an array was made of, and offloading has to."""
     state = {"x": torch.ones(1000)}
-    with laststep.Checkpointer(run_folder, state=state, capture="lazy") as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, state=state, options=laststep.Options(capture="lazy")
+    ) as checkpointer:
         step()
         checkpointer.save(0).wait(PATIENCE_S)
         state["x"].untyped_storage().resize_(0)

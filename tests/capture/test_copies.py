@@ -11,12 +11,12 @@ from laststep.capture.capture import Capturer
 from laststep.capture.copies import Copies
 from laststep.capture.early import Remembered
 from laststep.capture.ways import choose
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError
 from laststep.memory.pool import Pool
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
 from laststep.settings import Capture
 from laststep.state.provider import Piece
-from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from laststep.capture import layout as lowering
 from laststep.capture.gather import gather
 from laststep.capture.layout import Layout, Way, lower
+from laststep.constants import DTYPES
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
 from laststep.state.provider import Piece
 from laststep.state.tensors import TORCH_DTYPES
-from laststep.terms import DTYPES
 
 SMALL_CHUNK = 4096
 

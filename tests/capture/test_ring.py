@@ -7,14 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import long
 from laststep.capture.fingerprint import mixed
 from laststep.capture.gather import bytes_of
 from laststep.capture.layout import Layout, Way, lower
 from laststep.capture.ring import RING_CHUNKS, Route, chunks_through, ring_chunks
 from laststep.capture.sources import LiveTensor, hold
+from laststep.constants import CHUNK_BYTES
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.provider import Piece
-from laststep.terms import CHUNK_BYTES
 
 DEVICE = "cpu"
 
@@ -70,7 +71,7 @@ def passed(
     return landed, sums
 
 
-@pytest.mark.parametrize("places", [1, 2, 3, 8])
+@pytest.mark.parametrize("places", [1, 3, *long(2, 8)])
 def test_all_chunks_land_bit_by_bit_through_a_ring_of_any_size(places: int) -> None:
     tensors = state()
     layout, sources = planned(tensors)

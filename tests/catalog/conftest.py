@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import pytest
 
+import attempts
 from laststep.catalog.run import Run
+from laststep.codecs import objects
 from laststep.codecs.digests import block_digests
 from laststep.format import index as index_format
-from laststep.format.index import whole_index, written_of
+from laststep.format.index import written_of
 from laststep.format.layout import FileLayout, TensorEntry
 from laststep.format.manifest import Commit, ItemRecord, Metric, WrittenIndexes
 from laststep.plan import files as plan_files
 from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
+from saves_of import whole_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +56,9 @@ def make_files(rank: int = 0, ranks: int = 1, origin: str = "") -> RankFiles:
         tensor_bytes=len(tensor),
         tensors=(TensorEntry(f"t{rank}", "uint8", (len(tensor),), 0, len(tensor)),),
     )
-    index = whole_index(rank, [layout], [block_digests(memoryview(tensor))], {"model": b"{}"}, [{}])
+    tree = {"tree": {"t": objects.TensorRef(f"t{rank}")}, "ties": {}, "views": {}}
+    values = {"model": objects.encode(tree)}
+    index = whole_index(rank, [layout], [block_digests(memoryview(tensor))], values, [{}])
     if origin:
         file = msgspec.structs.replace(index.files[0], origin=origin, sharers=1)
         index = msgspec.structs.replace(index, files=(file,))
@@ -64,13 +69,13 @@ def make_files(rank: int = 0, ranks: int = 1, origin: str = "") -> RankFiles:
 
 
 def make_commit(
-    *, step: int, epoch: int, attempt: int, metrics: dict[str, Metric] | None = None
+    *, step: int, term: int, attempt: int, metrics: dict[str, Metric] | None = None
 ) -> Commit:
     """A sound commit of what `make_files` makes."""
     return Commit(
         run="0" * 32,
         step=step,
-        epoch=epoch,
+        term=term,
         attempt=attempt,
         created_s=1.0 * attempt,
         laststep="0",
@@ -105,12 +110,14 @@ def save() -> Save:
     """Write and commit one checkpoint; returns its folder."""
 
     def act(
-        run: Run, step: int, epoch: int, attempt: int, metrics: dict[str, Metric] | None = None
+        run: Run, step: int, term: int, attempt: int, metrics: dict[str, Metric] | None = None
     ) -> str:
-        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        folder = run.begin(step=step, term=term, attempt=attempt).folder
         for name, data in make_files().content.items():
             write_file(run.store, f"{folder}/{name}", data)
-        run.commit(folder, make_commit(step=step, epoch=epoch, attempt=attempt, metrics=metrics))
+        attempts.commit(
+            run, folder, make_commit(step=step, term=term, attempt=attempt, metrics=metrics)
+        )
         return folder
 
     return act
@@ -121,8 +128,8 @@ def saved(run: Run, save: Save) -> Saved:
     """`saved(10, 20, 30)`: these steps, by a new writer of the run; returns their folders."""
 
     def act(*steps: int, metrics: dict[str, Metric] | None = None) -> list[str]:
-        epoch = run.claim_epoch(None)
-        return [save(run, step, epoch, at, metrics) for at, step in enumerate(steps, 1)]
+        term = run.claim_term(None)
+        return [save(run, step, term, at, metrics) for at, step in enumerate(steps, 1)]
 
     return act
 
@@ -132,7 +139,7 @@ def write(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpoint
     """Write and commit a checkpoint of eight ranks; its folder, and its commit. `deep`: the files
     lie in folders, each of four ranks. With an `origin`, the data files of the first two ranks are
     linked from there."""
-    epoch = run.claim_epoch(None)
+    term = run.claim_term(None)
 
     def act(
         step: int = 1, *, deep: bool = False, commit: bool = True, origin: str = ""
@@ -140,7 +147,7 @@ def write(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpoint
         if deep:
             monkeypatch.setattr(plan_files, "FLAT_RANKS", RANKS - 1)
             monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", RANKS // 2)
-        folder = run.begin(step=step, epoch=epoch, attempt=step)
+        folder = run.begin(step=step, term=term, attempt=step).folder
         for place in {folder_of(rank, RANKS): None for rank in range(RANKS)} if deep else ():
             run.store.make_folder(f"{folder}/{place}".rstrip("/"), parents=False)
         written = WrittenIndexes()
@@ -153,10 +160,10 @@ def write(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpoint
                 else:
                     write_file(run.store, f"{folder}/{name}", data)
             written = written.plus(files.written)
-        decided = make_commit(step=step, epoch=epoch, attempt=step)
+        decided = make_commit(step=step, term=term, attempt=step)
         decided = msgspec.structs.replace(decided, written=written, ranks=RANKS)
         if commit:
-            run.commit(folder, decided)
+            attempts.commit(run, folder, decided)
         return folder, decided
 
     return act

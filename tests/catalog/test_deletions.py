@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import raises
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.errors import CorruptError, NotFoundError, UsageError
-from laststep.format.manifest import Abort
+from laststep.constants import MANIFEST_NAME
+from laststep.errors import CorruptError, NotFoundError
 from laststep.read.content import Content
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_listed(
 def test_one_look_shows_a_save_either_as_an_attempt_or_as_a_checkpoint(
     run: Run, folders: list[str]
 ) -> None:
-    attempt = run.begin(step=9, epoch=1, attempt=4)
+    attempt = run.begin(step=9, term=1, attempt=4).folder
     checkpoints, attempts = run.look()
     assert [item.folder for item in checkpoints] == folders
     assert [item.folder for item in attempts] == [attempt]
@@ -104,7 +104,7 @@ def test_to_verify_what_goes_meanwhile_is_not_found_and_no_damage(
     folders: list[str], tmp_path: Path
 ) -> None:
     store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
-    with pytest.raises(NotFoundError, match="was deleted meanwhile"):
+    with raises(NotFoundError, where=folders[0], missing=MANIFEST_NAME):
         verify_checkpoint(store, folders[0])
     with pytest.raises(NotFoundError):
         verify_checkpoint(store, folders[0])
@@ -115,11 +115,11 @@ def test_to_open_what_goes_meanwhile_is_not_found_and_not_corrupt(
 ) -> None:
     commits = [item.commit for item in run.checkpoints()]
     store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
-    with pytest.raises(NotFoundError, match="was deleted meanwhile"):
-        Content(store, folders[0], commits[0])
+    with raises(NotFoundError, where=folders[0], missing=MANIFEST_NAME):
+        Content(store, folders[0], commits[0]).open_files([0])
     (tmp_path / "run" / folders[1] / "m.safetensors").unlink()
-    with pytest.raises(CorruptError, match=r"a data file is missing.*restore\(\) without a step"):
-        Content(store, folders[1], commits[1])
+    with raises(CorruptError, where=f"{folders[1]}/m.safetensors", remedy="restore()"):
+        Content(store, folders[1], commits[1]).open_files([0])
 
 
 def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
@@ -144,11 +144,7 @@ def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
 
 
 def test_a_writer_need_not_delete_what_somebody_else_has_deleted(run: Run) -> None:
-    epoch = run.claim_epoch(None)
-    folder = run.begin(step=1, epoch=epoch, attempt=1)
-    run.store.delete_folder(folder)
-    assert isinstance(run.abort(folder, "it failed"), Abort)
-    run.discard(folder)
-    again = run.begin(step=1, epoch=epoch, attempt=2)
-    with pytest.raises(UsageError, match="not given up"):
-        run.discard(again)
+    attempt = run.begin(step=1, term=run.claim_term(None), attempt=1)
+    run.store.delete_folder(attempt.folder)
+    assert not attempt.abort("it failed")
+    assert attempt.folder not in run.store.folder_names("")

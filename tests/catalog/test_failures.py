@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from laststep.catalog import epochs, failures, lineage
+import attempts
+from expect import warned
+from laststep.catalog import failures, lineage, terms
 from laststep.catalog.failures import Ending, Past, past_of
-from laststep.catalog.starts import Start
+from laststep.catalog.instances import Start
 from laststep.errors import StorageError
 from laststep.testing.stores import write_file
 
@@ -27,16 +29,14 @@ HOUR = 3600.0
 
 @pytest.fixture
 def claim(run: Run) -> Callable[..., None]:
-    """`claim(epoch, start, began_s)`: the record of an epoch of that start."""
-    epochs.make_folder(run.store)
+    """`claim(term, start, began_s)`: the record of a term of that start."""
+    terms.make_folder(run.store)
 
-    def act(
-        epoch: int, start: str, began_s: float, *, orphan: bool = False, **process: str
-    ) -> None:
-        writer = msgspec.structs.replace(epochs.this_writer(), start=start, **process)
-        record = epochs._record(epoch, None, writer, orphan=orphan)
-        data = epochs.encode(msgspec.structs.replace(record, created_s=began_s))
-        run.store.create(lineage.epoch_record_name(epoch), data)
+    def act(term: int, start: str, began_s: float, *, orphan: bool = False, **process: str) -> None:
+        writer = msgspec.structs.replace(terms.this_writer(), start=start, **process)
+        record = terms._record(term, None, writer, orphan=orphan)
+        data = terms.encode(msgspec.structs.replace(record, created_s=began_s))
+        run.store.create(lineage.term_record_name(term), data)
 
     return act
 
@@ -45,15 +45,15 @@ def claim(run: Run) -> Callable[..., None]:
 def commit(
     run: Run, commit_of: Callable[..., Commit], files_of: Callable[..., RankFiles]
 ) -> Callable[..., str]:
-    """`commit(epoch, attempt, at_s)`: a checkpoint of that epoch, at that time."""
+    """`commit(term, attempt, at_s)`: a checkpoint of that term, at that time."""
 
-    def act(epoch: int, attempt: int, at_s: float) -> str:
-        folder = lineage.format_folder(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
+    def act(term: int, attempt: int, at_s: float) -> str:
+        folder = lineage.name_attempt(step=10 * term + attempt, term=term, attempt=attempt).folder
         run.store.make_folder(folder)
         for name, data in files_of().content.items():
             write_file(run.store, f"{folder}/{name}", data)
-        made = commit_of(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
-        run.commit(folder, msgspec.structs.replace(made, created_s=at_s))
+        made = commit_of(step=10 * term + attempt, term=term, attempt=attempt)
+        attempts.commit(run, folder, msgspec.structs.replace(made, created_s=at_s))
         return folder
 
     return act
@@ -79,7 +79,7 @@ def test_a_start_runs_from_its_first_save_to_its_last_commit(
     commit(1, 2, 12 * HOUR)
     claim(2, name(2), 500 * HOUR)  # nothing ran for three weeks
     commit(2, 1, 501 * HOUR)
-    run.store.make_folder(lineage.format_folder(step=99, epoch=2, attempt=2))  # it died there
+    run.store.make_folder(lineage.name_attempt(step=99, term=2, attempt=2).folder)  # it died there
     assert past_of(run.store, name(9)) == Past(2, 3 * HOUR)
 
 
@@ -115,8 +115,8 @@ def test_the_start_that_asks_is_not_counted(
 def test_of_starts_without_a_checkpoint_left_a_long_pause_does_not_count(
     run: Run, claim: Callable[..., None], commit: Callable[..., str]
 ) -> None:
-    for epoch, began_s in enumerate((0.0, 2 * HOUR, 4 * HOUR, 700 * HOUR, 703 * HOUR), 1):
-        claim(epoch, name(epoch), began_s)
+    for term, began_s in enumerate((0.0, 2 * HOUR, 4 * HOUR, 700 * HOUR, 703 * HOUR), 1):
+        claim(term, name(term), began_s)
     commit(5, 1, 704 * HOUR)
     usual_s = 2.5 * HOUR  # the median of 2, 2, 3 and 696
     assert past_of(run.store, name(9)) == Past(5, 2 * HOUR + 2 * HOUR + usual_s + usual_s + HOUR)
@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_passed_over(
     commit(1, 2, 2 * HOUR)
     run.store.delete(f"{folder}/manifest.json")
     write_file(run.store, f"{folder}/manifest.json", b"{")
-    write_file(run.store, lineage.epoch_record_name(2), b"nonsense")
+    write_file(run.store, lineage.term_record_name(2), b"nonsense")
     write_file(run.store, lineage.ending_name(name(1)), b"nonsense")
     assert past_of(run.store, name(9)) == Past(1, 2 * HOUR)
 
@@ -187,14 +187,14 @@ def test_a_store_that_fails_is_no_error(
 
     monkeypatch.setattr(failures, "_ended", failing)
     assert past_of(store, name(9)) == Past(0, 0.0)
-    assert "is not known: cannot list" in caplog.text
+    assert warned(caplog, "cannot list")
 
 
 def test_a_start_leaves_a_note_that_it_ended_well(run: Run) -> None:
     start = Start(run.store)
     start.ended_well()  # nobody has saved: there is no place for it, and no need
     assert start.past() == Past(0, 0.0)
-    run.claim_epoch(None, writer=start.writer)
+    run.claim_term(None, writer=start.writer)
     assert Start(run.store).past().failures == 1
     start.ended_well()
     assert Start(run.store).past().failures == 0

@@ -18,9 +18,10 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from laststep.catalog.epochs import new_start
+import attempts
 from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
+from laststep.catalog.terms import new_start
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError, StorageError
 from laststep.format.manifest import Commit, WrittenIndexes
@@ -62,7 +63,7 @@ class _Steps(DirectoryStore):
         return super().folder_names(folder)
 
     def file_names(self, folder: str) -> list[str]:
-        if folder == "epochs":
+        if folder == "terms":
             self._before()
         return super().file_names(folder)
 
@@ -97,7 +98,7 @@ class _Writer:
         """As a flusher does."""
         self.run.check_newest(at[0])
         _write_index(self.run, folder)
-        self.run.commit(folder, _commit(at))
+        attempts.commit(self.run, folder, _commit(at))
         self.reported = at
 
     def _stop(self) -> None:
@@ -125,16 +126,16 @@ class _Writer:
 
 def _step(at: Point) -> int:
     """Of each commit another, so that none supersedes one."""
-    epoch, attempt = at
-    return 2 * epoch + attempt
+    term, attempt = at
+    return 2 * term + attempt
 
 
 def _commit(at: Point) -> Commit:
-    epoch, attempt = at
+    term, attempt = at
     return Commit(
         run="0" * 32,
         step=_step(at),
-        epoch=epoch,
+        term=term,
         attempt=attempt,
         created_s=1.0,
         laststep="0",
@@ -163,10 +164,10 @@ def _take_over(me: _Writer, *, back: bool = False) -> None:
     point = (1, 1) if back else newest.point
     for _ in range(2):
         try:
-            epoch = me.run.claim_epoch(point, seen=seen, writer=me.trainer)
-            me.lock = me.run.lock_epoch(epoch)
-            folder = me.run.begin(step=_step((epoch, 1)), epoch=epoch, attempt=1)
-            me.commit(folder, (epoch, 1))
+            term = me.run.claim_term(point, seen=seen, writer=me.trainer)
+            me.lock = me.run.lock_term(term)
+            folder = me.run.begin(step=_step((term, 1)), term=term, attempt=1).folder
+            me.commit(folder, (term, 1))
         except StorageError:
             if me.lock is not None:
                 me.lock.close()
@@ -188,7 +189,7 @@ _DIES_WITH_A_RECORD = Fault(step=8, kills=True)
 _CANNOT_GIVE_UP = Fault(step=8, kills=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 8) | st.just(ALL)), max_size=8),
     _faults,
@@ -209,12 +210,12 @@ def test_what_was_reported_as_committed_is_on_the_lineage(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         run = Run.open_or_create(DirectoryStore(path))
         elsewhere = msgspec.structs.replace(new_start(), host="elsewhere", boot="another")
-        assert run.claim_epoch(None, writer=elsewhere) == 1
-        lock = run.lock_epoch(1)
-        first = run.begin(step=_step((1, 1)), epoch=1, attempt=1)
+        assert run.claim_term(None, writer=elsewhere) == 1
+        lock = run.lock_term(1)
+        first = run.begin(step=_step((1, 1)), term=1, attempt=1).folder
         _write_index(run, first)
-        run.commit(first, _commit((1, 1)))
-        open_save = run.begin(step=_step((1, 2)), epoch=1, attempt=2)
+        attempts.commit(run, first, _commit((1, 1)))
+        open_save = run.begin(step=_step((1, 2)), term=1, attempt=2).folder
         writers = [
             _Writer(path, _finish_the_save(open_save), None),
             _Writer(path, _take_over, second_fails),

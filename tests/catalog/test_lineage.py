@@ -17,31 +17,31 @@ class _History:
     names: list[AttemptName] = field(default_factory=list)
     links: dict[int, Point | None] = field(default_factory=dict)
     state: list[AttemptName] = field(default_factory=list)
-    epoch: int = 0
+    term: int = 0
     attempt: int = 0
 
     def restart(self, back: int) -> None:
         """A new start that continues from the commit `back` before the newest, or afresh."""
         self.state = self.state[: max(0, len(self.state) - back)]
-        self.epoch += 1
+        self.term += 1
         self.attempt = 0
-        self.links[self.epoch] = self.state[-1].point if self.state else None
+        self.links[self.term] = self.state[-1].point if self.state else None
 
     def attempted(self, step: int, *, commits: bool) -> None:
         self.attempt += 1
         if commits:
-            name = AttemptName(step=step, epoch=self.epoch, attempt=self.attempt)
+            name = AttemptName(step=step, term=self.term, attempt=self.attempt)
             self.names.append(name)
             self.state.append(name)
 
     def chain(self) -> Chain:
-        links, epoch = [], self.epoch
+        links, term = [], self.term
         while True:
-            continues = self.links[epoch]
-            links.append(Link(epoch=epoch, continues=continues))
+            continues = self.links[term]
+            links.append(Link(term=term, continues=continues))
             if continues is None:
                 return Chain(links=tuple(links))
-            epoch = continues[0]
+            term = continues[0]
 
 
 _events = st.lists(
@@ -95,24 +95,24 @@ def test_the_last_readable_commit_of_a_step_replaces_the_earlier_ones(
 
 def test_without_records_all_count_by_step() -> None:
     names = [
-        AttemptName(step=3, epoch=1, attempt=1),
-        AttemptName(step=1, epoch=2, attempt=1),
-        AttemptName(step=2, epoch=1, attempt=9),
+        AttemptName(step=3, term=1, attempt=1),
+        AttemptName(step=1, term=2, attempt=1),
+        AttemptName(step=2, term=1, attempt=9),
     ]
     assert [name.step for name in order(names, Chain(links=()))] == [1, 2, 3]
 
 
 def test_folders_without_records_count_up_to_the_step_that_was_taken_up_again() -> None:
-    kept = [AttemptName(step=1, epoch=1, attempt=1), AttemptName(step=2, epoch=2, attempt=1)]
-    left_behind = [AttemptName(step=3, epoch=1, attempt=2), AttemptName(step=4, epoch=2, attempt=2)]
-    new = AttemptName(step=3, epoch=3, attempt=1)
-    chain = Chain(links=(Link(epoch=3, continues=(2, 1)),), unrecorded_below=True)
+    kept = [AttemptName(step=1, term=1, attempt=1), AttemptName(step=2, term=2, attempt=1)]
+    left_behind = [AttemptName(step=3, term=1, attempt=2), AttemptName(step=4, term=2, attempt=2)]
+    new = AttemptName(step=3, term=3, attempt=1)
+    chain = Chain(links=(Link(term=3, continues=(2, 1)),), unrecorded_below=True)
     assert list(order([*kept, *left_behind, new], chain)) == [*kept, new]
 
 
 def test_a_chain_with_a_lost_record_keeps_what_is_known() -> None:
-    old = AttemptName(step=1, epoch=1, attempt=1)
-    known = AttemptName(step=2, epoch=2, attempt=1)
-    beyond = AttemptName(step=3, epoch=2, attempt=2)
-    chain = Chain(links=(Link(epoch=3, continues=(2, 1)),))
+    old = AttemptName(step=1, term=1, attempt=1)
+    known = AttemptName(step=2, term=2, attempt=1)
+    beyond = AttemptName(step=3, term=2, attempt=2)
+    chain = Chain(links=(Link(term=3, continues=(2, 1)),))
     assert list(order([old, known, beyond], chain)) == [known]

@@ -31,13 +31,13 @@ def many(
 ) -> DirectoryStore:
     """A run of many small checkpoints, written past everything that would sync them."""
     store = DirectoryStore(tmp_path / "run")
-    Run.open_or_create(store).claim_epoch(None)
+    Run.open_or_create(store).claim_term(None)
     for step in range(1, MANY + 1):
         folder = tmp_path / "run" / f"step-{step:08d}.1-{step}"
         folder.mkdir()
         for name, data in files_of().content.items():
             (folder / name).write_bytes(data)
-        commit = commit_of(step=step, epoch=1, attempt=step)
+        commit = commit_of(step=step, term=1, attempt=step)
         (folder / "manifest.json").write_bytes(manifest.encode(commit))
     return store
 
@@ -70,7 +70,7 @@ def test_listing_looks_once_into_each_folder_and_compares_each_name_a_few_times(
     calls.clear()
     assert len(run.lineage()) == MANY
     assert calls["list"] == MANY + 1
-    assert calls["read"] == MANY + 1  # manifests, and the record of the epoch
+    assert calls["read"] == MANY + 1  # manifests, and the record of the term
     assert calls["file_names"] == 1
     assert calls["__hash__"] + calls["__eq__"] < 20 * MANY
 
@@ -96,7 +96,7 @@ def test_the_newest_is_found_by_looking_into_one_folder(
     calls.clear()
     Run.open(many).newest()
     assert calls["list"] == 2
-    assert calls["read"] == 3  # run, epoch, manifest
+    assert calls["read"] == 3  # run, term, manifest
 
 
 def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
@@ -107,7 +107,7 @@ def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
     run.check_step_free(MANY + 1)
     assert calls["list"] == calls["read"] == 0
     run.newest_point()
-    assert (calls["list"], calls["read"]) == (0, 2)  # the last manifest, and its fate
+    assert (calls["list"], calls["read"]) == (0, 1)  # the last manifest
     assert calls["folder_names"] == 2
 
 
@@ -115,7 +115,7 @@ def test_a_save_that_has_its_folder_finds_its_step_free_without_reading_the_othe
     many: DirectoryStore, calls: Counter[str]
 ) -> None:
     run = Run.open(many)
-    run.begin(step=MANY + 1, epoch=1, attempt=MANY + 1)
+    run.begin(step=MANY + 1, term=1, attempt=MANY + 1)
     calls.clear()
     run.check_step_free(MANY + 1)
     assert calls["list"] == 0
@@ -138,7 +138,7 @@ def test_a_new_writer_reads_no_manifest_of_another_before_its_first_save(
     many.make_folder(left)
     run = Run.open(many)
     calls.clear()
-    run.claim_epoch((1, MANY), seen=Seen(epoch=1, commit=(1, MANY)))
+    run.claim_term((1, MANY), seen=Seen(term=1, commit=(1, MANY)))
     assert left not in many.folder_names("")
     assert calls["read"] < 10
     assert calls["list"] < 20

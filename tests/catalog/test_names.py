@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.lineage import format_folder, parse_epoch, parse_folder
+from laststep.catalog.lineage import name_attempt, parse_folder, parse_term
 from laststep.errors import UsageError
 
 _numbers = st.integers(min_value=1, max_value=10**20 - 1)
 
 
-@given(step=st.integers(min_value=0, max_value=10**20 - 1), epoch=_numbers, attempt=_numbers)
-def test_a_folder_name_survives_the_round_trip(step: int, epoch: int, attempt: int) -> None:
-    name = parse_folder(format_folder(step=step, epoch=epoch, attempt=attempt))
+@given(step=st.integers(min_value=0, max_value=10**20 - 1), term=_numbers, attempt=_numbers)
+def test_a_folder_name_survives_the_round_trip(step: int, term: int, attempt: int) -> None:
+    name = parse_folder(name_attempt(step=step, term=term, attempt=attempt).folder)
     assert name is not None
-    assert (name.step, name.epoch, name.attempt) == (step, epoch, attempt)
+    assert (name.step, name.term, name.attempt) == (step, term, attempt)
 
 
 @given(st.text(alphabet="step-0123456789.tmpx\n٣", max_size=40))
@@ -26,7 +26,7 @@ def test_whatever_parses_is_written_the_same_way_again(text: str) -> None:
 
 
 def test_the_documented_name_is_the_name() -> None:
-    assert format_folder(step=100, epoch=3, attempt=17) == "step-00000100.3-17"
+    assert name_attempt(step=100, term=3, attempt=17).folder == "step-00000100.3-17"
 
 
 @pytest.mark.parametrize(
@@ -44,22 +44,22 @@ def test_the_documented_name_is_the_name() -> None:
         "xstep-00000100.3-17",
         "step-0000010٣.3-17",
         "",
-        "epochs",
+        "terms",
     ],
 )
 def test_a_name_of_another_shape_is_not_an_attempt(folder: str) -> None:
     assert parse_folder(folder) is None
 
 
-@pytest.mark.parametrize(("step", "epoch", "attempt"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
-def test_numbers_that_cannot_be_are_refused(step: int, epoch: int, attempt: int) -> None:
+@pytest.mark.parametrize(("step", "term", "attempt"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_numbers_that_cannot_be_are_refused(step: int, term: int, attempt: int) -> None:
     with pytest.raises(UsageError):
-        format_folder(step=step, epoch=epoch, attempt=attempt)
+        name_attempt(step=step, term=term, attempt=attempt)
 
 
 def test_epoch_files_are_told_from_everything_else() -> None:
-    assert parse_epoch("00000003.json", "json") == 3
-    assert parse_epoch("00000003.json", "lock") is None
-    assert parse_epoch("00000000.json", "json") is None
-    assert parse_epoch("000000003.json", "json") is None
-    assert parse_epoch("00000003.json.tmp-0011", "json") is None
+    assert parse_term("00000003.json", "json") == 3
+    assert parse_term("00000003.json", "lock") is None
+    assert parse_term("00000000.json", "json") is None
+    assert parse_term("000000003.json", "json") is None
+    assert parse_term("00000003.json.tmp-0011", "json") is None

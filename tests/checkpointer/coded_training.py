@@ -11,9 +11,10 @@ import torch
 import laststep
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index
+from laststep.constants import BLOCK_BYTES
 from laststep.format.manifest import Commit
+from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +59,7 @@ class CodedTraining:
             model=self.model,
             small=self.small,
             host_memory_bytes=64 << 20,
-            progress=False,
-            **how,
+            **as_keywords({"progress": False, **how}),
         )
         self.ckpt.restore()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import laststep
+from laststep.settings import as_keywords
 from laststep.storage.files import FileReader
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def opened(run_folder: Path) -> Callable[..., laststep.Checkpointer]:
 
     def make(training: Training, **settings: object) -> laststep.Checkpointer:
         how = {"flush": "thread", "host_memory_bytes": POOL_BYTES, "progress": False, **settings}
-        return laststep.Checkpointer(run_folder, items=training.items(), **how)
+        return laststep.Checkpointer(run_folder, items=training.items(), **as_keywords(how))
 
     return make
 

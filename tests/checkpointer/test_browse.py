@@ -10,21 +10,24 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
 from laststep import oneoff
-from laststep.terms import BLOCK_BYTES
+from laststep.constants import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-OTHERWISE = r"`laststep verify` lists all damage; restore\(\) without a step takes the newest good"
+OTHERWISE = r"`laststep verify`.*restore\(\)"
 
 
 @pytest.fixture
 def run(run_folder: Path) -> Path:
     """Steps 0, 10, …, 90 of a tensor that ends within its second block."""
     state = {"t": torch.zeros(BLOCK_BYTES + 4000, dtype=torch.uint8)}
-    with laststep.Checkpointer(run_folder, state=state, flush="thread", progress=False) as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         for step in range(0, 100, 10):
             ckpt.save(step)
     return run_folder
@@ -39,15 +42,15 @@ def test_a_step_that_is_not_there_is_answered_with_its_neighbours(run: Path) -> 
     catalog = laststep.open(run)
     with pytest.raises(laststep.NotFoundError) as raised:
         catalog[55]
-    assert raised.value.what == "there is no checkpoint of step 55"
-    assert raised.value.found == "steps 30, 40, 50, 60, 70, 80, and 4 more"
-    assert raised.value.remedy == "catalog.steps() lists all of the lineage, `laststep ls` the rest"
+    assert "step 55" in str(raised.value)
+    assert "30, 40, 50, 60, 70, 80" in raised.value.found
+    assert "catalog.steps()" in raised.value.remedy
     assert 55 not in catalog
 
 
 def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no run")
-    with pytest.raises(laststep.LaststepError, match="is a file: name a folder"):
+    with raises(laststep.LaststepError, where=tmp_path / "file"):
         laststep.open(tmp_path / "file")
 
 
@@ -58,21 +61,21 @@ def test_a_missing_file_and_a_short_one_are_told_with_a_remedy(run: Path) -> Non
     with short.open("r+b") as file:
         file.truncate(size - 1)
     catalog = laststep.open(run)
-    with pytest.raises(laststep.CorruptError, match=f"a data file is missing.*{OTHERWISE}"):
-        catalog[30].tensors()
-    told = f"too short at .*: expected {size} bytes, found {size - 1} bytes; {OTHERWISE}"
+    with pytest.raises(laststep.CorruptError, match=f"state.safetensors.*{OTHERWISE}"):
+        catalog[30].tensor("state/t")[:]
+    told = rf"\b{size}\b.*\b{size - 1}\b.*{OTHERWISE}"
     with pytest.raises(laststep.CorruptError, match=told):
-        catalog.latest().tensors()  # nobody asked for an older one
+        catalog.latest().tensor("state/t")[:]  # nobody asked for an older one
     with pytest.raises(laststep.CorruptError, match=told):
         laststep.load(run)
 
 
 def test_a_manifest_that_cannot_be_read_is_told_with_a_remedy(run: Path) -> None:
     (files(run, 30) / "manifest.json").write_bytes(b"{")
-    with pytest.raises(laststep.CorruptError, match=f"cannot read a manifest.*{OTHERWISE}"):
+    with pytest.raises(laststep.CorruptError, match=f"manifest.*{OTHERWISE}"):
         laststep.open(run)[30]
     files(run, 40).rename(run / "step-00000041.1-5")
-    with pytest.raises(laststep.CorruptError, match=f"not that of its folder.*{OTHERWISE}"):
+    with pytest.raises(laststep.CorruptError, match=f"step-00000041.*{OTHERWISE}"):
         laststep.open(run)[41]
 
 
@@ -85,15 +88,17 @@ def test_the_bytes_that_are_named_lie_within_the_file(run: Path) -> None:
     place = rf"block 1 \(bytes {size - 4000}-{size}\)"
     with laststep.open(run)[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
-        with pytest.raises(
-            laststep.CorruptError, match=f"cannot read state/t.*{place}.*{OTHERWISE}"
-        ):
+        with pytest.raises(laststep.CorruptError, match=f"state/t.*{place}.*{OTHERWISE}"):
             tensor[:]
         assert tensor[0] == 0
     state = {"t": torch.ones(BLOCK_BYTES + 4000, dtype=torch.uint8)}
-    with laststep.Checkpointer(run, state=state, flush="thread", progress=False) as ckpt:  # noqa: SIM117
-        with pytest.raises(laststep.CorruptError, match=place):
-            ckpt.restore(50)
+    with (
+        laststep.Checkpointer(
+            run, state=state, options=laststep.Options(flush="thread", progress=False)
+        ) as ckpt,
+        pytest.raises(laststep.CorruptError, match=place),
+    ):
+        ckpt.restore(50)
 
 
 def test_a_file_that_is_cut_while_it_is_open_is_short(run: Path) -> None:
@@ -101,9 +106,10 @@ def test_a_file_that_is_cut_while_it_is_open_is_short(run: Path) -> None:
     size = path.stat().st_size
     with laststep.open(run)[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
+        assert tensor[0] == 0
         with path.open("r+b") as file:
             file.truncate(size - 1000)
-        told = f"too short.*expected at least {size} bytes, found {size - 1000} bytes; {OTHERWISE}"
+        told = rf"\b{size}\b.*\b{size - 1000}\b.*{OTHERWISE}"
         with pytest.raises(laststep.CorruptError, match=told):
             tensor[:]
 
@@ -115,7 +121,7 @@ def test_a_checkpoint_that_was_deleted_since_it_was_listed_is_not_found(run: Pat
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    with pytest.raises(laststep.NotFoundError, match="the checkpoint was deleted meanwhile"):
+    with raises(laststep.NotFoundError, where="step-00000030", missing="manifest.json"):
         checkpoint.tensors()
     with pytest.raises(laststep.NotFoundError):
         checkpoint.verify()
@@ -128,7 +134,7 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
     manifest.write_bytes(data)
-    told = r"step 90, is damaged: .*restore\(\).*laststep\.load\(run, step=80\) loads an older one"
+    told = r"step 90.*restore\(\).*laststep\.load\(run, step=80\)"
     with pytest.raises(laststep.CorruptError, match=told):
         laststep.load(run)
     catalog = laststep.open(run)
@@ -136,7 +142,7 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
         catalog.latest()
     assert catalog.steps()[-1] == 80
     assert laststep.load(run, step=80)["state"]["t"].sum() == 0
-    with pytest.raises(laststep.NotFoundError, match="no checkpoint of step 81"):
+    with raises(laststep.NotFoundError, "step 81", where=run):
         laststep.load(run, step=81)
 
 
@@ -150,29 +156,30 @@ def test_a_newest_checkpoint_that_is_incomplete_is_told_with_the_newest_that_is_
         path.unlink()  # this name only: others may share the file
         if size is not None:
             path.write_bytes(data[:size])
-    for call in (lambda: laststep.load(run), lambda: laststep.open(run).latest().tensors()):
-        with pytest.raises(
-            laststep.CorruptError, match=r"laststep\.load\(run, step=70\) loads an older"
-        ):
+    for call in (
+        lambda: laststep.load(run),
+        lambda: laststep.open(run).latest().tensor("state/t")[:],
+    ):
+        with raises(laststep.CorruptError, remedy="laststep.load(run, step=70)"):
             call()
 
 
 def test_a_dot_in_the_place_of_the_slash_is_answered_with_the_name(run: Path) -> None:
-    with pytest.raises(laststep.NotFoundError, match=r"'state\.t'.*did you mean 'state/t'\?"):
+    with raises(laststep.NotFoundError, "'state.t'", remedy="'state/t'"):
         laststep.open(run).latest().tensor("state.t")
 
 
 def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(2)}, tmp_path / "one")
-    with pytest.raises(laststep.NotFoundError, match=r"one checkpoint, not a run.*laststep\.load"):
+    with raises(laststep.NotFoundError, where=tmp_path / "one", remedy="laststep.load"):
         laststep.open(tmp_path / "one")
-    with pytest.raises(laststep.UsageError, match="but one step"):
+    with raises(laststep.UsageError, where=tmp_path / "one", remedy="`step`"):
         laststep.load(tmp_path / "one", step=0)
     [file] = (tmp_path / "one").glob("*.safetensors")
-    with pytest.raises(laststep.NotFoundError, match=r"found a file; laststep\.load\('.*/one'\)"):
+    with raises(laststep.NotFoundError, where=file, remedy=f"laststep.load('{tmp_path}/one')"):
         laststep.load(file)
     alone = file.rename(tmp_path / "alone.safetensors")
-    with pytest.raises(laststep.NotFoundError, match=r"load_file reads it.*laststep import"):
+    with raises(laststep.NotFoundError, where=alone, remedy="`laststep import"):
         laststep.load(alone)
 
 
@@ -181,25 +188,25 @@ def test_arguments_that_cannot_work_are_usage(
 ) -> None:
     catalog = laststep.open(run)
     for wrong in ("a", 1.5, None, True):
-        with pytest.raises(laststep.UsageError, match="asked by step"):
+        with raises(laststep.UsageError, found=repr(wrong), remedy="catalog.steps()"):
             catalog[wrong]  # type: ignore[index]
     for wrong in (3, None, "", b"x", "ftp://bucket/run"):
-        with pytest.raises(laststep.UsageError, match="the path of a folder"):
+        with raises(laststep.UsageError, found=repr(wrong)):
             laststep.open(wrong)  # type: ignore[arg-type]
-        with pytest.raises(laststep.UsageError, match="the path of a folder"):
+        with raises(laststep.UsageError, found=repr(wrong)):
             laststep.load(wrong)  # type: ignore[arg-type]
-    with pytest.raises(laststep.UsageError, match="swapped"):
+    with raises(laststep.UsageError, expected="save(state, path)"):
         laststep.save("x", {"w": 1})  # type: ignore[arg-type]
     for word in ("device", "map_location"):
-        with pytest.raises(laststep.UsageError, match="cannot load to that device"):
+        with raises(laststep.UsageError, found="'nonsense'", remedy="map_location="):
             laststep.load(run, **{word: "nonsense"})
     if not torch.cuda.is_available():
-        with pytest.raises(laststep.UsageError, match=r"cannot load to that device.*'cuda'"):
+        with raises(laststep.UsageError, found="'cuda'", remedy="map_location="):
             laststep.load(run, device="cuda")
     with catalog[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
         for index in ("a", 1.5, (0, "a")):
-            with pytest.raises(laststep.UsageError, match="cannot index state/t"):
+            with raises(laststep.UsageError, "state/t", remedy="t[:]"):
                 tensor[index]
     monkeypatch.setenv("HOME", str(tmp_path))
     laststep.save({"w": 1}, "~/home")
@@ -213,7 +220,9 @@ def test_all_of_a_tensor_is_read_by_the_same_words_whatever_its_shape(run_folder
         "none": torch.empty(0, 3),
         "some": torch.arange(6).view(2, 3),
     }
-    with laststep.Checkpointer(run_folder, state=state, flush="thread") as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, options=laststep.Options(flush="thread")
+    ) as ckpt:
         ckpt.save(0).wait()
     checkpoint = laststep.open(run_folder).latest()
     for name, tensor in state.items():
@@ -239,7 +248,9 @@ def test_an_index_that_a_tensor_does_not_have_is_told_and_ends_a_loop(
     name: str, index: object, run_folder: Path
 ) -> None:
     state = {"one": torch.tensor(2.5), "some": torch.arange(6).view(2, 3)}
-    with laststep.Checkpointer(run_folder, state=state, flush="thread") as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, options=laststep.Options(flush="thread")
+    ) as ckpt:
         ckpt.save(0).wait()
     stored = laststep.open(run_folder).latest().tensor(f"state/{name}")
     with pytest.raises(laststep.UsageError, match=f"state/{name}") as caught:
@@ -253,7 +264,7 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(run: Path) -> 
         path = files(run, 90) / name
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(laststep.StorageError, match="not a file"):
+        with raises(laststep.StorageError, where=name, found="ENXIO"):
             laststep.load(run, step=90)
 
 
@@ -263,7 +274,7 @@ def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int],
     step = catalog.steps()[0]
     assert catalog[kind(step)].step == step
     assert kind(step) in catalog
-    with pytest.raises(laststep.NotFoundError, match="no checkpoint of step 77"):
+    with raises(laststep.NotFoundError, "step 77", where=run):
         catalog[kind(77)]  # without a warning: warnings are errors here
     assert kind(77) not in catalog
     assert np.array([1, 2]) not in catalog
@@ -291,7 +302,7 @@ def test_a_device_goes_by_the_word_of_torch_too(
 def test_what_only_torch_takes_as_a_location_is_refused_with_a_remedy(tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
     for wrong in ({"cuda:0": "cpu"}, lambda storage, place: storage):
-        with pytest.raises(laststep.UsageError, match="one device for all tensors"):
+        with raises(laststep.UsageError, "map_location", remedy='map_location="cpu"'):
             laststep.load(tmp_path / "saved", map_location=wrong)  # type: ignore[arg-type]
-    with pytest.raises(laststep.UsageError, match="two words for one thing"):
+    with raises(laststep.UsageError, found="map_location='cpu' and device='cpu'"):
         laststep.load(tmp_path / "saved", map_location="cpu", device="cpu")

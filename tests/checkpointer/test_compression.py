@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import laststep
+from cases import long
 from laststep.codecs.blocks import registry
 from laststep.codecs.blocks.raw import Raw
+from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
 from laststep.flush import pack
-from laststep.terms import BLOCK_BYTES
 
 for _folder in ("format", "checkpointer"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
@@ -89,7 +90,7 @@ def test_a_file_is_lent_on_though_what_some_of_its_blocks_needed_is_gone(
     training.check()
 
 
-@pytest.mark.parametrize("flush", ["thread", "process"])
+@pytest.mark.parametrize("flush", ["thread", *long("process")])
 def test_other_ways_of_encoding_from_start_to_start_go_together(tmp_path: Path, flush: str) -> None:
     training = CodedTraining(tmp_path / "run", flush=flush)
     step = 0

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import laststep
+from cases import long
+from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
 from laststep.flush import encoder
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +79,7 @@ class Chain:
         self.ckpt = laststep.Checkpointer(
             self.run,
             items=self.items,
-            flush="thread",
+            options=laststep.Options(flush="thread"),
             host_memory_bytes=64 << 20,
             compression=self.chance.choice(MODES),
             keep=laststep.Keep(last=4) if self.chance.random() < 0.3 else None,
@@ -112,7 +113,7 @@ class Chain:
         self.ckpt = laststep.Checkpointer(
             self.run,
             items=self.items,
-            flush="thread",
+            options=laststep.Options(flush="thread"),
             host_memory_bytes=64 << 20,
             compression="max",
             keep=None,
@@ -201,9 +202,7 @@ def borrow_and_code_readily(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(encoder, "_MOST_OF_RAW", 1e9 if seed % 3 else 0.0)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 40))]
-)
+@pytest.mark.parametrize("seed", [12, *long(0, *range(13, 40))])
 def test_every_step_of_a_chain_comes_back_however_it_is_encoded(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

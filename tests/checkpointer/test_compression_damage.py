@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
+from laststep.constants import BLOCK_BYTES
 from laststep.storage.files import FileReader, failed
-from laststep.terms import BLOCK_BYTES
+from stored import flip
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,14 +53,6 @@ def training(sound: CodedTraining, tmp_path: Path) -> Iterator[CodedTraining]:
     made = sound.copied(tmp_path / "run")
     yield made
     made.ckpt.close()
-
-
-def flip(path: Path, at: int, bits: int = 0xFF) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        [old] = file.read(1)
-        file.seek(at)
-        file.write(bytes([old ^ bits]))
 
 
 def damaged(training: CodedTraining) -> dict[int, set[str]]:
@@ -119,7 +113,7 @@ def test_each_checkpoint_that_needs_it_names_the_file_that_is_damaged(
     wanted: dict[int, set[str]],
     touches: tuple[str, ...],
 ) -> None:
-    flip(*place(training))
+    flip(*place(training), 0xFF)
     assert damaged(training) == wanted
     found = laststep.open(training.run)[1].verify().damage
     assert {one for damage in found for one in damage.touches} == set(touches)
@@ -158,7 +152,7 @@ def test_whatever_bit_is_flipped_nothing_comes_back_wrong(training: CodedTrainin
 
 
 def test_a_block_that_is_not_damaged_is_read_beside_one_that_is(training: CodedTraining) -> None:
-    flip(*in_block(2, 0)(training))  # the anchor
+    flip(*in_block(2, 0)(training), 0xFF)  # the anchor
     tensor = laststep.open(training.run)[1].tensor("model/w")
     assert torch.equal(tensor[: 2 * BLOCK], training.saved[1][: 2 * BLOCK])
     assert torch.equal(tensor[3 * BLOCK :], training.saved[1][3 * BLOCK :])
@@ -185,7 +179,7 @@ def test_a_file_that_is_cut_is_damage_and_a_restore_falls_back(
 def test_a_lent_file_that_is_missing_is_named(training: CodedTraining) -> None:
     (training.folder(1) / LENT).unlink()
     assert damaged(training) == {0: set(), 1: {LENT}}
-    with pytest.raises(laststep.CorruptError, match=f"missing.*{LENT}"):
+    with raises(laststep.CorruptError, where=LENT, missing=LENT):
         laststep.load(training.run, step=1)
 
 
@@ -207,8 +201,9 @@ def test_a_device_that_fails_under_an_anchor_is_damage_of_its_file(
         return read_into(reader, offset, into)
 
     monkeypatch.setattr(FileReader, "read_into", fails)
-    [damage] = laststep.open(training.run)[1].verify().damage
-    assert (damage.file, damage.touches) == (LENT, ("model/w",))
+    # How many reads hit it depends on the order in which threads appended blocks to the pack.
+    damage = laststep.open(training.run)[1].verify().damage
+    assert {(found.file, found.touches) for found in damage} == {(LENT, ("model/w",))}
 
 
 def test_a_device_that_may_answer_later_is_not_damage(

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import laststep
+from expect import raises, warned
+from laststep.settings import as_keywords
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -43,12 +45,14 @@ def open_files() -> int:
 def test_a_copy_is_refused_and_the_original_goes_on(
     act: Callable[[object], object], run_folder: Path
 ) -> None:
-    with laststep.Checkpointer(run_folder, state={"n": 1}, flush="thread", **HOW) as ckpt:
-        with pytest.raises(laststep.UsageError, match="a Checkpointer cannot be copied or pickled"):
+    with laststep.Checkpointer(
+        run_folder, state={"n": 1}, **as_keywords({"flush": "thread", **HOW})
+    ) as ckpt:
+        with raises(laststep.UsageError, "Checkpointer"):
             act(ckpt)
         ckpt.save(0).wait()
     checkpoint = laststep.open(run_folder).latest()
-    with pytest.raises(laststep.UsageError, match="a Checkpoint cannot be copied"):
+    with raises(laststep.UsageError, "Checkpoint"):
         act(checkpoint)
 
 
@@ -61,7 +65,9 @@ def test_what_was_saved_before_it_was_dropped_is_committed_and_all_is_given_back
     files = open_files()
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    ckpt = laststep.Checkpointer(run_folder, model=model, optimizer=optimizer, flush=flush, **HOW)
+    ckpt = laststep.Checkpointer(
+        run_folder, model=model, optimizer=optimizer, **as_keywords({"flush": flush, **HOW})
+    )
     for step in range(3):
         if trains:
             model(torch.ones(2, 64)).sum().backward()
@@ -81,7 +87,9 @@ def test_a_hundred_that_never_saved_keep_nothing(run_folder: Path) -> None:
     end_of_all_threads()
     files = open_files()
     for number in range(100):
-        laststep.Checkpointer(run_folder / str(number % 3), state=state, flush="thread", **HOW)
+        laststep.Checkpointer(
+            run_folder / str(number % 3), state=state, **as_keywords({"flush": "thread", **HOW})
+        )
     end_of_all_threads()
     assert open_files() == files
 
@@ -97,7 +105,9 @@ def test_nothing_but_its_user_keeps_it_alive(run_folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gc.disable()  # a cycle would keep it until somebody looks for cycles
     try:
-        ckpt = Watched(run_folder, model=model, optimizer=optimizer, flush="thread", **HOW)
+        ckpt = Watched(
+            run_folder, model=model, optimizer=optimizer, **as_keywords({"flush": "thread", **HOW})
+        )
         ckpt.restore()
         ckpt.save(0).wait()
         ckpt.restore()
@@ -111,23 +121,29 @@ def test_nothing_but_its_user_keeps_it_alive(run_folder: Path) -> None:
 def test_a_failure_that_nobody_was_told_of_is_logged(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ckpt = laststep.Checkpointer(run_folder, state={"n": 1}, flush="thread", **HOW)
+    ckpt = laststep.Checkpointer(
+        run_folder, state={"n": 1}, **as_keywords({"flush": "thread", **HOW})
+    )
     ckpt.save(0).wait()
-    other = laststep.Checkpointer(run_folder, state={"n": 1}, flush="thread", **HOW)
+    other = laststep.Checkpointer(
+        run_folder, state={"n": 1}, **as_keywords({"flush": "thread", **HOW})
+    )
     other.restore()
     other.save(1).wait()  # takes over
     ckpt.save(2)
     del ckpt
     other.close()
     end_of_all_threads()
-    assert "a save failed and nobody was there to see it" in caplog.text
+    assert warned(caplog, "step 2")
 
 
 def test_threads_that_save_the_same_steps_commit_each_once(run_folder: Path) -> None:
     state = {"t": torch.zeros(1000)}
     refused: list[int] = []
     start = threading.Barrier(3)
-    with laststep.Checkpointer(run_folder, state=state, flush="thread", **HOW) as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, **as_keywords({"flush": "thread", **HOW})
+    ) as ckpt:
 
         def save() -> None:
             start.wait()
@@ -152,11 +168,15 @@ def test_steps_beyond_the_one_restored_are_replaced_when_training_comes_to_them_
     run_folder: Path,
 ) -> None:
     state = {"n": 0}
-    with laststep.Checkpointer(run_folder, state=state, flush="thread", **HOW) as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, **as_keywords({"flush": "thread", **HOW})
+    ) as ckpt:
         for step in (0, 4, 3):
             state["n"] = step
             ckpt.save(step, overwrite=True).wait()
-    with laststep.Checkpointer(run_folder, state=state, flush="thread", **HOW) as ckpt:
+    with laststep.Checkpointer(
+        run_folder, state=state, **as_keywords({"flush": "thread", **HOW})
+    ) as ckpt:
         restored = ckpt.restore()
         assert (restored.step, restored.next_step) == (3, 4)
         state["n"] = 44

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +42,10 @@ class Training:
 
     def checkpointer(self, run: Path, **settings: object) -> laststep.Checkpointer:
         return laststep.Checkpointer(
-            run, model=self.model, optimizer=self.optimizer, flush="thread", **settings
+            run,
+            model=self.model,
+            optimizer=self.optimizer,
+            **as_keywords({"flush": "thread", **settings}),
         )
 
 
@@ -92,8 +97,8 @@ def test_a_restore_that_must_be_exact_refuses_rounded_tensors_and_takes_the_othe
     training.train(2)
     with training.checkpointer(run_folder, lossy={"optimizer/*exp_avg": "bf16"}) as checkpointer:
         checkpointer.save(1)
-        with pytest.raises(
-            laststep.MismatchError, match=r"exp_avg, rounded to bf16 when it was saved"
+        with raises(
+            laststep.MismatchError, found="optimizer/state/0.weight/exp_avg, rounded to bf16"
         ):
             checkpointer.restore(exact=True)
         assert checkpointer.restore(exact=True, only=["model"]).step == 1
@@ -109,7 +114,7 @@ def test_a_restore_that_must_be_exact_refuses_rounded_tensors_and_takes_the_othe
 def test_unchanged_tensors_stay_unwritten_when_they_are_rounded(run_folder: Path) -> None:
     state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
     with laststep.Checkpointer(
-        run_folder, state=state, lossy={"state/*": "bf16"}, flush="thread"
+        run_folder, state=state, options=laststep.Options(lossy={"state/*": "bf16"}, flush="thread")
     ) as checkpointer:
         checkpointer.save(1).result()
         assert checkpointer.save(2).result().written_bytes < 100_000
@@ -123,15 +128,15 @@ def test_unchanged_tensors_stay_unwritten_when_they_are_rounded(run_folder: Path
 @pytest.mark.parametrize(
     ("lossy", "message"),
     [
-        ({"*exp_avg": "bf16"}, r"a pattern is item/tensor"),
-        ({"optimizer/*": "fp8"}, r"one of bf16, int8.*'fp8'"),
-        ({"optimiser/*": "bf16"}, "did you mean 'optimizer'"),
+        ({"*exp_avg": "bf16"}, "'*exp_avg'"),
+        ({"optimizer/*": "fp8"}, "'fp8'"),
+        ({"optimiser/*": "bf16"}, "'optimizer'"),
         ({"optimizer/*": 8}, "lossy"),
         ("bf16", "lossy"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(run_folder: Path, lossy: object, message: str) -> None:
-    with pytest.raises(laststep.UsageError, match=message):
+    with raises(laststep.UsageError, message):
         Training().checkpointer(run_folder, lossy=lossy)
 
 

@@ -47,7 +47,10 @@ def run_and_fail(folder: Path, flush: str, act: Callable[[laststep.Checkpointer]
 
     def train() -> None:
         with laststep.Checkpointer(
-            tiers=tiers, state=state, flush=flush, progress=False, host_memory_bytes=128 << 20
+            tiers=tiers,
+            state=state,
+            options=laststep.Options(flush=flush, progress=False),
+            host_memory_bytes=128 << 20,
         ) as ckpt:
             ckpt.restore()
             ckpt.save(1).result()

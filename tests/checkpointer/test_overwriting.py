@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 from waiting import PATIENCE_S
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 MB = 1 << 20
 
 SAVER = """
-import sys, torch, laststep
+import os, sys, torch, laststep
+print(os.getpid(), flush=True)
 for number in range(1, 1000):
     state = {"n": number, "w": torch.full((1 << 20,), float(number))}
     laststep.save(state, sys.argv[1], overwrite=True)
@@ -49,7 +50,7 @@ def test_a_checkpoint_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> No
     laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 2
     assert [*tmp_path.iterdir()] == [tmp_path / "one"]
-    with pytest.raises(laststep.AlreadyExistsError, match="overwrite=True"):
+    with raises(laststep.AlreadyExistsError, remedy="overwrite=True"):
         laststep.save(state(3), tmp_path / "one")
 
 
@@ -65,11 +66,13 @@ def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.tex").touch()
     (tmp_path / "file").touch()
-    with laststep.Checkpointer(tmp_path / "run", state=state(1), progress=False) as ckpt:
+    with laststep.Checkpointer(
+        tmp_path / "run", state=state(1), options=laststep.Options(progress=False)
+    ) as ckpt:
         ckpt.save(1)
     (step,) = (tmp_path / "run").glob("step-*")
     for path in (tmp_path / "folder", tmp_path / "file", tmp_path / "run", step):
-        with pytest.raises(laststep.AlreadyExistsError, match="is not replaced"):
+        with raises(laststep.AlreadyExistsError, where=path):
             laststep.save(state(2), path, overwrite=True)
     assert (tmp_path / "folder" / "thesis.tex").exists()
     assert laststep.open(tmp_path / "run").latest().verify().damage == ()
@@ -78,7 +81,7 @@ def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
 def test_files_of_others_beside_what_a_save_has_stored_are_not_deleted(tmp_path: Path) -> None:
     laststep.save(state(1), tmp_path / "one")
     (tmp_path / "one" / "tokenizer.json").write_text("{}")
-    with pytest.raises(laststep.AlreadyExistsError, match=r"found tokenizer\.json"):
+    with raises(laststep.AlreadyExistsError, where=tmp_path / "one", found="tokenizer.json"):
         laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert (tmp_path / "one" / "tokenizer.json").exists()
     assert number_in(tmp_path / "one") == 1
@@ -99,7 +102,7 @@ def test_one_that_another_has_saved_meanwhile_is_replaced_or_told(
     laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 2
     monkeypatch.setattr(type(tmp_path), "rename", late)
-    with pytest.raises(laststep.AlreadyExistsError, match="overwrite=True"):
+    with raises(laststep.AlreadyExistsError, remedy="overwrite=True"):
         laststep.save(state(2), tmp_path / "two")
     assert number_in(tmp_path / "two") == 1
     assert {*tmp_path.iterdir()} == {tmp_path / "one", tmp_path / "two"}
@@ -144,7 +147,7 @@ def test_a_save_that_fails_leaves_what_was_there(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(Disk, "exchange", unknown)
-    with pytest.raises(laststep.StorageError, match="cannot replace a folder at once"):
+    with raises(laststep.StorageError, where=tmp_path / "one"):
         laststep.save(state(2), tmp_path / "one", overwrite=True)
     assert number_in(tmp_path / "one") == 1
     assert [*tmp_path.iterdir()] == [tmp_path / "one"]
@@ -153,17 +156,17 @@ def test_a_save_that_fails_leaves_what_was_there(
 def test_who_loads_meanwhile_and_who_loads_after_a_kill_has_one_whole_state(tmp_path: Path) -> None:
     path = tmp_path / "one"
     laststep.save(state(0), path)
-    saver = subprocess.Popen([sys.executable, "-c", SAVER, path], stdout=subprocess.PIPE)
+    command = [os.environ["WARM_PYTHON"], "-c", SAVER, path]
+    saver = subprocess.Popen(command, stdout=subprocess.PIPE)
+    pid = int(saver.stdout.readline())
     try:
-        saver.stdout.readline()
         found, deadline = [], time.monotonic() + PATIENCE_S
         while len(found) < 8 or len(set(found)) == 1:
             assert time.monotonic() < deadline, "it saves nothing"
             found.append(number_in(path))
         assert found == sorted(found)
-        time.sleep(found[-1] % 7 / 100)  # at any instant of a save
     finally:
-        saver.send_signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # at any instant of a save
         saver.wait()
         saver.stdout.close()
     assert number_in(path) >= found[-1]
@@ -184,7 +187,9 @@ def test_what_a_killed_save_has_left_goes_with_the_next_and_that_of_others_stays
     tmp_path: Path,
 ) -> None:
     for name in ("one", "two"):
-        killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / name], check=False)
+        killed = subprocess.run(
+            [os.environ["WARM_PYTHON"], "-c", KILLED, tmp_path / name], check=False
+        )
         assert killed.returncode == 9
     assert len([*tmp_path.glob(".one.tmp-*")]) == 2  # a folder and its lock
     under_way = tmp_path / ".one.tmp-1-1"

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import laststep
+from expect import raises
+from laststep.settings import as_keywords
+from stored import flip
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -24,12 +27,6 @@ def file_of(run: Path, step: int, name: str) -> Path:
     return found
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def damage(run: Path, step: int) -> None:
     """In the midst of the blob, which only reading all of it finds."""
     flip(file_of(run, step, "blob.safetensors"), 2 * MB)
@@ -39,17 +36,19 @@ def test_what_is_to_come_is_known_before_any_of_it_is_made_or_read(
     run_folder: Path, training: object, opened: object, bytes_read: dict[str, int]
 ) -> None:
     with opened(training) as ckpt:
-        ckpt.save(3, metrics={"loss": 0.5}, metadata={"epoch": 2})
+        ckpt.save(3, metrics={"loss": 0.5}, metadata={"term": 2})
 
     def too_early() -> object:
         raise AssertionError
 
     bytes_read.clear()
-    late = {name: laststep.Late(too_early) for name in training.items()}
-    with laststep.Checkpointer(run_folder, items=late, flush="thread", progress=False) as ckpt:
+    late = {name: laststep.Deferred(too_early) for name in training.items()}
+    with laststep.Checkpointer(
+        run_folder, items=late, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         found = ckpt.peek()
     assert (found.step, found.next_step, found.skipped) == (3, 4, ())
-    assert (found.metrics, found.metadata) == ({"loss": 0.5}, {"epoch": 2})
+    assert (found.metrics, found.metadata) == ({"loss": 0.5}, {"term": 2})
     assert (run_folder / found.folder / "manifest.json").exists()
     assert "index-r00000" in bytes_read
     assert not [name for name in bytes_read if name.endswith(".safetensors")]
@@ -123,12 +122,12 @@ def test_damage_that_a_part_finds_is_an_error_and_the_next_older_one_is_offered(
     with opened(fresh) as ckpt:
         assert ckpt.peek().step == 3
         assert ckpt.restore(only=["model", "plain"]).step == 3
-        with pytest.raises(laststep.CorruptError, match=r"peek\(\) again offers the next older"):
+        with raises(laststep.CorruptError, remedy="peek()"):
             ckpt.restore(only="blob")
         assert ckpt.peek().step == 2
         parts = ["optimizer", "model", "plain", "blob"]
         for part in parts:
-            with pytest.raises(laststep.UsageError, match="mixed"):
+            with raises(laststep.UsageError, remedy="restore()"):
                 ckpt.save(9)
             ckpt.peek()
             for one in parts[: parts.index(part) + 1]:
@@ -155,7 +154,7 @@ def test_none_of_several_that_can_be_opened_is_an_error(
     saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:
     flip(file_of(saved(1), 1, "manifest.json"), 60)
-    with opened(fresh) as ckpt, pytest.raises(laststep.CorruptError, match="none of the 1"):
+    with opened(fresh) as ckpt, raises(laststep.CorruptError, found="step 1"):
         ckpt.peek()
 
 
@@ -167,7 +166,7 @@ def test_a_run_of_which_all_was_found_damaged_is_not_taken_for_a_new_one(
         ckpt.peek()
         with pytest.raises(laststep.CorruptError):
             ckpt.restore()
-        with pytest.raises(laststep.CorruptError, match="no checkpoint of this run is sound"):
+        with raises(laststep.CorruptError, remedy="`laststep verify"):
             ckpt.peek()
 
 
@@ -178,7 +177,7 @@ def test_one_that_is_gone_by_then_is_an_error_and_another_is_offered(
     with opened(fresh) as ckpt:
         ckpt.peek()
         shutil.rmtree(next(run.glob("step-00000002*")))
-        with pytest.raises(laststep.NotFoundError, match="peeked at is gone"):
+        with raises(laststep.NotFoundError, where="step-00000002"):
             ckpt.restore(only="model")
         assert ckpt.peek().step == 1
         assert ckpt.restore().step == 1
@@ -196,7 +195,7 @@ def test_parts_of_two_that_were_peeked_at_one_after_the_other_are_not_saved(
             other.save(2)
         assert ckpt.peek().step == 2
         ckpt.restore(only=["blob", "optimizer", "plain"])
-        with pytest.raises(laststep.UsageError, match="mixed"):
+        with raises(laststep.UsageError, remedy="restore()"):
             ckpt.save(3)
         ckpt.restore(only="model")
         ckpt.save(3)
@@ -218,7 +217,7 @@ def test_parts_of_one_that_is_lost_midway_are_not_saved_beside_parts_of_another(
             ckpt.restore(only=["blob", "optimizer", "plain"])
         assert ckpt.peek().step == 1
         ckpt.restore(only=["blob", "optimizer", "plain"])
-        with pytest.raises(laststep.UsageError, match="mixed"):
+        with raises(laststep.UsageError, remedy="restore()"):
             ckpt.save(2)
         ckpt.restore(only="model")
         assert fresh.is_wholly(1)
@@ -237,7 +236,7 @@ def test_what_was_never_restored_need_not_be_after_damage(
             ckpt.restore(only=wanted)
         ckpt.peek()
         ckpt.restore(only=wanted[:2])
-        with pytest.raises(laststep.UsageError, match="mixed"):
+        with raises(laststep.UsageError, remedy="restore()"):
             ckpt.save(2)
         ckpt.restore(only=wanted[2:])
         ckpt.save(2)
@@ -256,7 +255,7 @@ def test_a_part_of_another_one_is_not_saved_beside_a_whole_one(
             other.save(2)
         ckpt.peek()
         ckpt.restore(only="model")
-        with pytest.raises(laststep.UsageError, match="mixed"):
+        with raises(laststep.UsageError, remedy="restore()"):
             ckpt.save(3)
         ckpt.restore()
         ckpt.save(3)
@@ -278,16 +277,16 @@ class Fragile(laststep.StateProvider):
 def test_an_item_whose_second_restore_fails_counts_as_not_restored(run_folder: Path) -> None:
     items = {"fragile": Fragile(), "plain": {"n": 1}}
     how = {"flush": "thread", "progress": False}
-    with laststep.Checkpointer(run_folder, items=items, **how) as ckpt:
+    with laststep.Checkpointer(run_folder, items=items, **as_keywords(how)) as ckpt:
         ckpt.save(1)
-    with laststep.Checkpointer(run_folder, items=items, **how) as ckpt:
+    with laststep.Checkpointer(run_folder, items=items, **as_keywords(how)) as ckpt:
         ckpt.peek()
         ckpt.restore(only="fragile")
         items["fragile"].breaks = True
         with pytest.raises(RuntimeError, match="broken"):
             ckpt.restore(only="fragile")
         ckpt.restore(only="plain")
-        with pytest.raises(laststep.UsageError, match="mixed"):
+        with raises(laststep.UsageError, remedy="restore()"):
             ckpt.save(2)
         items["fragile"].breaks = False
         ckpt.restore(only="fragile")
@@ -333,15 +332,15 @@ class Made:
 
     def items(self) -> dict[str, object]:
         return {
-            "optimizer": laststep.Late(lambda: self.optimizer),
-            "model": laststep.Late(lambda: self.model),
+            "optimizer": laststep.Deferred(lambda: self.optimizer),
+            "model": laststep.Deferred(lambda: self.model),
         }
 
 
 def test_items_that_are_made_late_are_saved_and_restored_as_others_are(run_folder: Path) -> None:
     how = {"flush": "thread", "progress": False, "host_memory_bytes": 64 * MB}
     first = Made()
-    with laststep.Checkpointer(run_folder, items=first.items(), **how) as ckpt:
+    with laststep.Checkpointer(run_folder, items=first.items(), **as_keywords(how)) as ckpt:
         assert ckpt.restore().step is None
         first.make(1.0)
         first.optimizer.step()
@@ -349,30 +348,32 @@ def test_items_that_are_made_late_are_saved_and_restored_as_others_are(run_folde
     stored = laststep.open(run_folder).latest().tensors()
     assert "optimizer/state/weight/exp_avg" in stored  # by the names of the model, made after it
     second, third = Made(), Made()
-    with laststep.Checkpointer(run_folder, items=second.items(), **how) as ckpt:
+    with laststep.Checkpointer(run_folder, items=second.items(), **as_keywords(how)) as ckpt:
         assert ckpt.peek().step == 1
         second.make(2.0)
         assert ckpt.restore().step == 1
     assert torch.equal(second.model.weight, first.model.weight)
     third.make(3.0)
     plain = {"model": third.model, "optimizer": third.optimizer}
-    with laststep.Checkpointer(run_folder, items=plain, **how) as ckpt:
+    with laststep.Checkpointer(run_folder, items=plain, **as_keywords(how)) as ckpt:
         ckpt.restore()
     moments = [s["exp_avg"] for one in (first, third) for s in one.optimizer.state.values()]
     assert torch.equal(moments[0], moments[2])
 
 
 def test_a_late_item_is_a_function() -> None:
-    with pytest.raises(laststep.UsageError, match="lambda"):
-        laststep.Late(nn.Linear(2, 2).state_dict())  # type: ignore[arg-type]
+    with raises(laststep.UsageError, remedy="lambda"):
+        laststep.Deferred(nn.Linear(2, 2).state_dict())  # type: ignore[arg-type]
 
 
 def test_a_late_item_that_is_another_each_time_is_refused(run_folder: Path) -> None:
     """Nothing of it could be restored: the next look would be at another one."""
-    late = laststep.Late(lambda: nn.Linear(2, 2))
+    late = laststep.Deferred(lambda: nn.Linear(2, 2))
     with (
-        laststep.Checkpointer(run_folder, late=late, flush="thread", progress=False) as ckpt,
-        pytest.raises(laststep.UsageError, match="each time"),
+        laststep.Checkpointer(
+            run_folder, late=late, options=laststep.Options(flush="thread", progress=False)
+        ) as ckpt,
+        raises(laststep.UsageError, remedy="lambda:"),
     ):
         ckpt.save(0)
 
@@ -380,7 +381,9 @@ def test_a_late_item_that_is_another_each_time_is_refused(run_folder: Path) -> N
 def test_a_late_item_that_is_replaced_is_saved_as_what_it_is_then(run_folder: Path) -> None:
     made = Made()
     made.make(1.0)
-    with laststep.Checkpointer(run_folder, items=made.items(), flush="thread") as ckpt:
+    with laststep.Checkpointer(
+        run_folder, items=made.items(), options=laststep.Options(flush="thread")
+    ) as ckpt:
         ckpt.save(1).result()
         made.make(2.0)
         ckpt.save(2).result()
@@ -405,8 +408,10 @@ def test_what_is_made_of_a_late_item_is_made_once_for_each(run_folder: Path) -> 
         calls.append(model)
         return laststep.trainable(model)
 
-    late = laststep.Late(lambda: made.model, trained)
-    with laststep.Checkpointer(run_folder, model=late, flush="thread") as ckpt:
+    late = laststep.Deferred(lambda: made.model, trained)
+    with laststep.Checkpointer(
+        run_folder, model=late, options=laststep.Options(flush="thread")
+    ) as ckpt:
         ckpt.save(1)
         ckpt.save(2).result()
         made.make(2.0)
@@ -419,7 +424,7 @@ def test_what_is_made_of_a_late_item_is_made_once_for_each(run_folder: Path) -> 
 def test_memory_is_made_ready_once_a_late_item_is_there(run_folder: Path) -> None:
     """The first save finds it, as if the items had been there from the beginning."""
     made, size = Made(), 3 * 8 * MB
-    items = {"model": laststep.Late(lambda: made.model)}
+    items = {"model": laststep.Deferred(lambda: made.model)}
     with laststep.Checkpointer(run_folder, items=items, host_memory_bytes=256 * MB) as ckpt:
         made.model = nn.Linear(1024, size // 4096, bias=False)
         optimizer = torch.optim.SGD(made.model.parameters())
@@ -429,19 +434,21 @@ def test_memory_is_made_ready_once_a_late_item_is_there(run_folder: Path) -> Non
 
 
 def test_a_late_item_that_is_not_made_by_then_is_told(run_folder: Path) -> None:
-    items = {"state": {"n": 1}, "late": laststep.Late(lambda: None)}
+    items = {"state": {"n": 1}, "late": laststep.Deferred(lambda: None)}
     how = {"flush": "thread", "progress": False}
     with (
-        laststep.Checkpointer(run_folder, items=items, **how) as ckpt,
-        pytest.raises(laststep.UsageError, match="does not exist yet"),
+        laststep.Checkpointer(run_folder, items=items, **as_keywords(how)) as ckpt,
+        raises(laststep.UsageError, where="late"),
     ):
         ckpt.save(0)
 
 
 def test_a_late_item_has_the_kind_of_what_it_became(run_folder: Path) -> None:
     model = nn.Linear(2, 2)
-    late = laststep.PerRank(laststep.Late(lambda: model))
-    with laststep.Checkpointer(run_folder, late=late, flush="thread", progress=False) as ckpt:
+    late = laststep.PerRank(laststep.Deferred(lambda: model))
+    with laststep.Checkpointer(
+        run_folder, late=late, options=laststep.Options(flush="thread", progress=False)
+    ) as ckpt:
         ckpt.save(0).result()
     content = laststep.open(run_folder).latest().content()
     assert content.items["late"].kind == "module"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,22 @@ def test_a_part_by_item_reads_only_what_it_needs_and_leaves_the_rest_alone(
     assert (values["optimizer"], values["blob"]) == ({7}, {7})
     assert bytes_read["model.safetensors"] > 0
     assert "blob.safetensors" not in bytes_read
+
+
+def test_a_part_needs_only_its_own_files(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    folder = saved(1)
+    fresh.become(7)
+    (path,) = folder.rglob("blob.safetensors")
+    path.unlink()
+    with opened(fresh) as checkpointer:
+        with raises(laststep.CorruptError, found="blob.safetensors"):
+            checkpointer.restore()
+        assert fresh.is_wholly(7), "that is noticed before anything is read"
+        checkpointer.restore(only=["model", "optimizer"])
+    values = fresh.values()
+    assert (values["model"], values["optimizer"], values["blob"]) == ({1}, {1}, {7})
 
 
 def test_a_part_by_glob_reads_only_the_blocks_of_its_tensors_and_no_plain_values(
@@ -66,24 +83,26 @@ def test_a_part_that_picks_nothing_is_an_error_and_nothing_is_touched(
 ) -> None:
     saved(1)
     fresh.become(7)
-    with opened(fresh) as checkpointer, pytest.raises(laststep.NotFoundError, match="matches"):
+    with opened(fresh) as checkpointer, raises(laststep.NotFoundError, expected=only[-1]):
         checkpointer.restore(only=only)
     assert fresh.is_wholly(7)
 
 
 def test_state_that_is_handed_over_whole_cannot_be_restored_in_part(tmp_path: Path) -> None:
     with laststep.Checkpointer(
-        tmp_path / "run", rng=laststep.RNG(), flush="thread"
+        tmp_path / "run", rng=laststep.RNG(), options=laststep.Options(flush="thread")
     ) as checkpointer:
         checkpointer.save(0).wait()
-        with pytest.raises(laststep.UsageError, match=r"rng/.*only=\['rng'\]"):
+        with raises(laststep.UsageError, "rng/", remedy="only=['rng']"):
             checkpointer.restore(only=["rng/torch/*"])
         checkpointer.restore(only=["rng"])
 
 
 def test_a_part_of_an_older_checkpoint_does_not_turn_the_run_back(run_folder: Path) -> None:
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    with laststep.Checkpointer(run_folder, items={"one": state}, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, items={"one": state}, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         for step in range(3):
             state["a"].fill_(step)
             state["b"].fill_(step)
@@ -97,7 +116,9 @@ def test_a_part_of_an_older_checkpoint_does_not_turn_the_run_back(run_folder: Pa
 
 def test_a_pattern_that_is_a_stored_name_means_that_one_alone(tmp_path: Path) -> None:
     state = {name: torch.ones(2) for name in ("a[0]", "a0", "b*", "bc")}
-    with laststep.Checkpointer(tmp_path / "run", state=state, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        tmp_path / "run", state=state, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         checkpointer.save(0).wait()
         for tensor in state.values():
             tensor.zero_()

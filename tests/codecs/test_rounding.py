@@ -60,7 +60,7 @@ def test_many_values_of_any_bits_are_rounded_as_torch_does(dtype: str) -> None:
     assert bytes(rounded(bits.tobytes(), dtype)) == by_torch(bits, dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=40), st.sampled_from(sorted(DTYPES)))
 def test_any_values_are_rounded_as_torch_does(values: list[int], dtype: str) -> None:
     bits = np.array(values, np.uint32)

@@ -15,27 +15,28 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from laststep.catalog import decision
+from laststep.catalog import attempt, decision
 from laststep.catalog.lineage import AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.commit.agreement import Agreements
+from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.round import Round, RoundContext
 from laststep.commit.thread import Participant
 from laststep.errors import AbortedError, LaststepError, StorageError, brief
 from laststep.events import Bus
-from laststep.flush.protocol import Begin, Begun, Decide, Located
-from laststep.flush.saves import SaveUnderWay
+from laststep.flush.protocol import Begin, Begun, Decide
+from laststep.flush.saves import Save
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.files import ItemSpec, SavePlan
+from laststep.plan.layouts import LocalItem, LocalTensor
 from laststep.plan.receipts import Groups
-from laststep.plan.tables import TableItem, TableTensor
 from laststep.ranks.rank import Rank
 from laststep.storage.memory import MemoryStore, clear
+from saves_of import flush
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from laststep.plan.tables import Table
+    from laststep.plan.layouts import LocalLayout
 
 DEADLINE_S = 30.0
 _TICK_S = 0.5
@@ -125,7 +126,7 @@ class Loss(enum.Enum):
 
 
 class MemoryBoard:
-    """What `laststep.ranks.board.Board` does, with notes in a dict that all ranks share."""
+    """What `laststep.ranks.key_value.Board` does, with notes in a dict that all ranks share."""
 
     prefix = "simulated"
 
@@ -209,7 +210,8 @@ class Flusher:
 
     def __init__(self, job: SimulatedJob, rank: int) -> None:
         self._job, self._rank = job, rank
-        self.save: SaveUnderWay | None = None
+        self.bus = Bus()
+        self.save: Save | None = None
         self.stands = False
         """It is stopped: messages wait."""
         self.kept: list[object] = []
@@ -227,14 +229,14 @@ class Flusher:
             return
         if isinstance(message, Begin) and self._rank == 0:
             self._job.attempts += 1
-            at = AttemptName(step=message.step, epoch=1, attempt=self._job.attempts)
+            at = AttemptName(step=message.step, term=1, attempt=self._job.attempts)
             self._job.store.make_folder(at.folder)
-            save.note(Begun(save=message.save, at=at))
+            save.begun(at)
             self._write(save)
-        elif isinstance(message, Located):
+        elif isinstance(message, Begun):
             save.at = message.at
             self._write(save)
-        elif isinstance(message, Decide):
+        elif isinstance(message, Decide) and message.by_all:
             self._decide(save, message)
         self._job.clock.stir()
 
@@ -250,32 +252,26 @@ class Flusher:
         save = self.save
         assert save is not None
         if save.may_be_committed:
-            save.lost = error
+            save.lose_flusher(error)
         else:
             self._end(save, error)
         self._job.clock.stir()
 
-    def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
-        if self.save is not None and not self.save.over:
-            self._end(self.save, error)
+    def save_ends(self, save: Save, at: AttemptName | None) -> None:
+        """Nothing follows from it here."""
 
-    def decided(self, message: object) -> None:
-        assert self.save is not None
-        self._end(self.save, None)
-
-    def _write(self, save: SaveUnderWay) -> None:
+    def _write(self, save: Save) -> None:
         if self.full:
             self._end(save, StorageError("cannot write", found="No space left on device"))
             return
-        save.written = written_by(self._rank)
-        save.handle.durable.reach()
+        flush(save, written_by(self._rank))
 
-    def _decide(self, save: SaveUnderWay, decide: Decide) -> None:
+    def _decide(self, save: Save, decide: Decide) -> None:
         store, at = self._job.store, save.at
         assert at is not None
         try:
             if decide.reason is not None:
-                if isinstance(decision.abort(store, at.folder, decide.reason), Commit):
+                if isinstance(attempt.abort(store, at.folder, decide.reason), Commit):
                     self._end(save, None)
                 else:
                     self._end(save, AbortedError(decide.reason))
@@ -284,26 +280,26 @@ class Flusher:
                 commit = Commit(
                     run="run",
                     step=at.step,
-                    epoch=at.epoch,
+                    term=at.term,
                     attempt=at.attempt,
                     created_s=0.0,
                     laststep="",
                     items=decide.items,
                     written=decide.written,
-                    classes=decide.classes,
+                    layout_groups=decide.layout_groups,
                     ranks=decide.ranks,
                 )
-                decision.commit(store, at.folder, commit)
+                attempt.Attempt(store, at).commit(commit)
             self._end(save, None)
         except LaststepError as error:
             self._end(save, error)
 
-    def _end(self, save: SaveUnderWay, error: LaststepError | None) -> None:
+    def _end(self, save: Save, error: LaststepError | None) -> None:
         if error is None:
-            save.handle.committed.reach()
+            assert save.at is not None
+            save.decided(save.at)
         else:
-            save.handle.fail(error)
-        save.note()
+            save.fail(error)
         self._job.clock.stir()
 
 
@@ -326,14 +322,14 @@ class SimulatedRank:
         self._resting: threading.Thread | None = None
         self._error: LaststepError | None = None
         self._died: BaseException | None = None
-        self.board = board = MemoryBoard(job.clock, job.notes, self.comes_to)
+        self.kv = kv = MemoryBoard(job.clock, job.notes, self.comes_to)
         rank = Rank(number, job.groups.ranks)
-        self.agreements = Agreements(rank, board, deadline_s=DEADLINE_S)
-        desk = RoundContext(
-            rank, board, self.flusher, self.agreements, job.store, deadline_s=DEADLINE_S
+        self.global_layouts = GlobalLayouts(rank, kv, deadline_s=DEADLINE_S)
+        context = RoundContext(
+            rank, kv, self.flusher, self.global_layouts, job.store, deadline_s=DEADLINE_S
         )
-        self._participant = Participant(desk, job.groups, Bus())
-        self.agreements.known = lambda: self._participant.part.known
+        self._participant = Participant(context, job.groups, Bus())
+        self.global_layouts.known = lambda: self._participant.part.known
 
     def comes_to(self, name: str) -> None:
         for end in [end for end in self.at if name.endswith(end)]:
@@ -404,25 +400,27 @@ class SimulatedRank:
         try:
             if problem:
                 raise AbortedError(problem)
-            agreement = self.agreements.on(self._table(), step)
+            global_layout = self.global_layouts.on(self._local_layout(), step)
         except LaststepError as error:
             self._participant.go_through(Round(step, None, None, problem=brief(error)))
             raise
-        save = SaveUnderWay(self.flusher, step, role="first" if self.number == 0 else "member")
+        save = Save(self.flusher, step, role="first" if self.number == 0 else "member")
         item = ItemSpec(name="m", kind="value", standalone=False, pieces=())
-        save.planned(SavePlan(items=(item,), files=(), pieces=(), values=("m",)), lambda: None)
+        save.start_capture(
+            SavePlan(items=(item,), files=(), pieces=(), values=("m",)), lambda: None
+        )
         self.flusher.save = save
         if self.number == 0:
             save.begin()
-        round_ = Round(step, save, agreement)
+        round_ = Round(step, save, global_layout)
         round_.seal({"m": self.value}, self.number)
         self._participant.go_through(round_)
-        if save.handle.error is not None:
-            raise save.handle.error
+        if save.error is not None:
+            raise save.error
 
-    def _table(self) -> Table:
-        tensors = tuple(TableTensor(name, "float32", (self.size,), None) for name in self.tensors)
-        return (TableItem("m", "value", False, tensors),)
+    def _local_layout(self) -> LocalLayout:
+        tensors = tuple(LocalTensor(name, "float32", (self.size,), None) for name in self.tensors)
+        return (LocalItem("m", "value", False, tensors),)
 
 
 class SimulatedJob:

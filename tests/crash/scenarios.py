@@ -23,10 +23,12 @@ from unittest import mock
 import crashed_disk
 import msgspec
 
+import attempts
 from laststep.catalog.indexes import read_indexes
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.codecs.digests import block_digests
+from laststep.constants import ALIGN_BYTES, align_up
 from laststep.errors import LaststepError, NotFoundError
 from laststep.flush import base as flush_base
 from laststep.flush.encoder import Compressor
@@ -36,10 +38,8 @@ from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk
-from laststep.tiers.bringing import CopyRoute
-from laststep.tiers.copying import Copier
+from laststep.tiers.copying import Copier, CopyRoute
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
 """Each checkpoint: its folder, whether it is on the lineage, the digests of its indexes and data
@@ -89,52 +89,52 @@ class Explored:
     distinct: int
 
 
-def save(step: int, epoch: int, attempt: int) -> Stage:
+def save(step: int, term: int, attempt: int) -> Stage:
     """Write two data files and their index, and commit."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
-        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
-        writer = SaveWriter(store, folder, _layouts())
+        folder = run.begin(step=step, term=term, attempt=attempt).folder
+        writer = SaveWriter(attempts.of(store, folder), _layouts())
         for number, name in enumerate(_FILES):
             _write(writer, number, _image(f"{folder}/{name}", _SIZES[number]))
-        run.commit(folder, _commit(step, epoch, attempt, writer.finish(_VALUES)))
+        attempts.commit(run, folder, _commit(step, term, attempt, writer.finish(_VALUES)))
 
     return stage
 
 
-def save_by_ranks(step: int, epoch: int, attempt: int) -> Stage:
+def save_by_ranks(step: int, term: int, attempt: int) -> Stage:
     """Two ranks write a data file and an index each, into a folder that one of them makes; then
     the first one commits."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
-        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        folder = run.begin(step=step, term=term, attempt=attempt).folder
         written = WrittenIndexes()
         writers = [_writer_of_rank(store, folder, rank) for rank in range(2)]
         for writer in writers:
             written = written.plus(writer.finish(_VALUES))
-        run.commit(folder, _commit(step, epoch, attempt, written, ranks=2))
+        attempts.commit(run, folder, _commit(step, term, attempt, written, ranks=2))
 
     return stage
 
 
-def save_sharing(step: int, epoch: int, attempt: int, *, anew: bool = False) -> Stage:
+def save_sharing(step: int, term: int, attempt: int, *, anew: bool = False) -> Stage:
     """Write two data files of which nothing changes from save to save, and a value that does: the
     files are shared with the newest checkpoint, but for `anew`."""
 
     def stage(store: DirectoryStore) -> None:
         run = Run.open(store)
-        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        folder = run.begin(step=step, term=term, attempt=attempt).folder
         base = None if anew else _newest(store, run)
         with mock.patch.object(flush_base, "LEAST_BYTES", 0):
-            writer = SaveWriter(store, folder, _layouts(), base=base)
+            writer = SaveWriter(attempts.of(store, folder), _layouts(), base=base)
             for number, name in enumerate(_FILES):
                 _write(writer, number, _image(name, _SIZES[number]))
             written = writer.finish({"m": f"{step}".encode()})
         if base is not None and base.layout(_layouts()[0]) is not None and _is_same(base):
             assert written.shared_bytes == written.size_bytes, "what has not changed is shared"
-        run.commit(folder, _commit(step, epoch, attempt, written))
+        attempts.commit(run, folder, _commit(step, term, attempt, written))
 
     return stage
 
@@ -145,18 +145,18 @@ class Encoding:
     def __init__(self) -> None:
         self._compressor = Compressor(Orders(writers=1, compression="max"), memory_bytes=1 << 20)
 
-    def save(self, step: int, epoch: int, attempt: int) -> Stage:
+    def save(self, step: int, term: int, attempt: int) -> Stage:
         """Write a tensor that differs in a few bytes from save to save, and one that does not
         change: the first is encoded against the last checkpoint, the second used again. Both lie
         in pack files."""
 
         def stage(store: DirectoryStore) -> None:
             run = Run.open(store)
-            folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+            folder = run.begin(step=step, term=term, attempt=attempt).folder
             base = _newest(store, run)
             with mock.patch.object(flush_base, "LEAST_BYTES", 0):
                 writer = SaveWriter(
-                    store, folder, _layouts(), base=base, compressor=self._compressor
+                    attempts.of(store, folder), _layouts(), base=base, compressor=self._compressor
                 )
                 for number, name in enumerate(_FILES):
                     image = _image(name, _SIZES[number], mask=3)
@@ -165,7 +165,7 @@ class Encoding:
                 written = writer.finish(_VALUES)
             picked = [report.picked for report in writer.coding()]
             assert picked == (["patches", "raw"] if base else ["planes", "planes"])
-            run.commit(folder, _commit(step, epoch, attempt, written))
+            attempts.commit(run, folder, _commit(step, term, attempt, written))
 
         return stage
 
@@ -197,13 +197,15 @@ def _image(seed: str, size: int, mask: int = 0xFF) -> mmap.mmap:
 
 
 def _write(writer: SaveWriter, number: int, image: mmap.mmap) -> None:
-    writer.write(number, 0, memoryview(image), _SIZES[number])
+    data = memoryview(image)
+    sums = writer.digests(number, 0, data[: _SIZES[number]])
+    writer.write(number, 0, data, _SIZES[number], sums)
 
 
 def _writer_of_rank(store: DirectoryStore, folder: str, rank: int) -> SaveWriter:
     """The save of a rank, written and not yet durable."""
     layouts = _layouts((f"r00000/m-r{rank:05d}.safetensors",))
-    writer = SaveWriter(store, folder, layouts, rank=(rank, 2))
+    writer = SaveWriter(attempts.of(store, folder), layouts, rank=(rank, 2))
     _write(writer, 0, _image(f"{folder}/{rank}", _SIZES[0]))
     return writer
 
@@ -227,17 +229,19 @@ def create_run(store: DirectoryStore) -> None:
 
 def claim(continues: tuple[int, int] | None) -> Stage:
     """Start a writer."""
-    return lambda store: _ignore(Run.open(store).claim_epoch(continues))
+    return lambda store: _ignore(Run.open(store).claim_term(continues))
 
 
-def begin(step: int, epoch: int, attempt: int) -> Stage:
+def begin(step: int, term: int, attempt: int) -> Stage:
     """Start an attempt and leave it."""
-    return lambda store: _ignore(Run.open(store).begin(step=step, epoch=epoch, attempt=attempt))
+    return lambda store: _ignore(
+        Run.open(store).begin(step=step, term=term, attempt=attempt).folder
+    )
 
 
 def abort(folder: str) -> Stage:
     """Give an attempt up."""
-    return lambda store: _ignore(Run.open(store).abort(folder, "a test"))
+    return lambda store: _ignore(attempts.abort(Run.open(store), folder, "a test"))
 
 
 def clean(store: DirectoryStore) -> None:
@@ -351,7 +355,7 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
     """A history of saves, repeated steps, restarts, rollbacks, aborts, cleans and prunes."""
     chance = random.Random(seed)
     made: list[Stage] = [create_run, claim(None)]
-    epoch, attempt, lineage = 1, 0, [(0, 0)]
+    term, attempt, lineage = 1, 0, [(0, 0)]
     while len(made) < stages + 2:
         kind = chance.choice(("save", "save", "save", "restart", "give up", "clean", "prune"))
         shares = chance.random() < 0.5
@@ -359,15 +363,15 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
             attempt += 1
             step = chance.randrange(6)
             if kind == "save":
-                made.append((save_sharing if shares else save)(step, epoch, attempt))
-                lineage.append((epoch, attempt))
+                made.append((save_sharing if shares else save)(step, term, attempt))
+                lineage.append((term, attempt))
             else:
-                made.append(begin(step, epoch, attempt))
-                made.append(abort(f"step-{step:08d}.{epoch}-{attempt}"))
+                made.append(begin(step, term, attempt))
+                made.append(abort(f"step-{step:08d}.{term}-{attempt}"))
         elif kind == "restart":
             del lineage[max(1, len(lineage) - chance.randrange(3)) :]
             made.append(claim(lineage[-1] if len(lineage) > 1 else None))
-            epoch, attempt = epoch + 1, 0
+            term, attempt = term + 1, 0
         else:
             made.append(clean if kind == "clean" else prune_oldest)
     return Scenario(name=f"history {seed}", before=tuple(made[:2]), stages=tuple(made[2:]))
@@ -481,25 +485,25 @@ def _recover(root: Path, before: Shown) -> None:
     store = DirectoryStore(root, direct=False)
     run = Run.open_or_create(store)
     newest = run.newest()
-    continues = None if newest is None else (newest.epoch, newest.attempt)
-    epoch = run.claim_epoch(continues)
+    continues = None if newest is None else (newest.term, newest.attempt)
+    term = run.claim_term(continues)
     clean(store)
     if run.attempts():
         raise Violated(f"attempts are left after cleaning: {run.attempts()}")
     if shown(root) != (before or ()):
         raise Violated(f"cleaning changed what is shown: {before} became {shown(root)}")
-    save(99, epoch, 1)(store)
+    save(99, term, 1)(store)
     saved = run.newest()
     if saved is None or saved.step != 99:
         raise Violated(f"after the recovery the newest is {saved}")
 
 
-def _commit(step: int, epoch: int, attempt: int, written: WrittenIndexes, ranks: int = 1) -> Commit:
+def _commit(step: int, term: int, attempt: int, written: WrittenIndexes, ranks: int = 1) -> Commit:
     item = ItemRecord(name="m", kind="t", tensors=1, size_bytes=1)
     return Commit(
         run="0" * 32,
         step=step,
-        epoch=epoch,
+        term=term,
         attempt=attempt,
         created_s=1.0,
         laststep="0",

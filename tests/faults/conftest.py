@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from preemptions import Ranks, Told
-    from rank_jobs import Job, Jobs, Standing
+    from rank_jobs import Job, Jobs, ReplicaStatus
 
 # Lets the tests of several ranks import what they share by its name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,6 +81,7 @@ class Trainer:
             if pid is not None and is_ours(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                wait_until(lambda pid=pid: has_ended(pid))
 
 
 def is_ours(pid: int) -> bool:
@@ -124,11 +125,11 @@ def jobs() -> Iterator[Jobs]:
 
 
 @pytest.fixture(scope="session")
-def kept(jobs: Jobs) -> Iterator[list[Standing]]:
+def kept(jobs: Jobs) -> Iterator[list[ReplicaStatus]]:
     """The standing job, while no test has it."""
     from rank_jobs import check
 
-    found: list[Standing] = []
+    found: list[ReplicaStatus] = []
     yield found
     for one in found:
         one.job.clean_up()
@@ -136,7 +137,7 @@ def kept(jobs: Jobs) -> Iterator[list[Standing]]:
 
 
 @pytest.fixture
-def standing(jobs: Jobs, kept: list[Standing]) -> Iterator[Standing]:
+def standing(jobs: Jobs, kept: list[ReplicaStatus]) -> Iterator[ReplicaStatus]:
     """A job of three ranks that many tests save with; one that a failed test has left in disorder
     is replaced."""
     from rank_jobs import check
@@ -156,8 +157,8 @@ def standing(jobs: Jobs, kept: list[Standing]) -> Iterator[Standing]:
 
 
 @pytest.fixture
-def start_job(jobs: Jobs) -> Iterator[Callable[..., Job]]:
-    """`start_job(ranks, **how)`: a job of the test's own."""
+def start_job(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Job]]:
+    """`start_job(ranks, **how)`: a job of the test's own, which ends before its run goes."""
     started: list[Job] = []
 
     def go(ranks: int, **how: object) -> Job:

@@ -24,24 +24,25 @@ import torch.distributed as dist
 
 import laststep
 from laststep import resuming
+from laststep.catalog.writer import RunWriter
 from laststep.events import Captured, Committed, PreemptionEnded, TierHolds
-from laststep.flush.epoch import WriterEpoch
-from laststep.flush.saves import SaveUnderWay
+from laststep.flush.listeners import Retention
+from laststep.flush.saves import Save, Saves
 from laststep.flush.writer import SaveWriter
 from laststep.process import signals
-from laststep.saving import place
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PATIENCE_S = 120.0
 PHASES: dict[str, tuple[Any, str]] = {
-    "capture": (SaveUnderWay, "chunks"),
-    "seal": (SaveUnderWay, "captured"),
+    "capture": (Save, "chunks"),
+    "seal": (Save, "captured"),
     "flush": (SaveWriter, "write"),
     "durable": (SaveWriter, "finish"),
-    "commit": (WriterEpoch, "commit"),
-    "retention": (WriterEpoch, "retain"),
+    "commit": (RunWriter, "commit"),
+    "retention": (Retention, "committed"),
     "restore": (resuming, "restore_into"),
 }
 
@@ -84,14 +85,14 @@ class Training:
 
     def open_when_called_off(self) -> None:
         """With `until` "called off", go on when that was done with the saves that wait."""
-        call_off = place.call_off_queued
+        call_off = Saves.call_off_queued
 
         def act(*arguments: Any) -> None:
             call_off(*arguments)
             if self.request.get("until") == "called off":
                 self.go_on.set()
 
-        place.call_off_queued = act
+        Saves.call_off_queued = act
 
     def gate(self, phase: str) -> None:
         self.open_when_called_off()
@@ -133,11 +134,9 @@ class Training:
         self.ckpt = laststep.Checkpointer(
             *place,
             state=self.state,
-            progress=False,
             host_memory_bytes=128 << 20,
             preemption=laststep.Preemption(**request["preemption"]),
-            subscribers=[self.tell],
-            **how,
+            **as_keywords({"progress": False, "subscribers": [self.tell], **how}),
         )
         self.gate(request.get("phase", ""))
         threading.Thread(target=self.listen, daemon=True).start()

@@ -7,8 +7,6 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 import laststep
 
 if TYPE_CHECKING:
@@ -91,11 +89,3 @@ def check(run: Path, report: dict[str, Any]) -> None:
         state = laststep.load(run)["state"]
         assert state["n"] == found[-1]
         assert state["t"].unique().tolist() == [float(found[-1])]
-
-
-def long(*values: object) -> list[Any]:
-    """Those that only `make test-long` runs."""
-    return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
-        for one in values
-    ]

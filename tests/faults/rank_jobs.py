@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import laststep
-from waiting import PATIENCE_S, wait_until
+from stored import folders
+from waiting import PATIENCE_S, is_flusher, wait_until
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = WORKER.parent.parent.parent / "src"
@@ -61,6 +62,7 @@ class Process:
         self._from, inner_out = os.pipe()
         self._zygote = zygote
         self._heard = b""
+        self._patience_s = float(request.get("patience_s", PATIENCE_S))
         self.code: int | None = None
         self.log = log
         with log.open("ab") as errors:
@@ -69,10 +71,10 @@ class Process:
         os.close(inner_out)
         self.flushers: list[int] = []
 
-    def next_words(self, patience_s: float = PATIENCE_S) -> list[str]:
+    def next_words(self) -> list[str]:
         """The next line that it prints."""
         while b"\n" not in self._heard:
-            if not select.select([self._from], [], [], patience_s)[0]:
+            if not select.select([self._from], [], [], self._patience_s)[0]:
                 raise TimeoutError(f"nothing was heard; its log: {self.log.read_text()[-4000:]}")
             data = os.read(self._from, 4096)
             if not data:
@@ -102,7 +104,7 @@ class Process:
     def late(self) -> list[str]:
         """What it says next, when the time is up for which it waits for others, or will wait: no
         machine is so slow that it has not begun to by the last time that is tried."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
             self.tell(f"pass {4 * DEADLINE_S:g}")
             words = self.next_words()
@@ -136,7 +138,7 @@ class Process:
         """Whether it answers, and has nothing else to say."""
         self.tell("helper")
         try:
-            words = self.next_words(PATIENCE_S)
+            words = self.next_words()
         except TimeoutError:
             return False
         return words[0] == "helper" and not self._heard
@@ -149,7 +151,7 @@ class Process:
 
     def end(self) -> int:
         """Its exit status, once it has ended."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while self.code is None:
             self.code = self._zygote.poll(self.pid)
             if self.code is None:
@@ -168,6 +170,7 @@ class Process:
         for pid in self.flushers:
             if is_flusher(pid):
                 os.kill(pid, signal.SIGKILL)
+                wait_for_end(pid)  # until then it writes to the run, which goes next
         self.hang_up()
         os.close(self._from)
 
@@ -191,6 +194,7 @@ class Job:
         networks: tuple[str | None, ...] = (),
         address: str = "127.0.0.1",
         interfaces: tuple[str, ...] = (),
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.store = store
         self.port = 0
@@ -221,6 +225,7 @@ class Job:
                 "group": group,
                 "folders": folders,
                 "notes": notes,
+                "patience_s": patience_s,
                 "environment": {"GLOO_SOCKET_IFNAME": interface},
             }
             self.ranks.append(Process(zygote, request, folder / f"{start}.rank{number}.log"))
@@ -236,6 +241,7 @@ class Job:
         deadline_s: float = DEADLINE_S,
         only: dict[int, dict[str, Any]] | None = None,
         answer_s: float | None = None,
+        **settings: Any,
     ) -> None:
         """A Checkpointer on every rank; `only` has settings of single ranks. The store that they
         meet in has to answer within `answer_s`."""
@@ -244,7 +250,7 @@ class Job:
                 process.do(f"answer {answer_s:g}")
         for number, process in enumerate(self.ranks):
             own = (only or {}).get(number, {})
-            options = {"deadline_s": deadline_s, **self._settings, **own}
+            options = {"deadline_s": deadline_s, **self._settings, **settings, **own}
             process.tell(f"open {run} {json.dumps(options)}")
         for process in self.ranks:
             flusher = process.hear("open")
@@ -305,21 +311,9 @@ class Job:
             process.clean_up()
 
 
-def is_flusher(pid: int) -> bool:
-    try:
-        return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_for_end(pid: int) -> None:
     """Until that flusher has ended."""
     wait_until(lambda: not is_flusher(pid))
-
-
-def folders(run: Path) -> list[str]:
-    """What is there, finished or not."""
-    return sorted(path.name for path in run.glob("step-*"))
 
 
 def check(
@@ -347,7 +341,7 @@ def check(
         wait_until(lambda: folders(run) == sorted(checkpoint.folder for checkpoint in catalog))
 
 
-class Standing:
+class ReplicaStatus:
     """A job of three ranks with a run that many tests save to, one after the other."""
 
     def __init__(self, jobs: Jobs, run: Path) -> None:
@@ -409,9 +403,9 @@ class Jobs:
         self._count += 1
         return Process(self.zygote, request, Path(self._folder.name) / f"{self._count}.log")
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReplicaStatus:
         self._count += 1
-        return Standing(self, Path(self._folder.name) / f"run{self._count}")
+        return ReplicaStatus(self, Path(self._folder.name) / f"run{self._count}")
 
     def close(self) -> None:
         self.zygote.close()

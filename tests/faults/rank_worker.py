@@ -31,16 +31,16 @@ import laststep
 from laststep import events
 from laststep.commit import member as members
 from laststep.commit import thread as teaming
-from laststep.commit.agreement import Agreements
+from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.leader import Leader
 from laststep.commit.round import RoundContext
 from laststep.flush import server
 from laststep.plan import files as planning
 from laststep.plan.receipts import Groups
-from laststep.ranks import board as boards
-from laststep.ranks.board import Board
+from laststep.ranks import key_value
+from laststep.ranks.key_value import KeyValueStore
+from laststep.settings import as_keywords
 
-PATIENCE_S = 120.0
 NEEDED = (laststep.Checkpointer, laststep.PerRank)
 """Both are imported when they are asked for: here, once for all ranks."""
 
@@ -48,6 +48,15 @@ NEEDED = (laststep.Checkpointer, laststep.PerRank)
 def say(*words: object) -> None:
     text = " ".join(map(str, words)).replace("\n", " / ")
     os.write(1, (text + "\n").encode())  # whole, whichever thread speaks
+
+
+def ramp_at(step: int, size: int) -> torch.Tensor:
+    """The values of a ramp at a step: no two are the same."""
+    return torch.arange(size, dtype=torch.float32).add_(step * size)
+
+
+def _is_all(tensor: torch.Tensor, value: float) -> bool:
+    return tensor.unique().tolist() == [value]
 
 
 class Flaky:
@@ -106,7 +115,7 @@ def put_gates() -> None:
 
         setattr(kind, method, held)
 
-    stand(Agreements, "on", "agree", after=False)
+    stand(GlobalLayouts, "on", "agree", after=False)
     stand(Leader, "_post", "post", after=True)
     stand(RoundContext, "own_receipt", "receipt", after=True)
     stand(members, "summarise", "summary", after=True)
@@ -121,8 +130,8 @@ class Ahead:
 
     @classmethod
     def put(cls) -> None:
-        now_s = Board.now_s
-        Board.now_s = lambda board: now_s(board) + cls.seconds
+        now_s = KeyValueStore.now_s
+        KeyValueStore.now_s = lambda kv: now_s(kv) + cls.seconds
 
 
 def pretend(group: int | None, *, folders: bool) -> None:
@@ -140,7 +149,7 @@ class Worker:
     - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher. With
       `memory` its saves are kept in shared memory there, with `further` they are drained to that
       place, with `stuck` nothing is ever durable, with `sharded` the state is one tensor that lies
-      over all ranks;
+      over all ranks; with `ramp` of so many elements, each of which has another value;
     - `restore`: says `restored` and the step; with the name of an item, that alone;
     - `exact N`: says whether all that it holds is what it was at step N, or one item is;
     - `train N`: save from step N on, until it is killed; says `TierHolds` and `Committed`;
@@ -157,7 +166,8 @@ class Worker:
     - `forget`: end without `close()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
         self.checkpointer: laststep.Checkpointer | None = None
         self.flaky = Flaky()
         self.trains = False
@@ -189,7 +199,7 @@ class Worker:
                 say("failed", type(error).__name__, error)
 
     def do_answer(self, rest: str) -> None:
-        boards._CALL_S = float(rest)
+        key_value._CALL_S = float(rest)
         say("done", "answer")
 
     def do_open(self, rest: str) -> None:
@@ -198,7 +208,10 @@ class Worker:
         how = {"host_memory_bytes": 64 << 20, **json.loads(options or "{}")}
         self.state: dict[str, Any] = {"t": torch.zeros(1 << 18), "n": -1}
         self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
-        if how.pop("sharded", False):
+        self.ramp = how.pop("ramp", 0)
+        if self.ramp:
+            self.state["t"] = torch.zeros(self.ramp)
+        if how.pop("sharded", False) or self.ramp:
             self.state["t"] = dist_tensor.distribute_tensor(
                 self.state["t"],
                 device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
@@ -216,11 +229,9 @@ class Worker:
             *place,
             state=self.state,
             flaky=self.flaky,
-            progress=False,
             mine=laststep.PerRank(self.mine, when_ranks_change="keep"),
             new_lineage=True,
-            subscribers=[self.hear],
-            **how,
+            **as_keywords({"progress": False, "subscribers": [self.hear], **how}),
         )
         self.checkpointer._client.start()
         say("open", self.checkpointer._client.helper_pid)
@@ -242,8 +253,8 @@ class Worker:
         number, _, item = rest.partition(" ")
         step, held = float(number), self.state["t"]
         local = held.to_local() if isinstance(held, dist_tensor.DTensor) else held
-        tensors = [local] if item else [local, self.mine["t"]]
-        exact = [tensor.unique().tolist() == [step] for tensor in tensors]
+        filled = torch.equal(local, self._part(int(number))) if self.ramp else _is_all(local, step)
+        exact = [filled] if item else [filled, _is_all(self.mine["t"], step)]
         own = self.mine["rank"] == dist.get_rank()
         say("exact", all(exact) and self.state["n"] == step and own)
 
@@ -251,15 +262,24 @@ class Worker:
         self.state["odd"] = dist.get_rank()
         say("done", "differ")
 
+    def _part(self, step: int) -> torch.Tensor:
+        """What this rank has of a ramp at that step."""
+        whole = ramp_at(step, self.ramp)
+        parts = whole.chunk(dist.get_world_size())
+        return parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
+
     def _save(self, step: int) -> laststep.SaveHandle:
-        self.state["t"].fill_(step)
+        if self.ramp:
+            self.state["t"].to_local().copy_(self._part(step))
+        else:
+            self.state["t"].fill_(step)
         self.state["n"] = step
         self.mine["t"].fill_(step)
         return self.checkpointer.save(step)
 
     def do_try(self, rest: str) -> None:
         handle = self._save(int(rest))
-        committed = handle.wait(PATIENCE_S)
+        committed = handle.wait(self.patience_s)
         said = "committed" if committed else "skipped" if handle.report.skipped else "hangs"
         say(said, rest)
 
@@ -267,7 +287,9 @@ class Worker:
         handle = self._save(int(rest))
         for save in self.checkpointer._client.saves.all():
             if save.handle is handle and save.job is not None:
-                save.job.over.wait(PATIENCE_S)  # captured: the next one finds nothing in its way
+                save.job.over.wait(
+                    self.patience_s
+                )  # captured: the next one finds nothing in its way
         say("skipped" if handle.report.skipped else "done", "save")
 
     def do_wait(self, rest: str) -> None:
@@ -276,7 +298,7 @@ class Worker:
 
     def do_over(self, rest: str) -> None:
         for save in self.checkpointer._client.saves.all():
-            save.handle.committed.over_within(PATIENCE_S)
+            save.handle.committed.over_within(self.patience_s)
         say("done", "over")
 
     def do_close(self, rest: str) -> None:
@@ -317,7 +339,7 @@ def rank(request: dict[str, Any]) -> None:
         request["port"],
         None,
         request.get("hosts", False),
-        timeout=timedelta(seconds=PATIENCE_S),
+        timeout=timedelta(seconds=request["patience_s"]),
         wait_for_workers=False,
     )
     if request.get("hosts"):
@@ -335,7 +357,7 @@ def rank(request: dict[str, Any]) -> None:
     put_gates()
     Ahead.put()
     pretend(request["group"], folders=request["folders"])
-    Worker().work()
+    Worker(request["patience_s"]).work()
     say("ends")
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +62,9 @@ def test_a_save_for_which_there_is_too_little_memory_is_told_and_the_next_one_wo
 ) -> None:
     script = f"""
 import resource, torch, laststep
-state = {{"w": torch.ones(6 << 20), "strided": torch.ones(2048, 1024).t()}}
+# A conjugate that is not resolved has to be copied once more.
+conjugate = torch.ones(6 << 20, dtype=torch.complex64).conj()
+state = {{"w": conjugate, "strided": torch.ones(2048, 1024).t()}}
 run = {str(run_folder)!r}
 with laststep.Checkpointer(run, s=state, host_memory_bytes=64 << 20) as checkpointer:
     checkpointer.restore()  # which starts all threads
@@ -70,7 +74,7 @@ with laststep.Checkpointer(run, s=state, host_memory_bytes=64 << 20) as checkpoi
     try:
         checkpointer.save(1)
     except laststep.StorageError as error:
-        assert "too little memory" in error.what and error.found and error.remedy, error
+        assert error.found and error.remedy, error
         print("told")
     resource.setrlimit(resource.RLIMIT_AS, before)
     checkpointer.save(1).wait()
@@ -100,7 +104,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
 try:
     tensor[:]
 except laststep.StorageError as error:
-    assert "too little memory" in error.what and error.remedy, error
+    assert error.remedy, error
     print("told")
 resource.setrlimit(resource.RLIMIT_AS, before)
 print(tensor[:].sum().item() == 32 << 20)
@@ -132,13 +136,15 @@ def test_too_little_memory_in_code_of_others_says_nothing_about_the_checkpoint(
     run_folder: Path,
 ) -> None:
     item = Greedy()
-    with laststep.Checkpointer(run_folder, item=item, flush="thread", **HOW) as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, item=item, **as_keywords({"flush": "thread", **HOW})
+    ) as checkpointer:
         checkpointer.save(0).wait()
         item.wants = "state_dict"
-        with pytest.raises(laststep.StorageError, match=r"too little memory to save.*ulimit -v"):
+        with raises(laststep.StorageError, remedy="ulimit -v"):
             checkpointer.save(1)
         item.wants = "load_state_dict"
-        with pytest.raises(laststep.StorageError, match="too little memory"):
+        with raises(laststep.StorageError, remedy="ulimit -v"):
             checkpointer.restore()
         item.wants = None
         assert checkpointer.restore().step == 0
@@ -154,17 +160,19 @@ def test_what_cannot_be_rebuilt_for_lack_of_memory_is_not_called_damaged(
         return torch.empty(1 << 46, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "sparse_coo_tensor", grow)
-    with pytest.raises(laststep.StorageError, match="too little memory to load"):
+    with raises(laststep.StorageError, remedy="ulimit -v"):
         laststep.load(run_folder)
 
 
 def test_a_file_that_may_not_grow_so_large_fails_its_save_alone(run_folder: Path) -> None:
     state = {"t": torch.zeros(1 << 22, dtype=torch.uint8)}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with laststep.Checkpointer(run_folder, s=state, flush="thread", **HOW) as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, s=state, **as_keywords({"flush": "thread", **HOW})
+    ) as checkpointer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
         try:
-            with pytest.raises(laststep.StorageError, match=r"EFBIG.*ulimit -f"):
+            with raises(laststep.StorageError, found="EFBIG", remedy="ulimit -f"):
                 checkpointer.save(0).wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -175,7 +183,7 @@ def test_a_file_that_may_not_grow_so_large_fails_its_save_alone(run_folder: Path
 @pytest.mark.parametrize(
     "act",
     [
-        lambda path: laststep.Checkpointer(path, s={"n": 1}, **HOW),
+        lambda path: laststep.Checkpointer(path, s={"n": 1}, **as_keywords(HOW)),
         lambda path: laststep.save({"n": 1}, path),
         laststep.load,
         laststep.open,
@@ -186,10 +194,9 @@ def test_a_path_that_is_no_text_is_refused_at_once(
     act: Callable[[str], object], tmp_path: Path
 ) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    with pytest.raises(laststep.UsageError, match="valid UTF-8") as caught:
+    with raises(laststep.UsageError, remedy=True) as caught:
         act(path)
     str(caught.value).encode()
-    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -202,7 +209,9 @@ def test_a_run_that_goes_away_is_told_and_nothing_is_written_in_its_place(
     if how == "linked elsewhere":
         (tmp_path / "there").mkdir()
         run.symlink_to("there")
-    with laststep.Checkpointer(run, s={"n": 1}, flush=flush, **HOW) as checkpointer:
+    with laststep.Checkpointer(
+        run, s={"n": 1}, **as_keywords({"flush": flush, **HOW})
+    ) as checkpointer:
         checkpointer.save(0).wait()
         if how == "deleted":
             # At once: a flusher that is cleaning up gives up, in files, what it finds half deleted.
@@ -214,7 +223,7 @@ def test_a_run_that_goes_away_is_told_and_nothing_is_written_in_its_place(
             run.unlink()
             run.symlink_to("elsewhere")
         for step in (1, 2):
-            with pytest.raises(laststep.NotFoundError, match="deleted or renamed") as caught:
+            with raises(laststep.NotFoundError, f"step {step}") as caught:
                 checkpointer.save(step).wait()
             error = caught.value
             assert all((error.where, error.expected, error.found, error.remedy))
@@ -228,7 +237,9 @@ def test_a_metric_larger_than_any_float_is_compared_like_others(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keep = laststep.Keep(last=1, best=1, metric="loss")
-    with laststep.Checkpointer(run_folder, s={"n": 1}, keep=keep, flush="thread", **HOW) as ckpt:
+    with laststep.Checkpointer(
+        run_folder, s={"n": 1}, keep=keep, **as_keywords({"flush": "thread", **HOW})
+    ) as ckpt:
         for step, loss in enumerate((0.5, 10**400, 0.25, -(10**5000), float("nan"), 0.75)):
             ckpt.save(step, metrics={"loss": loss}).wait()
     assert laststep.open(run_folder).steps() == [3, 5]

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
 from laststep.errors import UsageError
+from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
@@ -39,7 +41,9 @@ def small_disk(tmp_path: Path, mount: Callable[..., None]) -> Path:
 
 
 def attempt(state: dict[str, object], run: Path, **settings: object) -> laststep.Checkpointer:
-    return laststep.Checkpointer(run, state=state, host_memory_bytes=64 << 20, **settings)
+    return laststep.Checkpointer(
+        run, state=state, host_memory_bytes=64 << 20, **as_keywords(settings)
+    )
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -109,7 +113,7 @@ def test_a_folder_without_the_right_to_write_is_told(tmp_path: Path) -> None:
 
 def test_a_run_whose_path_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(laststep.StorageError, match="is not a folder"):
+    with raises(laststep.StorageError, where=tmp_path / "run"):
         attempt({"a": 1}, tmp_path / "run")
 
 

@@ -12,15 +12,17 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import check, folders
+from rank_jobs import check
 
 import laststep
+from expect import names
 from laststep.catalog.indexes import read_index
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
+from stored import flip, folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,12 +45,6 @@ def standing(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     job.clean_up()
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 def newest(run: Path) -> Path:
     return run / folders(run)[-1]
 
@@ -65,7 +61,7 @@ def test_the_manifest_has_the_digest_of_the_index_of_every_rank(standing: tuple[
     assert [path.name for path in indexes] == [f"index-r{rank:05d}" for rank in range(4)]
     digests = b"".join(path.read_bytes()[:DIGEST_BYTES] for path in indexes)
     assert base64.b64decode(root["written"]["indexes"]) == digests
-    (one,) = root["classes"]
+    (one,) = root["layout_groups"]
     assert one["spans"] == [[0, 4]]
     sizes = {path.name: path.stat().st_size for path in newest(run).glob("*.safetensors")}
     assert root["written"]["size_bytes"] == sum(sizes.values())
@@ -100,7 +96,7 @@ def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
     job.stand_at("summary", 1, 2)
     job.ranks[2].kill()
     for error in (job.ranks[0].gives_up(), job.ranks[1].failed(), job.ranks[3].failed()):
-        assert "rank 2 (last seen at step 1), which speaks for ranks 2 to 3, did not" in error
+        assert names(error, "rank 2", "step 1", "ranks 2 to 3")
     job.end_all(0, 1, 3)
     check(run_folder, [], ranks=4)
 
@@ -162,7 +158,7 @@ def test_a_damaged_index_of_one_rank_is_found_and_passed_over(
     before, step = job.committed[-2:]
     state = {"t": 0, "n": 0}
     with laststep.Checkpointer(
-        run_folder, state=state, flush="thread", progress=False
+        run_folder, state=state, options=laststep.Options(flush="thread", progress=False)
     ) as checkpointer:
         restored = checkpointer.restore(only=["state"], strict=False)
     assert restored.step == before

@@ -15,7 +15,7 @@ from rank_jobs import check, wait_for_end
 import laststep
 from laststep.memory import segments
 from laststep.plan import files as plan_files
-from laststep.tiers import sealed
+from laststep.tiers import snapshots
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Starts:
         return segments.found(str(self.base))
 
     def steps_in(self, segment: Segment) -> list[int]:
-        return [save.at.step for save in sealed.saves_in(segment)]
+        return [save.at.step for save in snapshots.records_in(segment)]
 
     def wait_for(self, step: int, *ranks: int) -> None:
         """Until these ranks, or all of four, have sealed that step."""
@@ -222,7 +222,7 @@ def test_where_the_memory_of_one_rank_is_gone_the_checkpoint_before_comes_back(
 def damage(segment: Segment) -> None:
     """One byte of each slot that a sealed save needs."""
     with Path(segment.pool_path).open("r+b") as pool:
-        for save in sealed.saves_in(segment):
+        for save in snapshots.records_in(segment):
             for slot in save.needed_slots:
                 pool.seek(slot * (16 << 20) + 5)
                 pool.write(b"\x01")
@@ -257,7 +257,7 @@ def test_damaged_memory_of_one_rank_gives_way_to_the_store_on_all(
     damage(segment)
     again = starts()
     assert restored_by(again) == (2 if committed else 1)
-    assert "not in shared memory: " in again.ranks[0].log.read_text()
+    assert "xxh3-128:" in again.ranks[0].log.read_text()
     again.save(3)
     again.close()
     check(starts.run, [1, *([2] if committed else []), 3], ranks=RANKS)

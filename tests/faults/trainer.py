@@ -86,10 +86,8 @@ def main() -> None:
     checkpointer = laststep.Checkpointer(
         options.run,
         state=state,
-        flush=options.flush,
-        capture=options.capture,
+        options=laststep.Options(flush=options.flush, capture=options.capture, progress=False),
         host_memory_bytes=64 << 20,
-        progress=False,
         compression=options.compression,
     )
     restored = checkpointer.restore()

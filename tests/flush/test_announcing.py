@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import pytest
-
-from laststep.catalog.starts import Start, coming
+from expect import raises
+from laststep.catalog.instances import Start, coming
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
 from laststep.events import Bus
 from laststep.flush.client import Client
 from laststep.flush.protocol import Begin, Chunks
-from laststep.flush.saves import SaveUnderWay
-from laststep.memory.filled import Filled
+from laststep.flush.saves import Save
 from laststep.memory.pool import Pool
+from laststep.memory.slots import Filled
 from laststep.plan.files import plan_save
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     import socket
@@ -34,19 +33,18 @@ class SlowClient:
         self.sent: list[object] = []
         self.there = threading.Semaphore(0)
 
-    def announce(self, number: int) -> None:
-        self.sent.append(number)
+    def announce(self, begin: Begin) -> None:
+        assert all(self.there.acquire(timeout=60) for _ in range(THREADS))
+        self.sent.append(begin)
 
     def send(self, message: object) -> None:
-        if isinstance(message, Begin):
-            assert all(self.there.acquire(timeout=60) for _ in range(THREADS))
         self.sent.append(message)
 
 
 def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     client = SlowClient()
-    save = SaveUnderWay(client, 7)
-    save.planned(plan_save(()), lambda: None)
+    save = Save(client, 7)
+    save.start_capture(plan_save(()), lambda: None)
 
     def hand_over(number: int) -> None:
         client.there.release()
@@ -57,8 +55,7 @@ def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    number, first, *rest = client.sent
-    assert number == save.number  # others may see that it is coming before anybody works on it
+    first, *rest = client.sent
     assert isinstance(first, Begin)
     assert first.step == 7
     assert all(isinstance(message, Chunks) for message in rest)
@@ -95,10 +92,10 @@ def test_a_save_that_failed_before_it_was_announced_leaves_no_mark(tmp_path: Pat
     start = Start(store)
     client = Client(launch, pool, Bus(), start)
     try:
-        save = SaveUnderWay(client, 7)
+        save = Save(client, 7)
         client.begin(save, plan_save(()), lambda: None)
         started[0].kill()
-        with pytest.raises(StorageError, match="the flusher ended"):
+        with raises(StorageError, step=7, found="killed"):
             save.handle.wait(60)
         save.begin()  # the capture thread comes to it only now
         assert coming(store) == ()  # or every restore would wait for it while this process lives

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as bases
 from laststep.flush.base import (
     LEAST_BYTES,
@@ -20,8 +21,6 @@ from laststep.flush.base import (
     MOST_HELD,
     Base,
     BaseLayout,
-    LayoutHistory,
-    renumbered,
     shared,
 )
 from laststep.format.deriving import ROUNDED, Master
@@ -35,7 +34,6 @@ from laststep.format.index import (
     in_place,
     runs_of,
 )
-from laststep.terms import BLOCK_BYTES
 from saves_of import MODEL, History, bytes_layout, layout_of
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ def base_of(
     """A base of one layout whose blocks lie there."""
     layout = bytes_layout(len(refs) * BLOCK_BYTES)
     stored = StoredLayout(layout=layout, digests=digests_of(len(refs)), runs=runs_of(refs))
-    history = {layout.name: LayoutHistory(changed)}
+    history = {} if changed is None else {layout.name: changed}
     encodings = (Encoding("planes", 2), Encoding("patches", 2))
     index = Index(files=tuple(files), encodings=encodings, layouts=(stored,))
     base = Base(index, FOLDER, history)
@@ -191,7 +189,7 @@ def test_what_several_files_of_the_last_save_hold_is_not_counted_twice() -> None
         for n, one in enumerate(layouts)
     ]
     index = Index(files=tuple(files), layouts=tuple(stored))
-    changed = {one.name: LayoutHistory(frozenset(range(one.block_count))) for one in layouts[:2]}
+    changed = {one.name: frozenset(range(one.block_count)) for one in layouts[:2]}
     base = Base(index, FOLDER, changed)
     found = [base.layout(one) for one in layouts]
     assert base.retired([one for one in found if one is not None]) == frozenset()
@@ -207,11 +205,11 @@ def test_layouts_that_are_gone_need_nothing() -> None:
 # Likely changes
 
 
-def layout_with(count: int, recent: set[int] | None = None, *, overdue: bool = False) -> BaseLayout:
+def layout_with(count: int, recent: set[int] | None = None) -> BaseLayout:
     layout = bytes_layout(count * BLOCK_BYTES)
     stored = StoredLayout(layout=layout, digests=digests_of(count), runs=in_place(layout, 0))
     changed = None if recent is None else frozenset(recent)
-    return BaseLayout(stored, Index(), changed, overdue=overdue)
+    return BaseLayout(stored, Index(), changed)
 
 
 @st.composite
@@ -221,7 +219,7 @@ def looks(draw: st.DrawFn) -> tuple[BaseLayout, int, list[bool]]:
     recent = draw(st.none() | st.sets(st.integers(0, count - 1)))
     first = draw(st.integers(0, count - 1))
     same = draw(st.lists(st.booleans(), min_size=1, max_size=count - first))
-    return layout_with(count, recent, overdue=draw(st.booleans())), first, same
+    return layout_with(count, recent), first, same
 
 
 @given(look=looks())
@@ -272,14 +270,11 @@ def test_after_a_save_of_nothing_new_the_first_blocks_speak_for_all(
     assert layout.likely_change(0, [False]) == 1.0 > MOST_CHANGED
 
 
-@given(look=looks())
-def test_a_layout_seems_the_same_only_if_no_block_has_changed(
-    look: tuple[BaseLayout, int, list[bool]],
-) -> None:
-    layout, first, same = look
-    recent = layout.changed_blocks or frozenset()
-    seen = any(n in recent for n in range(first, first + len(same)))
-    assert layout.seems_same(first, same) == (all(same) and (seen or not layout.overdue))
+def test_blocks_that_never_change_do_not_speak_for_the_others() -> None:
+    assert layout_with(10, {0, 1}).seems_same(0, [True, True])
+    assert layout_with(10, set()).seems_same(0, [True, True])
+    assert not layout_with(10, {8}).seems_same(0, [True, True])
+    assert not layout_with(10, {0}).seems_same(0, [True, False])
 
 
 @given(count=st.integers(1, 20), data=st.data())
@@ -308,21 +303,21 @@ def test_derived_blocks_do_not_count() -> None:
     )
     file = StoredFile(name="f.pack", size_bytes=2 + 2 * BLOCK_BYTES)
     index = Index(files=(file,), encodings=(Encoding(*ROUNDED),), layouts=(stored,))
-    found = BaseLayout(stored, index, frozenset({0, 1, 2}), overdue=False)
+    found = BaseLayout(stored, index, frozenset({0, 1, 2}))
     assert found.derived == {0, 1}
     assert found.changed == 0.5
     assert found.likely_change(0, [False, False, True, True]) == 0.0
     assert found.is_usable()
     short = structs.replace(layout, tensor_bytes=2 * BLOCK_BYTES)
     only_derived = structs.replace(stored, layout=short, runs=runs_of(refs[:2]))
-    assert not BaseLayout(only_derived, index, None, overdue=False).is_usable()
+    assert not BaseLayout(only_derived, index, None).is_usable()
 
 
 @pytest.mark.parametrize(("size", "is_usable"), [(LEAST_BYTES - 1, False), (LEAST_BYTES, True)])
 def test_small_layouts_are_always_written(size: int, is_usable: bool) -> None:
     layout = bytes_layout(size)
     stored = StoredLayout(layout=layout, digests=digests_of(1), runs=in_place(layout, 0))
-    assert BaseLayout(stored, Index(), None, overdue=False).is_usable() == is_usable
+    assert BaseLayout(stored, Index(), None).is_usable() == is_usable
 
 
 # Names, numbers and what is found on the disk
@@ -362,13 +357,6 @@ def test_a_shared_file_remembers_where_it_is_from_and_how_often_it_was_shared() 
     assert once == StoredFile(name="model~2-3.safetensors", size_bytes=1, origin=FOLDER, sharers=1)
     twice = shared(once, MODEL, "step-00000008.2-4")
     assert twice == structs.replace(once, name=MODEL, sharers=2)
-
-
-def test_a_block_is_renumbered_with_its_base() -> None:
-    block = BlockRef(1, 5, 10, 2, BaseRef(BlockRef(0, 7, 9, 1), bytes(16)))
-    assert renumbered(block, {0: 4, 1: 3}) == BlockRef(
-        3, 5, 10, 2, BaseRef(BlockRef(4, 7, 9, 1), bytes(16))
-    )
 
 
 def test_a_committed_checkpoint_is_a_base_if_its_index_can_be_read(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
+from laststep.constants import CHUNK_BYTES
 from laststep.flush import launch as starting
-from laststep.flush.client import Client
+from laststep.flush.saves import Save
 from laststep.memory.pool import Pool
-from laststep.memory.slots import Landing
+from laststep.memory.slots import ReadBuffers
 from laststep.storage.files import Disk
-from laststep.terms import CHUNK_BYTES
 from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
@@ -26,20 +27,21 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def die_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """`die_before(method, step)`: flushers kill themselves where they would call that method of
-    theirs for that step."""
+def die(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """`die("before" | "after", step)`: flushers kill themselves then, seen from the commit of that
+    step."""
 
-    def prepare(method: str, step: int) -> None:
+    def prepare(when: str, step: int) -> None:
         code = f"""
 import os, signal
-from laststep.flush.server import Flusher
-said = Flusher.{method}
-def deadly(flusher, save, *more):
-    if save.begin.step == {step}:
+from laststep.catalog.writer import RunWriter
+commit = RunWriter.commit
+def deadly(writer, attempt, record):
+    if {when!r} == "after" or attempt.name.step != {step}:
+        commit(writer, attempt, record)
+    if attempt.name.step == {step}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return said(flusher, save, *more)
-Flusher.{method} = deadly
+RunWriter.commit = deadly
 """
         # What the helper runs.
         found, main = starting._CODE.split("; from ")
@@ -50,10 +52,10 @@ Flusher.{method} = deadly
 
 
 def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
-    run_folder: Path, die_before: Callable[[str, int], None]
+    run_folder: Path, die: Callable[[str, int], None]
 ) -> None:
     state = {"t": torch.ones(5)}
-    die_before("_send_decided", 2)
+    die("after", 2)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         handle = checkpointer.save(2)
@@ -63,7 +65,7 @@ def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
         # The next flusher goes on from there.
         checkpointer.save(3).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps() == [1, 2, 3]
-    assert not list((run_folder / "epochs").glob("start-*"))
+    assert not list((run_folder / "terms").glob("start-*"))
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -75,10 +77,12 @@ def test_a_commit_of_which_the_trainer_could_not_hear_is_reported_as_one(
         raise ZeroDivisionError("as asked")
 
     state = {"t": torch.ones(5)}
-    with laststep.Checkpointer(run_folder, state=state, flush=flush) as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, state=state, options=laststep.Options(flush=flush)
+    ) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as patch:
-            patch.setattr(Client, "_flushed", fall)
+            patch.setattr(Save, "flushed", fall)
             handle = checkpointer.save(2)
             assert handle.wait(PATIENCE_S)
         assert handle.report.folder == "step-00000002.1-2"
@@ -87,14 +91,14 @@ def test_a_commit_of_which_the_trainer_could_not_hear_is_reported_as_one(
 
 
 def test_a_save_whose_flusher_died_before_the_commit_has_failed_and_its_step_is_free(
-    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, die: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"t": torch.ones(5)}
     usual = starting._CODE
-    die_before("_commit_record", 2)
+    die("before", 2)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
-        with pytest.raises(laststep.StorageError, match=r"before its work was done.*signal 9"):
+        with raises(laststep.StorageError, step=2, found="signal 9"):
             checkpointer.save(2).wait(PATIENCE_S)
         monkeypatch.setattr(starting, "_CODE", usual)
         checkpointer.save(2).wait(PATIENCE_S)
@@ -102,15 +106,15 @@ def test_a_save_whose_flusher_died_before_the_commit_has_failed_and_its_step_is_
 
 
 def test_a_commit_that_was_to_be_replaced_is_not_taken_for_the_one_that_failed(
-    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, die: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"t": torch.ones(5)}
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
-    die_before("_commit_record", 1)
+    die("before", 1)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.restore()
-        with pytest.raises(laststep.StorageError, match="before its work was done"):
+        with raises(laststep.StorageError, found="signal 9"):
             checkpointer.save(1, overwrite=True).wait(PATIENCE_S)
 
 
@@ -118,19 +122,19 @@ def test_a_commit_that_was_to_be_replaced_is_not_taken_for_the_one_that_failed(
 def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
     error: Exception,
     run_folder: Path,
-    die_before: Callable[[str, int], None],
+    die: Callable[[str, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(_disk: Disk, _path: str) -> None:
         raise error
 
     state = {"t": torch.ones(5)}
-    die_before("_send_decided", 2)
+    die("after", 2)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as broken:
             broken.setattr(Disk, "sync_folder", failing)
-            with pytest.raises(laststep.StorageError, match="not known whether step 2 is"):
+            with raises(laststep.StorageError, step=2, where="step-00000002.1-2"):
                 checkpointer.save(2).wait(PATIENCE_S)
 
 
@@ -143,10 +147,10 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
         run_folder, state=state, host_memory_bytes=4 * CHUNK_BYTES
     ) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
-        client, lease = checkpointer._client, Landing.lease
+        client, lease = checkpointer._client, ReadBuffers.lease
         pid, died, killing = client.helper_pid, threading.Event(), threading.Lock()
 
-        def kill_and_lease(landing: Landing, timeout_s: float | None = None) -> int | None:
+        def kill_and_lease(landing: ReadBuffers, timeout_s: float | None = None) -> int | None:
             with killing:  # several threads read
                 if not died.is_set():
                     os.kill(pid, signal.SIGKILL)
@@ -157,7 +161,7 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
         for tensor in state.values():
             tensor.zero_()
         with monkeypatch.context() as patch:
-            patch.setattr(Landing, "lease", kill_and_lease)
+            patch.setattr(ReadBuffers, "lease", kill_and_lease)
             assert checkpointer.restore().step == 1
         assert died.is_set()
         assert [int(tensor[0]) for tensor in state.values()] == list(range(8))
@@ -176,14 +180,14 @@ def test_a_pool_without_memory_stays_an_error_after_the_flusher_died_until_there
 
     monkeypatch.setattr(Pool, "_make_pages", full)
     with laststep.Checkpointer(run_folder, state={"t": torch.ones(5)}) as checkpointer:
-        with pytest.raises(laststep.StorageError, match="no memory"):
+        with raises(laststep.StorageError, step=1, found="Errno 12"):
             checkpointer.save(1).wait(PATIENCE_S)
         client = checkpointer._client
         assert client.helper_pid is not None
         os.kill(client.helper_pid, signal.SIGKILL)
         client._receiver.join(PATIENCE_S)
         lost = checkpointer.save(2)
-        with pytest.raises(laststep.StorageError, match="no memory"):
+        with raises(laststep.StorageError, step=2, found="Errno 12"):
             assert lost.wait(PATIENCE_S)
         monkeypatch.setattr(Pool, "_make_pages", make_pages)
         checkpointer.save(3).wait(PATIENCE_S)

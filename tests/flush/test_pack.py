@@ -11,7 +11,8 @@ import pytest
 
 from laststep.errors import StorageError
 from laststep.flush import pack
-from laststep.flush.pack import PackWriter, write_aligned
+from laststep.flush.pack import PackWriter
+from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

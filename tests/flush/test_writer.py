@@ -14,8 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attempts
+from cases import long
+from expect import raises
 from laststep.codecs.digests import block_digests
 from laststep.codecs.rounding import rounded
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.errors import NotFoundError, StorageError
 from laststep.flush import base as bases
 from laststep.flush import writer as writing
@@ -28,7 +32,6 @@ from laststep.format.index import RAW, BlockRun, Encoding, StoredFile
 from laststep.plan.files import MasterPair, index_name, pack_name
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 from laststep.testing.faults import FailingDisk, Kind
 from saves_of import MODEL, History, bytes_layout, chunks_of, images_in, layout_of, write
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from laststep.format.layout import FileLayout
     from laststep.storage.store import Store
 
+A = "step-00000001.1-1"
 SIZE = 5 * BLOCK_BYTES + 1234
 OTHER = "optimizer.safetensors"
 PACK = pack_name(0)
@@ -111,10 +115,10 @@ def test_chunks_in_any_order_become_the_planned_file(
     size: int, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = DirectoryStore(tmp_path_factory.mktemp("store"))
-    store.make_folder("a")
+    store.make_folder(A)
     chance = random.Random(seed)
     image, layout = chance.randbytes(size), bytes_layout(size)
-    writer = SaveWriter(store, "a", (layout,))
+    writer = SaveWriter(attempts.of(store, A), (layout,))
     parts = chunks_of(size)
     chance.shuffle(parts)
     for start, length in parts:
@@ -122,9 +126,9 @@ def test_chunks_in_any_order_become_the_planned_file(
     values = {"model": b'{"n":1}', "other": b"tree" * 3000}
     written = writer.finish(values)
     writer.close()
-    stored = store.read(f"a/{MODEL}", limit_bytes=1 << 30)
+    stored = store.read(f"{A}/{MODEL}", limit_bytes=1 << 30)
     assert stored == layout.header() + image
-    data = store.read(f"a/{INDEX}", limit_bytes=1 << 30)
+    data = store.read(f"{A}/{INDEX}", limit_bytes=1 << 30)
     index = index_format.decode(data, where="", expected=written.indexes)
     assert index.values == values
     assert index.files == (StoredFile(name=MODEL, size_bytes=layout.size_bytes),)
@@ -137,7 +141,7 @@ def test_chunks_in_any_order_become_the_planned_file(
 
 
 def store_names(store: DirectoryStore) -> list[str]:
-    return [entry.name for entry in store.list("a")]
+    return [entry.name for entry in store.list(A)]
 
 
 def test_a_data_file_is_plain_safetensors(tmp_path: Path) -> None:
@@ -156,9 +160,9 @@ def test_a_data_file_is_plain_safetensors(tmp_path: Path) -> None:
 
 def test_several_threads_write_at_once(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    store.make_folder("a")
+    store.make_folder(A)
     image = noise(1, 2 * CHUNK_BYTES + 12345)
-    writer = SaveWriter(store, "a", (bytes_layout(len(image)),))
+    writer = SaveWriter(attempts.of(store, A), (bytes_layout(len(image)),))
     threads = [
         threading.Thread(target=write, args=(writer, 0, image, start, size))
         for start, size in chunks_of(len(image), CHUNK_BYTES // 4)
@@ -169,7 +173,7 @@ def test_several_threads_write_at_once(tmp_path: Path) -> None:
         thread.join()
     writer.finish({})
     assert writer.written_bytes == len(image)
-    stored = store.read(f"a/{MODEL}", limit_bytes=1 << 30)
+    stored = store.read(f"{A}/{MODEL}", limit_bytes=1 << 30)
     assert stored == bytes_layout(len(image)).header() + image
 
 
@@ -177,12 +181,12 @@ def test_several_threads_write_at_once(tmp_path: Path) -> None:
 def test_the_first_error_is_kept_and_nothing_is_written_after_it(
     kind: Kind, tmp_path: Path
 ) -> None:
-    DirectoryStore(tmp_path).make_folder("a")
+    DirectoryStore(tmp_path).make_folder(A)
     disk = FailingDisk(3 if kind is Kind.WRITE else 1, errno.EIO, kinds=frozenset({kind}))
     store = DirectoryStore(tmp_path, disk=disk)
     image = bytes(3 * BLOCK_BYTES)
     layouts = (bytes_layout(len(image)), bytes_layout(len(image), OTHER))
-    writer = SaveWriter(store, "a", layouts)
+    writer = SaveWriter(attempts.of(store, A), layouts)
     for number in (0, 1):
         for start, size in chunks_of(len(image)):
             write(writer, number, image, start, size)
@@ -193,10 +197,10 @@ def test_the_first_error_is_kept_and_nothing_is_written_after_it(
         writer.fail(StorageError("a later error"))
         assert disk.calls == calls
         assert writer.error is first
-    with pytest.raises(StorageError, match=r"Input/output error|device failed"):
+    with raises(StorageError, found="EIO"):
         writer.finish({})
     writer.close()
-    assert (tmp_path / "a" / INDEX).exists() == (kind is Kind.SYNC_FOLDER)
+    assert (tmp_path / A / INDEX).exists() == (kind is Kind.SYNC_FOLDER)
     assert writer.as_base() is None or kind is Kind.SYNC_FOLDER
 
 
@@ -204,8 +208,8 @@ def test_an_unexpected_error_fails_the_save_and_not_its_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path)
-    store.make_folder("a")
-    writer = SaveWriter(store, "a", (bytes_layout(BLOCK_BYTES),))
+    store.make_folder(A)
+    writer = SaveWriter(attempts.of(store, A), (bytes_layout(BLOCK_BYTES),))
 
     def broken(*_: object, **__: object) -> None:
         raise MemoryError("no memory for digests")
@@ -230,17 +234,19 @@ class RecordingDisk(Disk):
 
 def test_several_ranks_may_make_the_folder_that_their_files_lie_in(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, disk=(disk := RecordingDisk()))
-    store.make_folder("a")
+    store.make_folder(A)
     writers = [
-        SaveWriter(store, "a", (bytes_layout(100, f"r00000/f{n}.safetensors"),), rank=(n, 300))
+        SaveWriter(
+            attempts.of(store, A), (bytes_layout(100, f"r00000/f{n}.safetensors"),), rank=(n, 300)
+        )
         for n in range(2)
     ]
     for number, writer in enumerate(writers):
         write(writer, 0, bytes(100), 0, 100)
         disk.synced.clear()
         writer.finish({})
-        assert disk.synced == [str(tmp_path / "a" / "r00000"), str(tmp_path / "a")]
-        data = store.read(f"a/r00000/index-r{number:05d}", limit_bytes=1 << 20)
+        assert disk.synced == [str(tmp_path / A / "r00000"), str(tmp_path / A)]
+        data = store.read(f"{A}/r00000/index-r{number:05d}", limit_bytes=1 << 20)
         index = index_format.decode(data, where="")
         assert index.rank == number
         assert [file.name for file in index.files] == [f"r00000/f{number}.safetensors"]
@@ -250,7 +256,7 @@ def test_several_ranks_may_make_the_folder_that_their_files_lie_in(tmp_path: Pat
 def test_a_late_rank_does_not_make_the_folder_of_an_attempt_again(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     layout = bytes_layout(100, "r00000/f.safetensors")
-    writer = SaveWriter(store, "a", (layout,), rank=(0, 300))
+    writer = SaveWriter(attempts.of(store, A), (layout,), rank=(0, 300))
     assert isinstance(writer.error, NotFoundError)
     assert list(tmp_path.iterdir()) == []
 
@@ -313,7 +319,7 @@ def test_unchanged_chunks_need_not_come(tmp_path: Path) -> None:
     same = [(0, *chunk) for chunk in chunks if chunk[0] != CHUNK_BYTES]
     assert history.begin().reuse(same[:1]) == ()  # too little of the file to tell so early
     writer = history.begin()
-    assert writer.reuse(same) == tuple((0, start) for _, start, _ in same)
+    assert writer.reuse(same) == tuple(same)
     image = image[:CHUNK_BYTES] + bytes(CHUNK_BYTES) + image[2 * CHUNK_BYTES :]
     write(writer, 0, image, CHUNK_BYTES, CHUNK_BYTES)
     index = history.commit(writer)
@@ -326,7 +332,7 @@ def test_a_save_of_which_nothing_comes_links_all(tmp_path: Path) -> None:
     history.save(image)
     first = history.folder
     writer = history.begin()
-    assert writer.reuse([(0, 0, SIZE)]) == ((0, 0),)
+    assert writer.reuse([(0, 0, SIZE)]) == ((0, 0, SIZE),)
     assert origins(history.commit(writer)) == {MODEL: first}
     assert history.read() == [image]
 
@@ -555,7 +561,7 @@ def test_an_error_of_the_coder_ends_the_save(
 ) -> None:
     history = History(tmp_path, numbers_layout(), compression="max")
     assert history.compressor is not None
-    left, make_coder = iter(range(after)), history.compressor.coder
+    left, make_coder = iter(range(after)), history.compressor.encoder
 
     def coder(*arguments: object, **more: object) -> object:
         made = make_coder(*arguments, **more)  # type: ignore[arg-type]
@@ -569,7 +575,7 @@ def test_an_error_of_the_coder_ends_the_save(
         made.encode = fails  # type: ignore[method-assign]
         return made
 
-    monkeypatch.setattr(history.compressor, "coder", coder)
+    monkeypatch.setattr(history.compressor, "encoder", coder)
     with pytest.raises(StorageError, match="MemoryError"):
         history.save(numbers(0), seed=1)
 
@@ -658,7 +664,7 @@ def changed(image: bytes, chance: random.Random) -> bytes:
     return bytes(found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [2, *long(0, 1, 3)])
 def test_a_save_is_the_base_that_is_found_on_the_disk(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -730,7 +736,7 @@ def test_a_chunk_that_never_came_is_an_error_not_the_one_before(tmp_path: Path) 
     image, base = noise(1, 2 * CHUNK_BYTES), None
     for folder, missing in (("step-00000001.1-1", 0), ("step-00000002.1-2", 1)):
         store.make_folder(folder)
-        save = SaveWriter(store, folder, [layout], base=base)
+        save = SaveWriter(attempts.of(store, folder), [layout], base=base)
         for start, size in chunks_of(len(image), CHUNK_BYTES)[: 2 - missing]:
             write(save, 0, image, start, size)
         if missing:
@@ -746,9 +752,9 @@ def test_a_chunk_that_never_came_is_an_error_not_the_one_before(tmp_path: Path) 
 def test_a_header_that_cannot_be_written_leaves_no_file_open(tmp_path: Path) -> None:
     disk = FailingDisk(1, errno.ENOSPC, lasting=True, kinds=frozenset({Kind.WRITE}))
     store = DirectoryStore(tmp_path, disk=disk)
-    store.make_folder("f")
+    store.make_folder(A)
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 (its own descriptor is in it)
-    save = SaveWriter(store, "f", [bytes_layout(SIZE)])
+    save = SaveWriter(attempts.of(store, A), [bytes_layout(SIZE)])
     save.close()
     assert save.error is not None
     assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 (as above)

@@ -6,8 +6,8 @@ import math
 
 from hypothesis import strategies as st
 
+from laststep.constants import DTYPES
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
-from laststep.terms import DTYPES
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(
     lambda name: name != "__metadata__"

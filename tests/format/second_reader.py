@@ -46,11 +46,11 @@ def newest(run: Path) -> Path:
         if match and (folder / "manifest.json").exists():
             content = unsealed(folder / "manifest.json", "manifest", " ")
             if content["decision"] == "commit":
-                point = [content[name] for name in ("step", "epoch", "attempt")]
+                point = [content[name] for name in ("step", "term", "attempt")]
                 assert point == [int(number) for number in match.groups()]
-                commits[content["epoch"], content["attempt"]] = folder
-    epochs = {unsealed(path, "epoch", "")["epoch"] for path in (run / "epochs").glob("*.json")}
-    return commits[max(point for point in commits if point[0] in epochs)]
+                commits[content["term"], content["attempt"]] = folder
+    terms = {unsealed(path, "term", "")["term"] for path in (run / "terms").glob("*.json")}
+    return commits[max(point for point in commits if point[0] in terms)]
 
 
 class Block(NamedTuple):

@@ -27,7 +27,10 @@ def test_the_second_reader_reads_derived_blocks(run_folder: Path) -> None:
     model["w2"] += 1  # is not the rounding of its master
     model["norm"] = torch.randn(9)
     with laststep.Checkpointer(
-        run_folder, model=model, masters=masters, derived=True, flush="thread", progress=False
+        run_folder,
+        model=model,
+        masters=masters,
+        options=laststep.Options(derived=True, flush="thread", progress=False),
     ) as ckpt:
         ckpt.save(1)
     [pack] = run_folder.glob("step-*/blocks-r00000.pack")

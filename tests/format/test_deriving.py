@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.constants import BLOCK_BYTES
 from laststep.format.deriving import DerivedRun, DerivedRuns, pack, problem, unpack
 from laststep.format.layout import TensorEntry
-from laststep.terms import BLOCK_BYTES
 
 ENTRIES = (
     TensorEntry("norm", "float32", (2,), 0, 8),
@@ -62,7 +62,7 @@ def test_what_is_packed_is_unpacked(data: st.DataObject) -> None:
 )
 def test_what_was_never_packed_is_refused(stored: bytes) -> None:
     runs = [DerivedRun("t", "bfloat16", 2, 4, 0), DerivedRun("u", "bfloat16", 6, 10, 0)]
-    with pytest.raises(ValueError, match="bytes of a block of 2 runs"):
+    with pytest.raises(ValueError, match=f"^{len(stored)} "):
         unpack(memoryview(stored), memoryview(bytearray(10)), 0, runs)
 
 

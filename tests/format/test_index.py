@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from expect import raises
 from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError, UsageError
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED, Master
@@ -32,14 +34,14 @@ from laststep.format.index import (
     in_place,
     refs_of,
     runs_of,
-    whole_index,
     written_of,
 )
-from laststep.terms import BLOCK_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from layouts import layout_of, layouts, names
+
+from saves_of import whole_index
 
 PLANES, PATCHES, ROUNDED_NUMBER = 1, 2, 3
 ENCODINGS = (Encoding("planes", 4), Encoding("patches", 4), Encoding(*ROUNDED))
@@ -83,7 +85,7 @@ def bytes_layout(size: int, name: str = "m.safetensors"):
     return layout_of(("w", "uint8", (size,)), name=name)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), sizes)
 def test_runs_give_back_the_blocks(data: st.DataObject, size: int) -> None:
     refs = data.draw(block_refs(size))
@@ -116,7 +118,7 @@ def test_bases_need_not_lie_together() -> None:
     assert list(refs_of([run], bytes_layout(2 * BLOCK_BYTES))) == refs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), sizes, st.dictionaries(names, st.binary(max_size=9), max_size=3))
 def test_an_index_survives(data: st.DataObject, size: int, values: dict[str, bytes]) -> None:
     refs = data.draw(block_refs(size))
@@ -163,7 +165,7 @@ def test_a_short_raw_block_may_be_a_base_at_the_end_of_its_file() -> None:
     made = Index(files=(FILES[0], file), encodings=ENCODINGS, layouts=(stored,))
     assert decode(encode(made), where="here").layouts[0].refs() == refs
     short = replace(file, size_bytes=file.size_bytes - 1)
-    with pytest.raises(UsageError, match="shorter file"):
+    with raises(UsageError, found="'m.safetensors'"):
         encode(replace(made, files=(FILES[0], short)))
 
 
@@ -225,10 +227,10 @@ UNSOUND = {
 
 @pytest.mark.parametrize("made", UNSOUND.values(), ids=UNSOUND)
 def test_an_unsound_index_is_neither_written_nor_read(made: Index) -> None:
-    with pytest.raises(UsageError, match="cannot write an index"):
+    with raises(UsageError, found=True):
         encode(made)
     payload = msgspec.msgpack.encode(made)
-    with pytest.raises(CorruptError, match="cannot read an index"):
+    with raises(CorruptError, where="here", found=True):
         decode(digest(payload) + payload, where="here")
 
 
@@ -243,7 +245,7 @@ def test_a_master_lies_in_no_derived_block() -> None:
         runs=(BlockRun(1, 0, 4096), BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 1))),
         derived={"low": Master("a.safetensors", "norm")},
     )
-    with pytest.raises(UsageError, match="'w', which is derived itself"):
+    with raises(UsageError, found="'b.safetensors': 'w'"):
         encode(made)
     alone = replace(made, layouts=made.layouts[:1])
     assert decode(encode(alone), where="here") == alone
@@ -253,7 +255,7 @@ def test_a_tensor_at_an_odd_byte_cannot_be_derived() -> None:
     low = layout_of(("flag", "uint8", (1,)), ("w", "bfloat16", (4,)), name="b.safetensors")
     master = layout_of(("w", "float32", (4,)), name="a.safetensors")
     run = BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 2))
-    with pytest.raises(UsageError, match="derived tensor"):
+    with raises(UsageError, found="'b.safetensors'"):
         encode(
             Index(
                 files=FILES,
@@ -273,7 +275,7 @@ def test_a_tensor_at_an_odd_byte_cannot_be_derived() -> None:
 
 def test_an_index_is_not_taken_for_another_one() -> None:
     one, other = encode(derived_index()), encode(Index(rank=1))
-    with pytest.raises(CorruptError, match="has been changed") as caught:
+    with raises(CorruptError, where="here", found="xxh3-128:") as caught:
         decode(one, where="here", expected=other[:16])
     assert caught.value.expected == f"xxh3-128:{other[:16].hex()}"
     assert caught.value.found == f"xxh3-128:{one[:16].hex()}"
@@ -297,7 +299,7 @@ def test_every_truncated_or_longer_index_is_corrupt() -> None:
         decode(data + b"\0", where="here")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_changed_payload_with_a_right_digest_raises_only_our_errors(data: st.DataObject) -> None:
     payload = bytearray(encode(derived_index())[16:])
@@ -311,7 +313,7 @@ def test_a_changed_payload_with_a_right_digest_raises_only_our_errors(data: st.D
 
 
 def test_a_name_that_is_no_unicode_is_refused() -> None:
-    with pytest.raises(UsageError, match="no Unicode"):
+    with raises(UsageError, found="surrogates"):
         encode(Index(values={"\ud800": b""}))
 
 
@@ -326,7 +328,7 @@ def test_huge_counts_take_no_memory() -> None:
     )
     payload = msgspec.msgpack.encode(made)
     tracemalloc.start()
-    with pytest.raises(CorruptError, match="digests"):
+    with raises(CorruptError, where="here", found="4398046511104"):
         decode(digest(payload) + payload, where="here")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
+from expect import raises
+from laststep.constants import BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES
 from laststep.errors import UsageError
 from laststep.format.layout import FileLayout, Part, TensorEntry, decode_plain, header_bytes_of
-from laststep.terms import BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,7 +28,7 @@ def some_bytes(size: int) -> bytes:
     return bytes(number % 251 for number in range(size))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(layouts())
 def test_safetensors_loads_every_data_file(layout: FileLayout) -> None:
     header, data = layout.header(), some_bytes(layout.tensor_bytes)
@@ -107,17 +108,17 @@ def test_a_header_grows_by_pages() -> None:
 
 
 def test_a_header_beyond_the_limit_is_refused() -> None:
-    with pytest.raises(UsageError, match="split the item"):
+    with raises(UsageError, expected="67108864", found="67112960"):
         layout_of(("x" * (MAX_HEADER_BYTES + 1), "int8", (1,)))
 
 
 def test_a_name_that_is_no_unicode_is_refused() -> None:
-    with pytest.raises(UsageError, match="no Unicode"):
+    with raises(UsageError, found="surrogates"):
         header_bytes_of([TensorEntry("\ud800", "int8", (1,), 0, 1)])
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown dtype"):
+    with raises(UsageError, where="w", found="'int7'"):
         header_bytes_of([TensorEntry("w", "int7", (1,), 0, 1)])
 
 

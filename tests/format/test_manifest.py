@@ -14,9 +14,9 @@ from laststep.codecs.digests import digest_text
 from laststep.errors import CorruptError, UsageError
 from laststep.format.manifest import (
     Abort,
-    ClassRecord,
     Commit,
     ItemRecord,
+    LayoutGroupRecord,
     WrittenIndexes,
     decode,
     encode,
@@ -28,7 +28,7 @@ WRITTEN = WrittenIndexes(indexes=bytes(range(16)), files=2, size_bytes=9000)
 COMMIT = Commit(
     run="8f14e45f",
     step=100,
-    epoch=3,
+    term=3,
     attempt=17,
     created_s=1763172000.25,
     laststep="0.1.0",
@@ -54,7 +54,7 @@ commits = st.builds(
     Commit,
     run=texts,
     step=counts,
-    epoch=counts,
+    term=counts,
     attempt=counts,
     created_s=st.floats(0, 1e18),
     laststep=texts,
@@ -69,30 +69,30 @@ commits = st.builds(
     metrics=metrics,
     metadata=metadata,
     continues=st.none() | st.just("step-00000100.3-17"),
-    left_out=st.just(()),
+    omitted_items=st.just(()),
 )
 CLASSES = (
-    ClassRecord(table="0" * 32, spans=(Span(0, 3, 2),)),
-    ClassRecord(table="1" * 32, spans=(Span(1, 1), Span(3, 1), Span(5, 1))),
+    LayoutGroupRecord(local_layout="0" * 32, spans=(Span(0, 3, 2),)),
+    LayoutGroupRecord(local_layout="1" * 32, spans=(Span(1, 1), Span(3, 1), Span(5, 1))),
 )
 OF_RANKS = changed(
-    COMMIT, ranks=6, classes=CLASSES, written=changed(WRITTEN, indexes=bytes(range(6 * 16)))
+    COMMIT, ranks=6, layout_groups=CLASSES, written=changed(WRITTEN, indexes=bytes(range(6 * 16)))
 )
 commits |= st.builds(
-    lambda commit, classes: changed(
-        commit, ranks=6, classes=CLASSES if classes else (), written=OF_RANKS.written
+    lambda commit, layout_groups: changed(
+        commit, ranks=6, layout_groups=CLASSES if layout_groups else (), written=OF_RANKS.written
     ),
     commits,
     st.booleans(),
 )
 commits |= st.builds(
-    lambda commit: changed(commit, items=(ITEM,), left_out=("z",)),
-    commits.filter(lambda commit: not commit.classes),
+    lambda commit: changed(commit, items=(ITEM,), omitted_items=("z",)),
+    commits.filter(lambda commit: not commit.layout_groups),
 )
 aborts = st.builds(Abort, reason=texts, by=texts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(commits | aborts)
 def test_a_decision_survives(decision: Commit | Abort) -> None:
     assert decode(encode(decision), where="here") == decision
@@ -152,10 +152,10 @@ def test_every_truncated_or_longer_manifest_is_corrupt(decision: Commit | Abort)
 def test_defaults_are_left_out() -> None:
     content = msgspec.json.decode(encode(OF_RANKS))["manifest"]
     assert content["ranks"] == 6
-    assert content["classes"][0]["spans"] == [[0, 3, 2]]
-    assert content["classes"][1]["spans"] == [[1, 1], [3, 1], [5, 1]]
+    assert content["layout_groups"][0]["spans"] == [[0, 3, 2]]
+    assert content["layout_groups"][1]["spans"] == [[1, 1], [3, 1], [5, 1]]
     plain = msgspec.json.decode(encode(COMMIT))["manifest"]
-    assert not {"classes", "ranks", "left_out"} & set(plain)
+    assert not {"layout_groups", "ranks", "omitted_items"} & set(plain)
     assert "per_rank" not in plain["items"][0]
 
 
@@ -193,7 +193,7 @@ def test_metadata_keep_their_types() -> None:
 
 def test_two_commits_do_not_share_their_default_metrics() -> None:
     def commit() -> Commit:
-        return Commit(run="", step=0, epoch=0, attempt=0, created_s=0.0, laststep="", items=())
+        return Commit(run="", step=0, term=0, attempt=0, created_s=0.0, laststep="", items=())
 
     assert commit().metrics is not commit().metrics
 
@@ -202,7 +202,7 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
     "decision",
     [
         changed(COMMIT, step=-1),
-        changed(COMMIT, epoch=1 << 63),
+        changed(COMMIT, term=1 << 63),
         changed(COMMIT, created_s=math.nan),
         changed(COMMIT, ranks=0),
         changed(COMMIT, ranks=(1 << 24) + 1),
@@ -213,11 +213,11 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
         changed(COMMIT, written=changed(WRITTEN, files=-1)),
         changed(COMMIT, items=(ITEM, ITEM)),
         changed(COMMIT, items=(changed(ITEM, name=""),)),
-        changed(COMMIT, left_out=("model",)),
-        changed(COMMIT, left_out=("z", "y")),
-        changed(COMMIT, left_out=("z",), items=()),
-        changed(OF_RANKS, left_out=("z",)),
-        changed(OF_RANKS, classes=CLASSES[:1]),
+        changed(COMMIT, omitted_items=("model",)),
+        changed(COMMIT, omitted_items=("z", "y")),
+        changed(COMMIT, omitted_items=("z",), items=()),
+        changed(OF_RANKS, omitted_items=("z",)),
+        changed(OF_RANKS, layout_groups=CLASSES[:1]),
         changed(COMMIT, metrics={"loss": [1]}),
         changed(COMMIT, metrics={1: 1}),
         changed(COMMIT, metadata=object()),

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import torch
 
+import attempts
 import laststep
-from laststep.catalog import epochs
+from laststep.catalog import terms
 from laststep.catalog.run import Run
 from laststep.codecs.digests import block_digests
 from laststep.format import index, layout, manifest
@@ -21,6 +22,7 @@ from laststep.format.layout import FileLayout, Part, TensorEntry
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
+from saves_of import whole_index
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -77,12 +79,12 @@ def test_the_record_of_the_run_is_what_the_code_writes(written: Path, tmp_path: 
 
 
 def test_the_record_of_an_epoch_is_what_the_code_writes(written: Path) -> None:
-    found = epochs.decode(compact("epoch"), epoch=1, where="docs/format.md")
-    data = (written / "epochs" / "00000001.json").read_bytes()
-    stored = epochs.decode(data, epoch=1, where="written")
+    found = terms.decode(compact("term"), term=1, where="docs/format.md")
+    data = (written / "terms" / "00000001.json").read_bytes()
+    stored = terms.decode(data, term=1, where="written")
     names = ("host", "pid", "boot", "process_started", "created_s", "start")
     told = {name: getattr(found, name) for name in names}
-    assert epochs.encode(msgspec.structs.replace(stored, **told)) == compact("epoch")
+    assert terms.encode(msgspec.structs.replace(stored, **told)) == compact("term")
 
 
 def test_the_header_is_what_the_code_writes(written: Path) -> None:
@@ -120,7 +122,7 @@ def cells(after: str, column: int) -> list[str]:
     [
         ("A commit has these fields", manifest._CommitDocument),
         ("\n`written`:\n", manifest.WrittenIndexes),
-        ('"orphan":false}}', epochs.EpochRecord),
+        ('"orphan":false}}', terms.TermRecord),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -167,7 +169,7 @@ def test_every_struct_of_an_index_has_its_members_in_order(name: str, record: ty
         ("borrowed", 0),
         ("coded", 0),
         ("derived", 0),
-        ("excerpt", 0),
+        ("partial", 0),
     ],
 )
 def test_a_second_reader_reads_what_the_first_does(name: str, rank: int) -> None:
@@ -191,8 +193,8 @@ def assert_reads_alike(run: Path, rank: int) -> None:
 def saved_by(ranks: int, path: Path) -> Path:
     """A run of one checkpoint, of whose tensor each of many ranks wrote an element."""
     run = Run.open_or_create(DirectoryStore(path))
-    epoch = run.claim_epoch(None)
-    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    term = run.claim_term(None)
+    folder = run.begin(step=1, term=term, attempt=1).folder
     tree = b'{"tree":{"$":"tensor","name":"w"},"ties":{},"views":{}}'
     written = WrittenIndexes()
     for rank in range(ranks):
@@ -207,18 +209,19 @@ def saved_by(ranks: int, path: Path) -> Path:
         )
         data = bytes([rank % 251])
         values = {} if rank else {"m": tree}
-        found = index.whole_index(rank, [made], [block_digests(memoryview(data))], values, [{}])
+        found = whole_index(rank, [made], [block_digests(memoryview(data))], values, [{}])
         (path / folder / made.name).parent.mkdir(exist_ok=True)
         (path / folder / made.name).write_bytes(made.header() + data)
         (path / folder / index_name(rank, ranks)).write_bytes(index.encode(found))
         written = written.plus(index.written_of(found, index.encode(found)))
     item = ItemRecord(name="m", kind="value", tensors=1, size_bytes=ranks)
-    run.commit(
+    attempts.commit(
+        run,
         folder,
         Commit(
             run=run.id,
             step=1,
-            epoch=epoch,
+            term=term,
             attempt=1,
             created_s=1.0,
             laststep="0",

@@ -7,11 +7,12 @@ import json
 import msgspec
 import pytest
 
+from expect import names
 from laststep.codecs.digests import digest
+from laststep.constants import FORMAT_VERSION
 from laststep.errors import CorruptError, UsageError
 from laststep.format import index, manifest
 from laststep.format.manifest import seal
-from laststep.terms import FORMAT_VERSION
 from laststep.version import VERSION
 
 Fields = dict[str, object]
@@ -25,10 +26,10 @@ def read_manifest(fields: Fields) -> None:
 @pytest.mark.parametrize(
     ("writer", "found", "remedy"),
     [
-        ({"laststep": "7.1.0"}, "format 9, written by laststep 7.1.0", "version 7.1.0 or a later"),
-        ({}, "format 9", "a version that writes format 9"),
-        ({"laststep": "\x1b[2J"}, "format 9", "a version that writes format 9"),
-        ({"laststep": ["7"]}, "format 9", "a version that writes format 9"),
+        ({"laststep": "7.1.0"}, "7.1.0", "7.1.0"),
+        ({}, "9", "9"),
+        ({"laststep": "\x1b[2J"}, "9", "9"),
+        ({"laststep": ["7"]}, "9", "9"),
     ],
     ids=["named", "unnamed", "hostile", "nonsense"],
 )
@@ -38,11 +39,13 @@ def test_a_later_format_is_refused_with_who_reads_it(
     with pytest.raises(UsageError) as caught:
         read_manifest({**writer, "new": [1]})
     error = caught.value
-    assert (error.what, error.where) == ("cannot read a manifest of a later format", "here")
-    assert error.expected == f"format {FORMAT_VERSION}, the latest that laststep {VERSION} reads"
-    assert error.found == found
+    assert error.where == "here"
+    assert names(error.expected, FORMAT_VERSION, VERSION)
+    assert names(error.found, "9")
+    assert found in error.found
+    assert "\x1b" not in str(error)
     assert error.remedy is not None
-    assert error.remedy.startswith("upgrade laststep (`pip install --upgrade laststep`) to ")
+    assert "`pip install --upgrade laststep`" in error.remedy
     assert remedy in error.remedy
 
 
@@ -51,10 +54,7 @@ def test_an_index_of_a_later_format_is_refused_whatever_else_is_in_it(members: l
     payload = msgspec.msgpack.encode(members)
     with pytest.raises(UsageError) as caught:
         index.decode(digest(payload) + payload, where="here")
-    assert (caught.value.what, caught.value.found) == (
-        "cannot read an index of a later format",
-        "format 9",
-    )
+    assert (caught.value.where, caught.value.found) == ("here", "format 9")
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.0, "1", None])

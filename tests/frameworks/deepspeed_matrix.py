@@ -23,7 +23,9 @@ rank, ranks = start()
 
 
 def attached(way: str, run: str) -> object:
-    return laststep.deepspeed.attach(engine_of(way), run, flush="thread", progress=False)
+    return laststep.deepspeed.attach(
+        engine_of(way), run, options=laststep.Options(flush="thread", progress=False)
+    )
 
 
 def trained(engine: object, way: str) -> list[str]:

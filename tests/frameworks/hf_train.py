@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import laststep
+from laststep.settings import as_keywords
 
 VOCABULARY = 32
 SPECIAL = ("pad", "bos", "eos", "unk")
@@ -86,7 +87,7 @@ def rows(count: int = 40) -> list[dict[str, list[int]]]:
 def trainer(out: Path, losses: Path, options: dict) -> Trainer:
     model = options.get("model") or tiny(options.get("layers", 2))
     kind = options.get("kind", "mixin")
-    settings = {"progress": False, **options.get("settings", {})}
+    settings = as_keywords({"progress": False, **options.get("settings", {})})
     common = {
         "output_dir": str(out),
         "per_device_train_batch_size": 4,
@@ -138,7 +139,7 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
     more["train_dataset"] = rows()
     if kind in ("attached", "stock"):
         plain = Trainer(model=model, args=TrainingArguments(**common), **more)
-        return plain if kind == "stock" else laststep.hf.attach(plain, **settings)
+        return plain if kind == "stock" else laststep.hf.attach(plain, **as_keywords(settings))
 
     class Own(laststep.hf.TrainerMixin, Trainer):
         pass

@@ -47,7 +47,11 @@ def train(config: dict) -> None:
     torch.manual_seed(1 + rank)
     run = [config["run"]] if config["run"] else []
     with laststep.ray.Checkpointer(
-        *run, model=model, optimizer=optimizer, rng=laststep.RNG(), subscribers=[die_once]
+        *run,
+        model=model,
+        optimizer=optimizer,
+        rng=laststep.RNG(),
+        options=laststep.Options(subscribers=[die_once]),
     ) as ckpt:
         for step in range(ckpt.restore().next_step, config["steps"]):
             batch = torch.randn(4, 8)

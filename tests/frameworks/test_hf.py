@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import raises, warned
+
 pytest.importorskip("transformers", reason="needs transformers, accelerate, trl and peft")
 
 import numpy as np
@@ -40,7 +42,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from frameworks import hf_train
 from frameworks.trained import Script, environment, read
-from laststep.adapters.hf.folders import Folders
+from laststep.hf.folders import Folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +187,9 @@ def test_a_reference_that_follows_the_model_is_saved(tmp_path: Path) -> None:
             callbacks=[hf_train.Losses(losses, None, stop)],
         )
         with contextlib.nullcontext() if stop is None else pytest.raises(RuntimeError):
-            laststep.hf.attach(trainer, progress=False).train(resume_from_checkpoint=True)
+            laststep.hf.attach(trainer, options=laststep.Options(progress=False)).train(
+                resume_from_checkpoint=True
+            )
         return read(losses)
 
     whole = start("whole", None)
@@ -247,10 +251,10 @@ def test_folders_state_and_weights_are_those_of_the_trainer_s_own_saving(
     assert folders(tmp_path / "attached") == folders(tmp_path / "stock")
     for name in folders(tmp_path / "stock"):
         theirs, ours = (tmp_path / kind / name for kind in ("stock", "attached"))
-        left_out = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+        omitted_items = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
         assert {file.name for file in ours.iterdir()} - {"laststep.json"} == {
             file.name for file in theirs.iterdir()
-        } - left_out
+        } - omitted_items
         assert state_of(ours) == state_of(theirs)
         loaded, expected = (load_file(path / "model.safetensors") for path in (ours, theirs))
         assert loaded.keys() == expected.keys()
@@ -345,7 +349,7 @@ def test_what_is_no_link_is_written_out(
         def refuse(*_: object) -> None:
             raise OSError("no links here")
 
-        monkeypatch.setattr("laststep.adapters.hf.folders.os.link", refuse)
+        monkeypatch.setattr("laststep.hf.folders.os.link", refuse)
     trainer = here(tmp_path / "out", args={"max_steps": 3}, settings=settings)
     trainer.train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-3").state_dict()
@@ -448,7 +452,7 @@ def test_damage_makes_the_one_before_count_and_a_warning_says_so(
     trainer = here(out)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=True)
-    assert "the checkpoint of step 12 is damaged; training goes on from step 9" in caplog.text
+    assert warned(caplog, "step 12", "step 9")
     assert read(tmp_path / "losses") == {step: whole[step] for step in (10, 11, 12)}
     live = trainer.model.state_dict()
     loaded = AutoModelForCausalLM.from_pretrained(out / "checkpoint-12").state_dict()
@@ -482,7 +486,7 @@ def test_what_the_trainer_itself_has_saved_since_is_not_passed_over(tmp_path: Pa
     here(out, args={"max_steps": 3}).train()
     own = here(out, kind="stock", args={"max_steps": 6})
     own.train(resume_from_checkpoint=str(out / "checkpoint-3"))
-    with pytest.raises(laststep.UsageError, match="has saved a later step"):
+    with raises(laststep.UsageError, found="checkpoint-6"):
         here(out).train(resume_from_checkpoint=True)
     assert (out / "checkpoint-6" / "optimizer.pt").exists()
 
@@ -490,21 +494,21 @@ def test_what_the_trainer_itself_has_saved_since_is_not_passed_over(tmp_path: Pa
 def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     here(out, args={"max_steps": 3}).train()
-    with pytest.raises(laststep.UsageError, match="would not go on from any of them"):
+    with raises(laststep.UsageError, remedy="new_lineage=True"):
         here(out).train()
     with pytest.raises(laststep.MismatchError, match=r"layers\.1"):
         here(out, layers=1).train(resume_from_checkpoint=True)
-    with pytest.raises(laststep.UsageError, match="no checkpoint of the run"):
+    with raises(laststep.UsageError, found=out / "checkpoint-3"):
         here(tmp_path / "other").train(resume_from_checkpoint=str(out / "checkpoint-3"))
     with pytest.raises(laststep.NotFoundError, match="step 4"):
         here(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
-    with pytest.raises(laststep.NotFoundError, match="one that was here before has made folders"):
+    with raises(laststep.NotFoundError, remedy="run="):
         here(out, settings={"run": tmp_path / "new"}).train(resume_from_checkpoint=True)
     with laststep.Checkpointer(tmp_path / "loop", model=hf_train.tiny()) as ckpt:
         ckpt.save(1)
-    with pytest.raises(laststep.MismatchError, match="was not saved by transformers"):
+    with raises(laststep.MismatchError, "transformers"):
         here(out, settings={"run": tmp_path / "loop"}).train(resume_from_checkpoint=True)
-    with pytest.raises(laststep.UsageError, match="takes a trainer"):
+    with raises(laststep.UsageError, remedy="train()"):
         laststep.hf.attach(hf_train.tiny())
     assert laststep.open(out / "_laststep").steps() == [3]
     here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
@@ -514,7 +518,7 @@ def test_a_method_of_the_trainer_that_has_changed_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self, model, metrics: None)
-    with pytest.raises(laststep.UsageError, match=r"Trainer\._save_checkpoint of transformers"):
+    with raises(laststep.UsageError, "Trainer._save_checkpoint"):
         importlib.reload(laststep.hf.trainer)
 
 
@@ -532,8 +536,8 @@ def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
     plain.__class__ = Own
     with caplog.at_level(logging.WARNING):
         laststep.hf.attach(plain).train()
-    assert "Own._save_checkpoint is not called" in caplog.text
-    assert "Own._save is not called" in caplog.text
+    assert warned(caplog, "Own._save_checkpoint")
+    assert warned(caplog, "Own._save ")
     assert not (tmp_path / "out" / "checkpoint-3" / "pytorch_model.bin").exists(), "would be old"
     assert folders(tmp_path / "out") == ["checkpoint-3"]
 
@@ -562,7 +566,7 @@ def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(
     with caplog.at_level(logging.WARNING):
         trainer = here(out)
         trainer.train(resume_from_checkpoint=True)
-    assert "saved without them: data, logged, optimizer, rng, scheduler begin anew" in caplog.text
+    assert warned(caplog, "data, logged, optimizer, rng, scheduler")
     assert trainer.state.global_step == STEPS
     assert laststep.open(out / "_laststep").steps() == [3, 6, 9, 12]
 

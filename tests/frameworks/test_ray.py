@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import laststep
+from expect import raises
 from frameworks import trained
 from frameworks.trained import SCRIPTS, Script, read
 
@@ -69,12 +70,12 @@ def test_another_number_of_workers_goes_on_and_of_a_run_elsewhere_a_pointer_is_h
 def test_a_checkpoint_of_others_is_told(tmp_path: Path) -> None:
     import ray.train
 
-    with pytest.raises(laststep.NotFoundError, match=r"no checkpoint of laststep's"):
+    with raises(laststep.NotFoundError, where=tmp_path):
         laststep.ray.folder_of(ray.train.Checkpoint.from_directory(tmp_path))
 
 
 def test_outside_of_a_worker_it_says_what_to_use(tmp_path: Path) -> None:
-    with pytest.raises(laststep.UsageError, match=r"use laststep\.Checkpointer elsewhere"):
+    with raises(laststep.UsageError, remedy="laststep.Checkpointer"):
         laststep.ray.Checkpointer(tmp_path / "run", state={"a": 1})
 
 

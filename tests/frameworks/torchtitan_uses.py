@@ -98,7 +98,7 @@ def missing_step():
 
 
 @fact
-def left_out():
+def omitted_items():
     trainer = loaded(built("a", exclude_from_loading=["train_state", "lr_scheduler"]))
     return [trainer.step, trainer.lr_schedulers.state_dict(), trainer.dataloader.dataset.line]
 

@@ -26,7 +26,7 @@ JOBS = {
     "borrowed": ("borrowed", 1),
     "coded": ("coded", 1),
     "derived": ("derived", 1),
-    "excerpt": ("excerpt", 1),
+    "partial": ("partial", 1),
 }
 
 

@@ -89,10 +89,10 @@ def test_every_golden_run_is_looked_at() -> None:
         "coded",
         "dcp",
         "derived",
-        "excerpt",
         "fsdp2",
         "groups",
         "one-rank",
+        "partial",
         "per-rank",
     ]
 
@@ -138,7 +138,7 @@ def test_state_of_each_rank_is_found_by_rank() -> None:
 def test_what_dcp_wrote_through_us_loads() -> None:
     import torch.distributed.checkpoint as dcp
 
-    from laststep.adapters.dcp import Reader
+    from laststep.dcp import Reader
 
     wanted = contents.training(9)["model"].state_dict()
     state = {
@@ -201,9 +201,9 @@ def test_derived_tensors_restore() -> None:
 
 
 def test_an_excerpt_restores_the_item_that_it_has(golden: Callable[[str], Path]) -> None:
-    run = golden("excerpt")
+    run = golden("partial")
     checkpoint = laststep.open(run).latest()
-    assert (checkpoint.items(), checkpoint.left_out) == (["model"], ("optimizer",))
+    assert (checkpoint.items(), checkpoint.omitted_items) == (["model"], ("optimizer",))
     items = contents.training(None)
     with laststep.Checkpointer(run, **items) as ckpt:
         assert ckpt.restore(only=["model"]).step == 5

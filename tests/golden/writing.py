@@ -13,19 +13,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import laststep
-from laststep.adapters.dcp import Writer
-from laststep.adapters.dcp import writer as adapter
-from laststep.catalog import epochs
+from laststep.catalog import terms
 from laststep.commit import thread as teaming
+from laststep.dcp import Writer
+from laststep.dcp import writer as adapter
 from laststep.flush import base as reusing
 from laststep.flush import launch as starting
 from laststep.plan.receipts import Groups
 
 
 def namelessly() -> None:
-    """The record of an epoch names the machine of its writer; these are of no machine."""
-    nobody = epochs.Trainer(host="golden", pid=1, boot="golden", process_started="1")
-    for module in (epochs, starting, adapter):
+    """The record of a term names the machine of its writer; these are of no machine."""
+    nobody = terms.Trainer(host="golden", pid=1, boot="golden", process_started="1")
+    for module in (terms, starting, adapter):
         module.this_writer = lambda: nobody
 
 
@@ -100,7 +100,9 @@ def borrowed(run: str) -> None:
     namelessly()
     reusing.LEAST_BYTES = 0
     model, position = contents.borrowed(0)
-    with laststep.Checkpointer(run, model=model, position=position, flush="thread") as ckpt:
+    with laststep.Checkpointer(
+        run, model=model, position=position, options=laststep.Options(flush="thread")
+    ) as ckpt:
         ckpt.restore()
         for step in range(3):
             position["seen"] = contents.borrowed(step)[1]["seen"]
@@ -113,13 +115,16 @@ def derived(run: str) -> None:
     namelessly()
     model, masters = contents.derived()
     with laststep.Checkpointer(
-        run, model=contents.Kept(**model), masters=masters, derived=True, flush="thread"
+        run,
+        model=contents.Kept(**model),
+        masters=masters,
+        options=laststep.Options(derived=True, flush="thread"),
     ) as ckpt:
         ckpt.restore()
         ckpt.save(1).wait()
 
 
-def excerpt(run: str) -> None:
+def partial(run: str) -> None:
     """The model of what three ranks have saved."""
     laststep.copy(Path(__file__).parent / "version-1" / "fsdp2", run, items=("model",))
 
@@ -131,7 +136,7 @@ def coded(run: str) -> None:
     for compression, steps in (("max", range(3)), ("none", range(3, 4))):
         items = contents.coded(max(steps[0] - 1, 0))
         with laststep.Checkpointer(
-            run, items=items, compression=compression, flush="thread"
+            run, items=items, compression=compression, options=laststep.Options(flush="thread")
         ) as ckpt:
             ckpt.restore()
             for step in steps:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import laststep
 from laststep.errors import StorageError
-from laststep.ranks import carriers, group
+from laststep.ranks import group, transports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 RANKS, TENSORS, SIDE = 2, 4, 2048
 """Four of 16 MiB, and many small ones."""
 DEADLINE_S = 8.0
-carriers.LIMIT_S = 5.0
+transports.LIMIT_S = 5.0
 
 
 def state(cut: int | None, *, filled: bool) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def opened(run: str, items: dict[str, torch.Tensor]) -> Iterator[laststep.Checkpointer]:
     with laststep.Checkpointer(
-        run, items={"state": items}, progress=False, deadline_s=DEADLINE_S
+        run, items={"state": items}, options=laststep.Options(progress=False, deadline_s=DEADLINE_S)
     ) as checkpointer:
         yield checkpointer
 
@@ -74,21 +74,21 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
     """Restore, compare, and tell what went over NCCL."""
     group.WORTH_BYTES = worth_bytes
     came: list[torch.device] = []
-    wait, tell = carriers.Transit.wait, carriers.Carrier.tell
+    wait, broadcast = transports.Transit.wait, transports.Transport.broadcast
 
-    def waiting(self: carriers.Transit) -> torch.Tensor:
+    def waiting(self: transports.Transit) -> torch.Tensor:
         got = wait(self)
         came.append(got.device)
         return got
 
     def telling(
-        self: carriers.Carrier, who: int, data: torch.Tensor | None, size_bytes: int
+        self: transports.Transport, who: int, data: torch.Tensor | None, size_bytes: int
     ) -> torch.Tensor:
-        got = tell(self, who, data, size_bytes)
+        got = broadcast(self, who, data, size_bytes)
         came.append(got.device)
         return got
 
-    carriers.Transit.wait, carriers.Carrier.tell = waiting, telling
+    transports.Transit.wait, transports.Transport.broadcast = waiting, telling
     wanted = state(cut, filled=False)
     with opened(run, wanted) as checkpointer:
         checkpointer.restore()
@@ -105,27 +105,27 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
 
 def load_where_nccl_fails(run: str) -> dict[str, object]:
     """Rank 1 does not come to the connection, so the other waits for it."""
-    connect = carriers._connect
+    connect = transports._connect
 
     def failing(one: dist.ProcessGroup, device: torch.device) -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("no transport")
         connect(one, device)
 
-    carriers._connect = failing
+    transports._connect = failing
     return load(run, 1)
 
 
 def load_and_lose_a_rank(run: str) -> dict[str, object]:
     """Rank 1 ends when the first bytes are to be passed on."""
-    swap = carriers.DeviceCarrier.swap
+    swap = transports.DeviceTransport.swap
 
-    def dying(self: carriers.DeviceCarrier, *args: object) -> carriers.Transit:
+    def dying(self: transports.DeviceTransport, *args: object) -> transports.Transit:
         if dist.get_rank() == 1:
             os._exit(9)
         return swap(self, *args)
 
-    carriers.DeviceCarrier.swap = dying
+    transports.DeviceTransport.swap = dying
     group.WORTH_BYTES = 0
     began = time.monotonic()
     with opened(run, state(1, filled=False)) as checkpointer:

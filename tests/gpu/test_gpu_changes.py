@@ -70,7 +70,7 @@ def opened(run: Path, training: Training, mode: str) -> laststep.Checkpointer:
         run,
         model=training.model,
         optimizer=training.optimizer,
-        capture=mode,
+        options=laststep.Options(capture=mode),
         host_memory_bytes=128 << 20,
     )
 

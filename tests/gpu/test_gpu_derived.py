@@ -46,9 +46,7 @@ def test_weights_of_a_device_follow_from_their_masters(run_folder: Path, capture
         run_folder,
         model=state.model,
         optimizer=state.optimizer,
-        derived=True,
-        progress=False,
-        capture=capture,
+        options=laststep.Options(derived=True, progress=False, capture=capture),
     ) as ckpt:
         for step, by in enumerate([0.1, 0.0, 1e-9, 0.1]):
             state.train(by)
@@ -63,7 +61,10 @@ def test_weights_of_a_device_follow_from_their_masters(run_folder: Path, capture
             assert torch.equal(checkpoint.tensor(f"model/{name}")[:], weight)
     state.train(1.0)
     with laststep.Checkpointer(
-        run_folder, model=state.model, optimizer=state.optimizer, derived=True, progress=False
+        run_folder,
+        model=state.model,
+        optimizer=state.optimizer,
+        options=laststep.Options(derived=True, progress=False),
     ) as ckpt:
         ckpt.restore()
     assert all(torch.equal(state.model[name].cpu(), weight) for name, weight in kept[3].items())

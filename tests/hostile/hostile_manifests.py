@@ -32,7 +32,7 @@ def manifest() -> Json:
         "decision": "commit",
         "run": "8f14e45f",
         "step": 100,
-        "epoch": 3,
+        "term": 3,
         "attempt": 17,
         "created_s": 1.5,
         "laststep": "0.1.0",
@@ -47,8 +47,8 @@ def manifest() -> Json:
 def of_ranks() -> Json:
     """A commit of four ranks, all of one class."""
     written: Json = manifest()["written"]  # type: ignore[assignment]
-    classes = [{"table": "0" * 32, "spans": [[0, 2, 2], [1, 2, 2]]}]
-    more = {"ranks": 4, "classes": classes, "written": {**written, "indexes": indexes(4)}}
+    groups = [{"local_layout": "0" * 32, "spans": [[0, 2, 2], [1, 2, 2]]}]
+    more = {"ranks": 4, "layout_groups": groups, "written": {**written, "indexes": indexes(4)}}
     return {**manifest(), **more}
 
 
@@ -94,15 +94,15 @@ def _manifest_fields() -> Iterator[tuple[str, str, Json]]:
     yield "ranks-zero", "no ranks at all", {"ranks": 0}
     yield "ranks-huge", "more ranks than any job has", {"ranks": 1 << 62}
 
-    def excerpt(*left_out: object, **changed: object) -> Json:
-        return {"left_out": left_out, **changed}
+    def partial(*omitted_items: object, **changed: object) -> Json:
+        return {"omitted_items": omitted_items, **changed}
 
-    yield "excerpt-item", "an item that is here and left out", excerpt("m", "z")
-    yield "excerpt-twice", "an item that is left out twice", excerpt("z", "z")
-    yield "excerpt-order", "items that are left out in another order", excerpt("z", "y")
-    yield "excerpt-nameless", "an item without a name, left out", excerpt("", "z")
-    yield "excerpt-nothing", "an excerpt of no items", excerpt("z", items=[])
-    yield "excerpt-number", "an item that is a number, left out", excerpt(1)
+    yield "excerpt-item", "an item that is here and left out", partial("m", "z")
+    yield "excerpt-twice", "an item that is left out twice", partial("z", "z")
+    yield "excerpt-order", "items that are left out in another order", partial("z", "y")
+    yield "excerpt-nameless", "an item without a name, left out", partial("", "z")
+    yield "excerpt-nothing", "an excerpt of no items", partial("z", items=[])
+    yield "excerpt-number", "an item that is a number, left out", partial(1)
 
 
 def _rank_fields() -> Iterator[tuple[str, str, Json]]:
@@ -110,7 +110,7 @@ def _rank_fields() -> Iterator[tuple[str, str, Json]]:
     written: Json = of_ranks()["written"]  # type: ignore[assignment]
 
     def spans(*some: list[object]) -> Json:
-        return {"classes": [{"table": "0" * 32, "spans": some}]}
+        return {"layout_groups": [{"local_layout": "0" * 32, "spans": some}]}
 
     few, half = {**written, "indexes": indexes(3)}, base64.b64encode(bytes(63)).decode()
     yield "ranks-few", "fewer indexes than ranks", {"written": few}
@@ -118,12 +118,12 @@ def _rank_fields() -> Iterator[tuple[str, str, Json]]:
     yield (
         "class-table",
         "a class whose table has no digest",
-        {"classes": [{"table": "x", "spans": [[0, 4]]}]},
+        {"layout_groups": [{"local_layout": "x", "spans": [[0, 4]]}]},
     )
     yield (
         "class-twice",
-        "one table for two classes",
-        {"classes": [{"table": "0" * 32, "spans": [[at, 2]]} for at in (0, 2)]},
+        "one local layout for two groups",
+        {"layout_groups": [{"local_layout": "0" * 32, "spans": [[at, 2]]} for at in (0, 2)]},
     )
     yield "class-gap", "a rank of no class", spans([0, 3])
     yield "class-overlap", "a rank twice in a class", spans([0, 4], [2, 1])
@@ -135,7 +135,7 @@ def _rank_fields() -> Iterator[tuple[str, str, Json]]:
     yield "class-stride-one", "a span with a stride that goes without saying", spans([0, 4, 1])
     yield "class-short", "a span of one number", spans([0])
     yield "class-long", "a span of four numbers", spans([0, 2, 2, 2])
-    yield "class-excerpt", "classes of an excerpt", {"left_out": ["z"]}
+    yield "class-excerpt", "layout groups of an excerpt", {"omitted_items": ["z"]}
 
 
 def manifest_cases() -> Iterator[Case]:
@@ -150,7 +150,7 @@ def manifest_cases() -> Iterator[Case]:
         ("not-json", "content that is no JSON", sealed(b"nonsense")),
         ("list", "content that is a list", sealed(b"[]")),
         ("nested", "content of 2,000 brackets", sealed(b"[" * 1000 + b"]" * 1000)),
-        ("key-twice", "a key twice", sealed(content.replace(b'"step"', b'"epoch": 3, "step"'))),
+        ("key-twice", "a key twice", sealed(content.replace(b'"step"', b'"term": 3, "step"'))),
         ("utf8", "text that is no UTF-8", sealed(content.replace(b"8f14", b"\xff"))),
         ("truncated", "the first half only", good[: len(good) // 2]),
         ("abort-bare", "an abort without a reason", sealed(b'{"format": 1, "decision": "abort"}')),

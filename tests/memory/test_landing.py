@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from laststep.memory.segments import Mapping
-from laststep.memory.slots import SLOT_BYTES, Landing
+from laststep.memory.slots import SLOT_BYTES, ReadBuffers
 from smaps import flags_at
 
 HUGE_PAGE_BYTES = 2 << 20
 
 
 def test_the_bytes_of_a_slot_are_no_other_slots() -> None:
-    with Landing(2) as room:
+    with ReadBuffers(2) as room:
         slots = [room.lease(0) for _ in range(4)]
         for slot in slots:
             assert slot is not None
@@ -35,14 +35,14 @@ def test_slots_lie_in_huge_pages() -> None:
     allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not allowed.exists() or "[never]" in allowed.read_text():
         pytest.skip("this system has none")
-    with Landing(1) as room:
+    with ReadBuffers(1) as room:
         address = ctypes.addressof(ctypes.c_char.from_buffer(room.view(0)))
         assert address % HUGE_PAGE_BYTES == 0
         assert "hg" in flags_at(address)
 
 
 def test_a_forked_child_has_none_of_it_and_leaves_alone_what_lies_there_now() -> None:
-    with Landing(1) as room:
+    with ReadBuffers(1) as room:
         inherited = [room]
         pid = os.fork()
         if pid == 0:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from expect import raises
 from laststep.errors import StorageError, UsageError
 from laststep.memory.slots import Slots
 from laststep.process import signals
@@ -37,7 +38,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add_again(self, data: st.DataObject) -> None:
         known = data.draw(st.integers(0, self.made - 1))
-        with pytest.raises(UsageError, match="twice"):
+        with raises(UsageError, found="range("):
             self.slots.add(range(known, known + 1))
 
     @rule()
@@ -68,7 +69,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def release_what_nobody_holds(self, data: st.DataObject) -> None:
         slot = data.draw(st.integers(0, self.made + 1))
         if slot not in self.leased:
-            with pytest.raises(UsageError, match="nobody holds"):
+            with raises(UsageError, found=True):
                 self.slots.release([slot])
 
     @rule()
@@ -198,7 +199,7 @@ def test_a_handler_runs_without_the_lock() -> None:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        with signals.held():
+        with signals.defer_signals():
             signal.raise_signal(signal.SIGUSR1)
             assert slots.lease() == 0
     finally:

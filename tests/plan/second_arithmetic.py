@@ -1,4 +1,4 @@
-"""Who wrote what, from stored tables: written from docs/tables.md, sharing no code with laststep.
+"""Who wrote what, from stored tables: written from docs/layouts.md, sharing no code with laststep.
 
 It is slow and lists everything, rank by rank. The numbers in comments are those of the page.
 """
@@ -139,13 +139,13 @@ def manner(layout: Layout) -> Any:
     return alike
 
 
-def written(classes: list[tuple[bytes, list[int]]], least: int = 8 << 20) -> dict[Any, Any]:
+def written(layout_groups: list[tuple[bytes, list[int]]], least: int = 8 << 20) -> dict[Any, Any]:
     """(item, tensor) → the (rank, box) of everything that was written of it, from the tables and
     the ranks of all classes, in the order of their lowest ranks."""
     told: dict[Any, list[Any]] = {}
     ties = set()
-    for table, ranks in classes:
-        items, layouts = msgspec.msgpack.decode(table)
+    for local_layout, ranks in layout_groups:
+        items, layouts = msgspec.msgpack.decode(local_layout)
         for item, _, per_rank, tensors, tied in items:
             ties |= {(item, name) for name, _ in tied}
             for name, dtype, shape, number, *replicas in () if per_rank else tensors:
@@ -166,7 +166,7 @@ def written(classes: list[tuple[bytes, list[int]]], least: int = 8 << 20) -> dic
         if 0 in shape:  # (6)
             found[key].append((tellings[0][4][0], tuple((0, side) for side in shape)))
             continue
-        for line, boxes in lines_of(tellings, shape):
+        for line, boxes in ranges_of(tellings, shape):
             lines.setdefault(line, []).extend(
                 (number, key, box, volume(box) * SIZES[dtype]) for box in boxes
             )
@@ -176,7 +176,7 @@ def written(classes: list[tuple[bytes, list[int]]], least: int = 8 << 20) -> dic
     return found
 
 
-def lines_of(tellings: list[Any], shape: list[int]) -> list[tuple[Any, Held]]:
+def ranges_of(tellings: list[Any], shape: list[int]) -> list[tuple[Any, Held]]:
     """Who holds which boxes of a tensor and takes part in writing it (4): each line as the meshes
     and ranks that it is made of."""
     layouts: list[tuple[Layout, Any]] = []

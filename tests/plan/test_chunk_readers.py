@@ -13,15 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.plan import reads, who_reads, who_writes
 from laststep.plan.reads import Chunk, FileBox, chunks_of
-from laststep.plan.who_reads import Ledger, Wants, Wish, decode_wish, encode_wish, known_sources
+from laststep.plan.who_reads import (
+    Ledger,
+    RankRequest,
+    ReadRequests,
+    decode_request,
+    encode_request,
+    known_sources,
+)
 from laststep.state.boxes import Box, whole
 from laststep.state.layouts import Layout, Mesh, Replicate, Shard, Sharded
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 _spec = importlib.util.spec_from_file_location(
-    "tables_properties", Path(__file__).with_name("test_tables_properties.py")
+    "tables_properties", Path(__file__).with_name("test_layouts_properties.py")
 )
 jobs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(jobs)
@@ -32,19 +39,19 @@ Wanted = list[tuple[int, tuple[Box, ...]]]
 """The ranks that want something of a tensor, in order, and which boxes of it."""
 
 
-def wants_of(wishes: list[Wish], shapes: list[tuple[int, ...]]) -> Wants:
+def wants_of(rank_requests: list[RankRequest], shapes: list[tuple[int, ...]]) -> ReadRequests:
     """What all ranks want, as they would tell each other."""
-    told = [encode_wish(wish) for wish in wishes]
+    told = [encode_request(rank_request) for rank_request in rank_requests]
     distinct = list(dict.fromkeys(told))
-    class_of = {rank: distinct.index(one) for rank, one in enumerate(told)}
-    return Wants([decode_wish(one) for one in distinct], class_of, shapes)
+    group_of = {rank: distinct.index(one) for rank, one in enumerate(told)}
+    return ReadRequests([decode_request(one) for one in distinct], group_of, shapes)
 
 
 def read_by(
     rank: int,
     stored: list[FileBox],
     sizes: list[int],
-    wants: Wants,
+    requests: ReadRequests,
     ledger: Ledger | None = None,
     each: int = 1,
 ) -> list[Chunk]:
@@ -55,10 +62,10 @@ def read_by(
         by_writer.setdefault(one.file // each, []).append(one)
     found = []
     lengths = dict(enumerate(sizes))
-    whose = known_sources(by_writer, wants) if ledger is None else ledger.sources(rank)
+    whose = known_sources(by_writer, requests) if ledger is None else ledger.sources(rank)
     for source in whose:
         if rank in source.readers:
-            found += chunks_of(rank, source, by_writer[source.writer], wants, lengths)
+            found += chunks_of(rank, source, by_writer[source.writer], requests, lengths)
     return found
 
 
@@ -66,11 +73,15 @@ class Saved:
     """A checkpoint as ranks wrote it, in memory: the bytes of files, and what lies where."""
 
     def __init__(self, ranks: int, tensors: jobs.Described, arrays: list[np.ndarray]) -> None:
-        agreement = self.agreement = jobs.agreement_of(jobs.tables(ranks, tensors))
+        global_layout = self.global_layout = jobs.global_layout_of(
+            jobs.local_layouts(ranks, tensors)
+        )
         self.files: list[np.ndarray] = []
         self.stored: list[FileBox] = []
         for rank in range(ranks):
-            mine = [(int(name[1:]), share.box) for (_, name), share in agreement.shares(rank)]
+            mine = [
+                (int(name[1:]), share.box) for (_, name), share in global_layout.assignments(rank)
+            ]
             # As files are: large elements first, without holes.
             mine.sort(key=lambda one: -arrays[one[0]].itemsize)
             parts, at = [], 0
@@ -91,11 +102,11 @@ class Saved:
 class Loaded:
     """What each rank wants of each tensor, and what has arrived of it."""
 
-    def __init__(self, arrays: list[np.ndarray], wants: dict[int, Wanted]) -> None:
-        self.wants = wants
+    def __init__(self, arrays: list[np.ndarray], requests: dict[int, Wanted]) -> None:
+        self.requests = requests
         self.memory = {
             (number, rank, box): np.zeros(box.shape, arrays[number].dtype)
-            for number, wanted in wants.items()
+            for number, wanted in requests.items()
             for rank, boxes in wanted
             for box in boxes
         }
@@ -106,7 +117,7 @@ class Loaded:
             size = box.volume * stored.itemsize
             assert at >= 0
             assert at + size <= data.nbytes
-            for rank, boxes in self.wants.get(stored.tensor, []):
+            for rank, boxes in self.requests.get(stored.tensor, []):
                 for wanted in boxes:
                     common = box.meet(wanted)
                     if common is None:
@@ -132,14 +143,14 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
 ) -> None:
     tensors = data.draw(described(before, most=4))
     # In the order in which the ranks that wrote it count them.
-    agreement = jobs.agreement_of(jobs.tables(before, tensors))
-    tensors = [tensors[int(name[1:])] for _, name in agreement.keys]
+    global_layout = jobs.global_layout_of(jobs.local_layouts(before, tensors))
+    tensors = [tensors[int(name[1:])] for _, name in global_layout.keys]
     arrays = [
         np.random.default_rng(n).integers(1, 250, shape).astype(DTYPES[dtype])
         for n, (dtype, shape, _) in enumerate(tensors)
     ]
-    wants: dict[int, Wanted] = {}
-    wishes: list[Wish] = [{} for _ in range(now)]
+    requests: dict[int, Wanted] = {}
+    rank_requests: list[RankRequest] = [{} for _ in range(now)]
     for number, (_, shape, _) in enumerate(tensors):
         mesh = data.draw(jobs.meshes(now))
         choice = data.draw(st.integers(0, 4))
@@ -152,24 +163,26 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
         # Now and then not all of a mesh want their part.
         without = data.draw(st.sampled_from((None, None, plain[0])))
         held = [(rank, tuple(held_by(rank, shape, [way]))) for rank in range(now)]
-        wants[number] = [(rank, boxes) for rank, boxes in held if boxes and rank != without]
+        requests[number] = [(rank, boxes) for rank, boxes in held if boxes and rank != without]
         for rank in plain:
             if rank != without:
-                wishes[rank][number] = None if choice == 1 else way
+                rank_requests[rank][number] = None if choice == 1 else way
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
+        patch.setattr(who_writes, "MIN_ASSIGNMENT_BYTES", least)
         patch.setattr(reads, "BLOCK_BYTES", 16)
         patch.setattr(reads, "CHUNK_BYTES", 64)
         patch.setattr(who_reads, "CHUNK_BYTES", 64)
         patch.setattr(who_reads, "FEW_READERS", few)
         saved = Saved(before, tensors, arrays)
-        every = wants_of(wishes, [shape for _, shape, _ in tensors])
-        assert [name for _, name in saved.agreement.keys] == [f"w{n}" for n in range(len(tensors))]
-        ledger = Ledger(saved.agreement.spreads, every) if by_ledger else None
+        every = wants_of(rank_requests, [shape for _, shape, _ in tensors])
+        assert [name for _, name in saved.global_layout.keys] == [
+            f"w{n}" for n in range(len(tensors))
+        ]
+        ledger = Ledger(saved.global_layout.spreads, every) if by_ledger else None
         read = {
             rank: read_by(rank, saved.stored, saved.sizes, every, ledger) for rank in range(now)
         }
-    loaded = Loaded(arrays, wants)
+    loaded = Loaded(arrays, requests)
     blocks: Counter[tuple[int, int]] = Counter()
     readers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for rank, chunks in read.items():
@@ -187,7 +200,7 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
         assert array.tobytes() == np.ascontiguousarray(cut(arrays[number], box)).tobytes()
 
 
-def whole_tensor(rank_count: int, shape: tuple[int, ...], dim: int | None) -> Wants:
+def whole_tensor(rank_count: int, shape: tuple[int, ...], dim: int | None) -> ReadRequests:
     mesh = Mesh.of(("r",), (rank_count,), range(rank_count))
     layout = Sharded(shape, mesh, (Replicate() if dim is None else Shard(dim),))
     return wants_of([dict.fromkeys(range(10), layout)] * rank_count, [shape] * 10)
@@ -208,11 +221,12 @@ def test_ranks_read_about_as_much_each(
         box = Box((n * each, 0), ((n + 1) * each, rows))
         stored.append(FileBox(0, 4, len(sizes), 0, size, box))
         sizes += [size, beside] if beside else [size]
-    wants = whole_tensor(ranks, (rows, rows), dim)
+    requests = whole_tensor(ranks, (rows, rows), dim)
     each_writes = 2 if beside else 1
     loads = [
         sum(
-            chunk.stop - chunk.start for chunk in read_by(r, stored, sizes, wants, each=each_writes)
+            chunk.stop - chunk.start
+            for chunk in read_by(r, stored, sizes, requests, each=each_writes)
         )
         for r in range(ranks)
     ]
@@ -227,19 +241,19 @@ def test_what_nobody_wants_is_not_read() -> None:
     # Of 32 ranks, which have two rows each, two want theirs.
     mesh = Mesh.of(("r",), (32,), range(32))
     layout = Sharded(shape, mesh, (Shard(0),))
-    wants = wants_of([{0: layout} if rank in (1, 10) else {} for rank in range(32)], [shape])
+    requests = wants_of([{0: layout} if rank in (1, 10) else {} for rank in range(32)], [shape])
     found = [
         (rank, chunk.start // BLOCK_BYTES, -(-chunk.stop // BLOCK_BYTES))
         for rank in range(32)
-        for chunk in read_by(rank, stored, [math.prod(shape)], wants)
+        for chunk in read_by(rank, stored, [math.prod(shape)], requests)
     ]
     assert found == [(1, 2, 4), (10, 20, 22)]
 
 
 def test_tensors_without_elements_take_no_reading() -> None:
     stored = [FileBox(0, 4, 0, 0, 0, whole((3, 0))), FileBox(1, 4, 0, 0, 8, whole((2,)))]
-    wants = wants_of([{0: None, 1: None}], [(3, 0), (2,)])
-    (chunk,) = read_by(0, stored, [8], wants)
+    requests = wants_of([{0: None, 1: None}], [(3, 0), (2,)])
+    (chunk,) = read_by(0, stored, [8], requests)
     assert [one.tensor for one, _, _ in chunk.boxes()] == [1]
 
 
@@ -263,8 +277,8 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
         return ranges(one, boxes)
 
     monkeypatch.setattr(reads, "_ranges", counting)
-    wants = whole_tensor(ranks, (rows, 1024), None)
-    read_by(5, stored, [10 * size] * ranks, wants)
+    requests = whole_tensor(ranks, (rows, 1024), None)
+    read_by(5, stored, [10 * size] * ranks, requests)
     assert looked <= 4 * len(stored)
 
 
@@ -275,8 +289,8 @@ def test_of_many_files_that_all_want_each_rank_reads_about_two(ranks: int, write
     shape = (writers * 16, 8 << 20)
     mesh = Mesh.of(("rank",), (writers,), range(writers))
     spread = who_writes.Spread(4, (Sharded(shape, mesh, (Replicate(),)),))
-    wants = wants_of([{0: None}] * ranks, [shape])
-    ledger = Ledger([spread], wants)
+    requests = wants_of([{0: None}] * ranks, [shape])
+    ledger = Ledger([spread], requests)
     sources_of = [list(ledger.sources(rank)) for rank in range(ranks)]
     found = Counter(source.writer for some in sources_of for source in some)
     assert set(found) == set(range(writers))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.constants import DTYPES
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.provider import BoxPart, Piece
-from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,8 +141,8 @@ def test_a_plan_says_whether_masters_were_declared(
 
 def test_nothing_in_an_excerpt_is_derived_from_what_is_left_out() -> None:
     plan = plan_save((MODEL, optimizer("master")))
-    assert pairs(with_derived(plan, True, excerpts=[["model"]])) == []
-    assert len(pairs(with_derived(plan, True, excerpts=[["model", "optimizer"]]))) == 2
+    assert pairs(with_derived(plan, True, partial_tiers=[["model"]])) == []
+    assert len(pairs(with_derived(plan, True, partial_tiers=[["model", "optimizer"]]))) == 2
 
 
 def test_only_the_same_part_of_a_tensor_is_its_master() -> None:

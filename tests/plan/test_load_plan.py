@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from laststep.plan.reads import Want, plan_reads
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
+from laststep.plan.reads import ReadRequest, plan_reads
 
 TOTAL = 3 * CHUNK_BYTES + 5 * BLOCK_BYTES + 777
 
@@ -25,8 +25,8 @@ edges = st.one_of(
 def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twice(
     pairs: list[tuple[int, int]], most_blocks: int
 ) -> None:
-    wants = [Want(min(pair), max(pair), number) for number, pair in enumerate(pairs)]
-    reads = plan_reads(7, TOTAL, wants, most_blocks * BLOCK_BYTES)
+    requests = [ReadRequest(min(pair), max(pair), number) for number, pair in enumerate(pairs)]
+    reads = plan_reads(7, TOTAL, requests, most_blocks * BLOCK_BYTES)
     end = 0
     for read in reads:
         assert read.file == 7
@@ -38,20 +38,20 @@ def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twic
         blocks = range(read.start, read.stop, BLOCK_BYTES)
         # Every block is there for somebody.
         for block in blocks:
-            assert any(w.start < block + BLOCK_BYTES and block < w.stop for w in wants)
-    for want in wants:
+            assert any(w.start < block + BLOCK_BYTES and block < w.stop for w in requests)
+    for request in requests:
         got = sorted(
             (part.target_at, part.size_bytes, read.start + part.at)
             for read in reads
             for part in read.parts
-            if part.target == want.target
+            if part.target == request.target
         )
         at = 0
         for target_at, size, offset in got:
             assert target_at == at
-            assert offset == want.start + at
+            assert offset == request.start + at
             assert size > 0
             at += size
-        assert at == want.stop - want.start
+        assert at == request.stop - request.start
     for read in reads:
         assert all(p.at >= 0 and p.at + p.size_bytes <= read.stop - read.start for p in read.parts)

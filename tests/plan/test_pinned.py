@@ -17,17 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import second_arithmetic
 
 from laststep.plan.files import folder_of
-from laststep.plan.receipts import cut
-from laststep.plan.tables import (
+from laststep.plan.layouts import (
+    LocalItem,
+    LocalLayout,
+    LocalTensor,
     Replicas,
-    Table,
-    TableItem,
-    TableTensor,
     agree,
-    decode_table,
+    decode_local_layout,
     digest_of,
-    encode_table,
+    encode_local_layout,
 )
+from laststep.plan.receipts import cut
 from laststep.state.boxes import Box, boxes_of_range
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
@@ -82,30 +82,30 @@ def test_a_range_of_elements_is_these_boxes() -> None:
 
 def rows(
     name: str, count: int, layout: Layout | None = None, more: Replicas = Replicas.EQUAL
-) -> TableTensor:
+) -> LocalTensor:
     """A tensor of rows of 1 MiB."""
-    return TableTensor(name, "float32", (count, MIB), layout, more)
+    return LocalTensor(name, "float32", (count, MIB), layout, more)
 
 
-def table(*tensors: TableTensor, ties: tuple[tuple[str, str], ...] = ()) -> Table:
-    return (TableItem("m", "module", False, tensors, ties),)
+def local_layout(*tensors: LocalTensor, ties: tuple[tuple[str, str], ...] = ()) -> LocalLayout:
+    return (LocalItem("m", "module", False, tensors, ties),)
 
 
 def sharded(count: int, mesh: Mesh, *placements: Replicate | Shard) -> Sharded:
     return Sharded((count, MIB), mesh, placements)
 
 
-def written(*tables: Table) -> dict[str, str]:
+def written(*local_layouts: LocalLayout) -> dict[str, str]:
     """Of each tensor the rows that each rank writes, in the order of the ranks."""
-    data = [encode_table(one) for one in tables]
-    agreement = agree(
-        [digest_of(one) for one in data], {digest_of(d): decode_table(d) for d in data}
+    data = [encode_local_layout(one) for one in local_layouts]
+    global_layout = agree(
+        [digest_of(one) for one in data], {digest_of(d): decode_local_layout(d) for d in data}
     )
-    found = {name: "" for _, name in agreement.keys}
-    for rank in range(len(tables)):
-        for (_, name), share in agreement.shares(rank):
+    found = {name: "" for _, name in global_layout.keys}
+    for rank in range(len(local_layouts)):
+        for (_, name), share in global_layout.assignments(rank):
             found[name] += f" {rank}={text(share.box)}".removesuffix(f",0:{MIB}")
-    return {name: shares.strip() for name, shares in found.items()}
+    return {name: assignments.strip() for name, assignments in found.items()}
 
 
 BOTH = (
@@ -113,43 +113,47 @@ BOTH = (
     rows("w", 24, sharded(24, Mesh.of(("dp",), (2,), (2, 3)), Replicate())),
 )
 THIRD = sharded(3, LINE, Shard(0))
-CASES: list[tuple[str, list[Table], dict[str, str]]] = [
-    ("equal pieces", [table(rows("w", 24))] * 3, {"w": "0=0:8 1=8:16 2=16:24"}),
-    ("cuts go up to whole rows", [table(rows("w", 25))] * 3, {"w": "0=0:9 1=9:17 2=17:25"}),
-    ("no piece below 8 MiB", [table(rows("w", 23))] * 3, {"w": "0=0:12 1=12:23"}),
-    ("little is one rank's", [table(rows("a", 1), rows("b", 2))] * 3, {"a": "0=0:1", "b": "0=0:2"}),
+CASES: list[tuple[str, list[LocalLayout], dict[str, str]]] = [
+    ("equal pieces", [local_layout(rows("w", 24))] * 3, {"w": "0=0:8 1=8:16 2=16:24"}),
+    ("cuts go up to whole rows", [local_layout(rows("w", 25))] * 3, {"w": "0=0:9 1=9:17 2=17:25"}),
+    ("no piece below 8 MiB", [local_layout(rows("w", 23))] * 3, {"w": "0=0:12 1=12:23"}),
+    (
+        "little is one rank's",
+        [local_layout(rows("a", 1), rows("b", 2))] * 3,
+        {"a": "0=0:1", "b": "0=0:2"},
+    ),
     (
         "a line goes on over tensors",
-        [table(rows("a", 4), rows("b", 10), rows("c", 6))] * 3,
+        [local_layout(rows("a", 4), rows("b", 10), rows("c", 6))] * 3,
         {"a": "0=0:4", "b": "0=0:6 1=6:10", "c": "1=0:6"},
     ),
     (
         "a line begins with the number of its first tensor",
-        [table(rows("a", 4, sharded(4, LINE, Shard(0))), rows("b", 24))] * 4,
+        [local_layout(rows("a", 4, sharded(4, LINE, Shard(0))), rows("b", 24))] * 4,
         {"a": "0=0:1 1=1:2 2=2:3 3=3:4", "b": "1=0:8 2=8:16 3=16:24"},
     ),
     (
         "shards are their holders'",
-        [table(rows("w", 24, sharded(24, LINE, Shard(0))))] * 4,
+        [local_layout(rows("w", 24, sharded(24, LINE, Shard(0))))] * 4,
         {"w": "0=0:6 1=6:12 2=12:18 3=18:24"},
     ),
     (
         "replicas of a shard share it",
-        [table(rows("w", 64, sharded(64, GRID, Replicate(), Shard(0))))] * 4,
+        [local_layout(rows("w", 64, sharded(64, GRID, Replicate(), Shard(0))))] * 4,
         {"w": "0=0:16 1=32:48 2=16:32 3=48:64"},
     ),
     (
         "a dimension of one is not cut",
-        [table(TableTensor("w", "float32", (1, 16, MIB), None))] * 2,
+        [local_layout(LocalTensor("w", "float32", (1, 16, MIB), None))] * 2,
         {"w": "0=0:1,0:8 1=0:1,8:16"},
     ),
     (
         "scalars, and what has no elements",
         [
-            table(
-                TableTensor("a", "int64", (), None),
-                TableTensor("b", "int8", (0, 3), None),
-                TableTensor("c", "bool", (), None),
+            local_layout(
+                LocalTensor("a", "int64", (), None),
+                LocalTensor("b", "int8", (0, 3), None),
+                LocalTensor("c", "bool", (), None),
             )
         ]
         * 3,
@@ -157,50 +161,58 @@ CASES: list[tuple[str, list[Table], dict[str, str]]] = [
     ),
     (
         "two stages share what is tied",
-        [table(BOTH[0])] * 2 + [table(BOTH[1])] * 2,
+        [local_layout(BOTH[0])] * 2 + [local_layout(BOTH[1])] * 2,
         {"w": "0=0:8 1=8:16 2=16:24"},
     ),
     (
         "who cuts otherwise leaves it to the first",
-        [table(rows("w", 24, sharded(24, Mesh.of(("tp",), (2,), (0, 1)), Shard(0))))] * 2
-        + [table(rows("w", 24, sharded(24, LAST, Replicate())))] * 2,
+        [local_layout(rows("w", 24, sharded(24, Mesh.of(("tp",), (2,), (0, 1)), Shard(0))))] * 2
+        + [local_layout(rows("w", 24, sharded(24, LAST, Replicate())))] * 2,
         {"w": "0=0:12 1=12:24"},
     ),
     (
         "what nothing proves is the lowest holder's",
-        [table(rows("a", 24))] + [table(rows("a", 24), rows("w", 24, None, Replicas.UNPROVEN))] * 2,
+        [local_layout(rows("a", 24))]
+        + [local_layout(rows("a", 24), rows("w", 24, None, Replicas.UNPROVEN))] * 2,
         {"a": "0=0:8 1=8:16 2=16:24", "w": "1=0:24"},
     ),
     (
         "what a forward pass changes is one replica's",
-        [table(rows("w", 24, sharded(24, COLUMNS, Replicate(), Shard(0)), Replicas.CHANGING))] * 4,
+        [
+            local_layout(
+                rows("w", 24, sharded(24, COLUMNS, Replicate(), Shard(0)), Replicas.CHANGING)
+            )
+        ]
+        * 4,
         {"w": "0=0:12 2=12:24"},
     ),
     (
         "a tie that a rank without a part cannot see is no tensor",
-        [table(rows("a", 3, THIRD), ties=(("b", "a"),))] * 3
-        + [table(rows("a", 3, THIRD), rows("b", 3, THIRD))],
+        [local_layout(rows("a", 3, THIRD), ties=(("b", "a"),))] * 3
+        + [local_layout(rows("a", 3, THIRD), rows("b", 3, THIRD))],
         {"a": "0=0:1 1=1:2 2=2:3"},
     ),
 ]
 
 
-@pytest.mark.parametrize(("tables", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_who_writes_what(tables: list[Table], expected: dict[str, str]) -> None:
-    assert written(*tables) == expected
+@pytest.mark.parametrize(
+    ("local_layouts", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_who_writes_what(local_layouts: list[LocalLayout], expected: dict[str, str]) -> None:
+    assert written(*local_layouts) == expected
 
 
-@pytest.mark.parametrize("tables", [c[1] for c in CASES], ids=[c[0] for c in CASES])
-def test_who_writes_what_follows_from_the_page(tables: list[Table]) -> None:
+@pytest.mark.parametrize("local_layouts", [c[1] for c in CASES], ids=[c[0] for c in CASES])
+def test_who_writes_what_follows_from_the_page(local_layouts: list[LocalLayout]) -> None:
     told: dict[bytes, list[int]] = {}
-    for rank, one in enumerate(tables):
-        told.setdefault(encode_table(one), []).append(rank)
-    data = {digest_of(one): decode_table(one) for one in told}
-    agreement = agree([digest_of(encode_table(one)) for one in tables], data)
+    for rank, one in enumerate(local_layouts):
+        told.setdefault(encode_local_layout(one), []).append(rank)
+    data = {digest_of(one): decode_local_layout(one) for one in told}
+    global_layout = agree([digest_of(encode_local_layout(one)) for one in local_layouts], data)
     found = second_arithmetic.written(list(told.items()))
-    wanted: dict[tuple[str, str], list[object]] = {key: [] for key in agreement.keys}
-    for rank in range(len(tables)):
-        for key, share in agreement.shares(rank):
+    wanted: dict[tuple[str, str], list[object]] = {key: [] for key in global_layout.keys}
+    for rank in range(len(local_layouts)):
+        for key, share in global_layout.assignments(rank):
             wanted[key].append((rank, tuple(zip(*share.box, strict=True))))
     assert {key: sorted(boxes) for key, boxes in found.items()} == wanted
 
@@ -210,13 +222,13 @@ def test_a_table_is_these_bytes() -> None:
     blocks = Flat((8, 2), GRID, ("dp",), 2, 12, (Replicate(), Shard(0)), 2)
     tensors = (
         rows("w", 6, sharded(6, GRID, Shard(0, after=2), Shard(0))),
-        TableTensor("b", "bfloat16", (3,), None, Replicas.UNPROVEN),
-        TableTensor("f", "float32", (4, 4), flat),
-        TableTensor("g", "int8", (8, 2), blocks),
+        LocalTensor("b", "bfloat16", (3,), None, Replicas.UNPROVEN),
+        LocalTensor("f", "float32", (4, 4), flat),
+        LocalTensor("g", "int8", (8, 2), blocks),
     )
     items = (
-        TableItem("m", "module", False, tensors, (("x", "w"),)),
-        TableItem("rng", "rng", True, ()),
+        LocalItem("m", "module", False, tensors, (("x", "w"),)),
+        LocalItem("rng", "rng", True, ()),
     )
     plain = [
         [
@@ -240,10 +252,10 @@ def test_a_table_is_these_bytes() -> None:
             ["flat", [8, 2], [["dp", "tp"], [2, 2], [2, 1], 0, []], ["dp"], 2, 12, [[], [0, 1]], 2],
         ],
     ]
-    data = encode_table(items)
+    data = encode_local_layout(items)
     assert data == msgspec.msgpack.encode(plain)
     assert digest_of(data).hex() == "bf79aaf401915f9084856c343fd546a2"
-    assert decode_table(data) == items
+    assert decode_local_layout(data) == items
 
 
 @pytest.mark.parametrize(

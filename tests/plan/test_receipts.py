@@ -6,45 +6,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.format.manifest import WrittenIndexes
+from laststep.plan.layouts import (
+    GlobalLayout,
+    LocalItem,
+    LocalTensor,
+    agree,
+    digest_of,
+    encode_local_layout,
+)
 from laststep.plan.receipts import (
     Differing,
     Groups,
     ItemTally,
     Receipt,
     Summary,
-    classes_of,
     items_of,
+    layout_groups_of,
     objection_to,
     summarise,
 )
-from laststep.plan.tables import Agreement, TableItem, TableTensor, agree, digest_of, encode_table
 
 
-def agreement_of(kinds: list[int]) -> Agreement:
+def global_layout_of(kinds: list[int]) -> GlobalLayout:
     """Each rank holds tensors of its kind, and one that all hold."""
-    tables = [
+    local_layouts = [
         (
-            TableItem(
+            LocalItem(
                 "m",
                 "value",
                 False,
                 (
-                    TableTensor("w", "float32", (4,), None),
-                    TableTensor(f"w{kind}", "float32", (4,), None),
+                    LocalTensor("w", "float32", (4,), None),
+                    LocalTensor(f"w{kind}", "float32", (4,), None),
                 ),
             ),
-            TableItem("own", "value", True, ()),
+            LocalItem("own", "value", True, ()),
         )
         for kind in kinds
     ]
-    names = [digest_of(encode_table(table)) for table in tables]
-    return agree(names, dict(zip(names, tables, strict=True)))
+    names = [digest_of(encode_local_layout(local_layout)) for local_layout in local_layouts]
+    return agree(names, dict(zip(names, local_layouts, strict=True)))
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Agreement, dict[int, Receipt]]:
+def jobs(draw: st.DrawFn) -> tuple[GlobalLayout, dict[int, Receipt]]:
     kinds = draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-    agreement = agreement_of(kinds)
+    global_layout = global_layout_of(kinds)
     receipts = {}
     for rank, kind in enumerate(kinds):
         wrote = draw(st.booleans())
@@ -55,48 +62,51 @@ def jobs(draw: st.DrawFn) -> tuple[Agreement, dict[int, Receipt]]:
             shared_bytes=rank * wrote,
             lossy=draw(st.sampled_from([(), ("bf16",), ("int8",)])),
         )
-        agreed = draw(st.sampled_from([agreement.digest] * 9 + [b"other"]))
+        agreed = draw(st.sampled_from([global_layout.digest] * 9 + [b"other"]))
         tree = draw(st.sampled_from([bytes([kind])] * 9 + [b"x"]))
         shared = ItemTally(kind="value", per_rank=False, tensors=2 * wrote, size_bytes=rank * wrote)
         own = ItemTally(kind="value", per_rank=True, tensors=1, size_bytes=1)
         receipts[rank] = Receipt(
-            agreement=agreed, written=written, trees={"m": tree}, items={"m": shared, "own": own}
+            global_layout=agreed,
+            written=written,
+            trees={"m": tree},
+            items={"m": shared, "own": own},
         )
-    return agreement, receipts
+    return global_layout, receipts
 
 
-def cut(agreement: Agreement, receipts: dict[int, Receipt], size: int) -> list[Summary]:
+def cut(global_layout: GlobalLayout, receipts: dict[int, Receipt], size: int) -> list[Summary]:
     groups = Groups(len(receipts), size)
     return [
-        summarise({rank: receipts[rank] for rank in groups.group_of(leader)}, agreement)
+        summarise({rank: receipts[rank] for rank in groups.group_of(leader)}, global_layout)
         for leader in groups.leaders
     ]
 
 
 @given(jobs(), st.integers(1, 9))
 def test_it_does_not_matter_how_ranks_are_cut_into_groups(
-    job: tuple[Agreement, dict[int, Receipt]], size: int
+    job: tuple[GlobalLayout, dict[int, Receipt]], size: int
 ) -> None:
-    agreement, receipts = job
-    whole, parts = cut(agreement, receipts, len(receipts)), cut(agreement, receipts, size)
-    assert items_of(whole, agreement) == items_of(parts, agreement)
-    assert bool(objection_to(whole, agreement)) == bool(objection_to(parts, agreement))
-    others = [r for r, receipt in receipts.items() if receipt.agreement != agreement.digest]
+    global_layout, receipts = job
+    whole, parts = cut(global_layout, receipts, len(receipts)), cut(global_layout, receipts, size)
+    assert items_of(whole, global_layout) == items_of(parts, global_layout)
+    assert bool(objection_to(whole, global_layout)) == bool(objection_to(parts, global_layout))
+    others = [r for r, receipt in receipts.items() if receipt.global_layout != global_layout.digest]
     if others:
-        objection = objection_to(parts, agreement)
+        objection = objection_to(parts, global_layout)
         assert isinstance(objection, str)
-        assert f"rank {others[0]} describes the state otherwise" in objection
-    (own,) = [item for item in items_of(parts, agreement) if item.name == "own"]
+        assert f"rank {others[0]}" in objection
+    (own,) = [item for item in items_of(parts, global_layout) if item.name == "own"]
     assert own.tensors == len(receipts)
 
 
 @given(jobs(), st.integers(1, 9))
 def test_what_was_written_adds_up_in_the_order_of_ranks(
-    job: tuple[Agreement, dict[int, Receipt]], size: int
+    job: tuple[GlobalLayout, dict[int, Receipt]], size: int
 ) -> None:
-    agreement, receipts = job
+    global_layout, receipts = job
     total = WrittenIndexes()
-    for summary in cut(agreement, receipts, size):
+    for summary in cut(global_layout, receipts, size):
         total = total.plus(summary.written)
     parts = [receipt.written for receipt in receipts.values()]
     assert total.indexes == b"".join(bytes([rank]) * 16 for rank in receipts)
@@ -107,22 +117,22 @@ def test_what_was_written_adds_up_in_the_order_of_ranks(
 
 
 def test_ranks_whose_plain_values_differ_are_found_within_a_group_and_between_groups() -> None:
-    agreement = agreement_of([0, 1, 0, 1])
+    global_layout = global_layout_of([0, 1, 0, 1])
     receipts = {
-        rank: Receipt(agreement=agreement.digest, trees={"m": bytes([rank % 2])})
+        rank: Receipt(global_layout=global_layout.digest, trees={"m": bytes([rank % 2])})
         for rank in range(4)
     }
-    assert not objection_to(cut(agreement, receipts, 2), agreement)
-    receipts[3] = Receipt(agreement=agreement.digest, trees={"m": b"z"})
+    assert not objection_to(cut(global_layout, receipts, 2), global_layout)
+    receipts[3] = Receipt(global_layout=global_layout.digest, trees={"m": b"z"})
     for size in (1, 2, 3, 4):
-        found = objection_to(cut(agreement, receipts, size), agreement)
+        found = objection_to(cut(global_layout, receipts, size), global_layout)
         assert found == Differing(item="m", ranks=(1, 3))
 
 
 def test_classes_are_told_by_their_tables_and_few_spans() -> None:
-    agreement = agreement_of([rank % 4 for rank in range(64)])
-    classes = classes_of(agreement)
-    assert [one.spans for one in classes] == [((rank, 16, 4),) for rank in range(4)]
-    for one, known in zip(classes, agreement.classes, strict=True):
+    global_layout = global_layout_of([rank % 4 for rank in range(64)])
+    layout_groups = layout_groups_of(global_layout)
+    assert [one.spans for one in layout_groups] == [((rank, 16, 4),) for rank in range(4)]
+    for one, known in zip(layout_groups, global_layout.layout_groups, strict=True):
         assert tuple(one.ranks) == tuple(known.ranks)
-        assert one.table == digest_of(encode_table(known.table)).hex()
+        assert one.local_layout == digest_of(encode_local_layout(known.local_layout)).hex()

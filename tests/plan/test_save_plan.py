@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.constants import ALIGN_BYTES, DTYPES
 from laststep.format.layout import Part
 from laststep.plan import files as planning
 from laststep.plan.files import ItemSpec, index_name, pack_name, plan_save
 from laststep.state.provider import BoxPart, Piece
-from laststep.terms import ALIGN_BYTES, DTYPES
 
 
 def piece(name: str, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Piece:
@@ -110,7 +110,7 @@ def test_items_without_tensors_need_no_file() -> None:
 def test_the_values_of_a_plan_are_the_trees_of_all_items_unless_told() -> None:
     described = (ItemSpec(name="a", kind="v", standalone=True, pieces=()),)
     assert plan_save(described).values == ("a",)
-    assert plan_save(described, rank=(1, 2), values=("~table",)).values == ("~table",)
+    assert plan_save(described, rank=(1, 2), values=("~layout",)).values == ("~layout",)
 
 
 def test_a_part_of_a_tensor_says_which() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laststep.plan import who_writes
-from laststep.plan.who_writes import Share, Spread, shares_of, size_of
+from laststep.plan.who_writes import Assignment, Spread, assignments_of, size_of
 from laststep.state.boxes import covers_once, whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
@@ -49,17 +49,17 @@ def jobs(draw: st.DrawFn) -> tuple[int, list[Spread]]:
     return stages * each, tensors
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(jobs(), st.sampled_from((1, 64, 1024)))
 def test_every_byte_is_written_once_by_a_rank_that_holds_it(
     job: tuple[int, list[Spread]], least: int
 ) -> None:
     ranks, tensors = job
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
-        written: dict[int, list[Share]] = defaultdict(list)
+        patch.setattr(who_writes, "MIN_ASSIGNMENT_BYTES", least)
+        written: dict[int, list[Assignment]] = defaultdict(list)
         for rank in range(ranks):
-            for share in shares_of(rank, tensors):
+            for share in assignments_of(rank, tensors):
                 layouts = tensors[share.tensor].layouts
                 assert any(share.held in layout.held(rank) for layout in layouts)
                 assert share.held.meet(share.box) == share.box or share.box.volume == 1
@@ -70,7 +70,9 @@ def test_every_byte_is_written_once_by_a_rank_that_holds_it(
 
 
 def loads(ranks: int, tensors: list[Spread]) -> list[int]:
-    return [sum(size_of(s, tensors) for s in shares_of(rank, tensors)) for rank in range(ranks)]
+    return [
+        sum(size_of(s, tensors) for s in assignments_of(rank, tensors)) for rank in range(ranks)
+    ]
 
 
 def big(layout: Layout) -> Spread:
@@ -118,7 +120,7 @@ def test_a_rank_of_many_plans_alone_and_fast() -> None:
     sharded = Sharded((8192, 8192), stage, (Shard(0, after=8), Shard(0)))
     everywhere = Sharded((4096, 4096), mesh, (Replicate(),) * 3)
     tensors = [big(sharded), big(everywhere)] * 200
-    mine = shares_of(5 * 8192 + 77, tensors)
+    mine = assignments_of(5 * 8192 + 77, tensors)
     assert sum(share.tensor % 2 == 0 for share in mine) == 200
     assert all(share.box == share.held for share in mine if share.tensor % 2 == 0)
     assert sum(size_of(share, tensors) for share in mine) < 200 * 8192 * 2 + (64 << 20)
@@ -127,5 +129,5 @@ def test_a_rank_of_many_plans_alone_and_fast() -> None:
 def test_the_whole_of_a_lone_element_is_written_once() -> None:
     mesh = Mesh.of(("dp",), (3,), range(3))
     scalar = Spread(8, (Sharded((), mesh, (Replicate(),)),))
-    written = [share for rank in range(3) for share in shares_of(rank, [scalar])]
+    written = [share for rank in range(3) for share in assignments_of(rank, [scalar])]
     assert [share.box for share in written] == [whole(())]

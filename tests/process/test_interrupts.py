@@ -39,7 +39,7 @@ def send(number: int = signal.SIGUSR1) -> None:
 
 def test_a_handler_waits_for_the_end(came: list[int]) -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():  # noqa: PT012
         send()
         assert came == []
         done = True
@@ -48,28 +48,28 @@ def test_a_handler_waits_for_the_end(came: list[int]) -> None:
 
 
 def test_a_handler_is_let_in_where_it_may_raise(came: list[int]) -> None:
-    with signals.held():
-        signals.let_in()
+    with signals.defer_signals():
+        signals.check_signals()
         send()
         with pytest.raises(KeyboardInterrupt):
-            signals.let_in()
-        signals.let_in()
+            signals.check_signals()
+        signals.check_signals()
     assert came == [signal.SIGUSR1]
 
 
 def test_the_outermost_holds(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
-        with signals.held():
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():  # noqa: PT012
+        with signals.defer_signals():
             send()
         assert came == []
 
 
 def test_every_signal_is_handled_though_the_first_raises(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), signals.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():  # noqa: PT012
         send(signal.SIGUSR1)
         send(signal.SIGUSR2)
         with pytest.raises(KeyboardInterrupt):
-            signals.let_in()
+            signals.check_signals()
         assert len(came) == 1
     assert sorted(came) == [signal.SIGUSR1, signal.SIGUSR2]
 
@@ -77,7 +77,7 @@ def test_every_signal_is_handled_though_the_first_raises(came: list[int]) -> Non
 def test_what_is_stuck_can_be_left(came: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    with signals.held():
+    with signals.defer_signals():
         send()
         send()
         assert came == []
@@ -88,7 +88,7 @@ def test_what_is_stuck_can_be_left(came: list[int], monkeypatch: pytest.MonkeyPa
 
 
 def test_an_error_inside_is_not_lost(came: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, signals.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as raised, signals.defer_signals():  # noqa: PT012
         send()
         raise ValueError("inside")
     assert isinstance(raised.value.__context__, ValueError)
@@ -97,7 +97,7 @@ def test_an_error_inside_is_not_lost(came: list[int]) -> None:
 
 def test_a_handler_that_is_set_inside_stays(came: list[int]) -> None:
     old = signal.getsignal(signal.SIGUSR1)
-    with signals.held():
+    with signals.defer_signals():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     signal.signal(signal.SIGUSR1, old)
@@ -135,17 +135,17 @@ def test_on_another_thread_it_does_nothing(came: list[int]) -> None:
         thread.join()
 
     def work() -> None:
-        with signals.held():
-            signals.let_in()
+        with signals.defer_signals():
+            signals.check_signals()
             assert signals.look_within(None) is None
             inside.append(signal.getsignal(signal.SIGUSR1))
 
     inside: list[object] = []
     elsewhere(work)
     assert inside == [signal.getsignal(signal.SIGUSR1)]
-    with signals.held():
+    with signals.defer_signals():
         send()
-        elsewhere(signals.let_in)
+        elsewhere(signals.check_signals)
         assert came == []
         with pytest.raises(KeyboardInterrupt):
-            signals.let_in()
+            signals.check_signals()

@@ -73,7 +73,7 @@ class Crew:
 
     def __init__(self, *, size: int = SIZE, also: tuple[Path, ...] = ()) -> None:
         self._size = size
-        self._path = (SOURCE, *also, HERE)
+        self._path = (SOURCE, *also, HERE, HERE.parent)
         self._members: list[_Member] = []
 
     def __call__(self, task: str, ranks: int, timeout_s: float = 180.0, **arguments: Any) -> list:

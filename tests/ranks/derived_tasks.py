@@ -29,7 +29,11 @@ def state_of(cut: int | None, seed: int = 0) -> dict[str, dict[str, torch.Tensor
 
 def opened(run: str, state: dict[str, dict[str, torch.Tensor]]) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, items=state, progress=False, deadline_s=PATIENCE_S, flush="thread", derived=True
+        run,
+        items=state,
+        options=laststep.Options(
+            progress=False, deadline_s=PATIENCE_S, flush="thread", derived=True
+        ),
     )
 
 

@@ -48,7 +48,5 @@ def opened(home: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
         tiers=[home, laststep.Tier(weights, items=("model",))],
         items=trainer.items(),
         host_memory_bytes=128 << 20,
-        progress=False,
-        deadline_s=PATIENCE_S,
-        flush="thread",
+        options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),
     )

@@ -51,9 +51,7 @@ def opened(base: str | None, run: str, trainer: Fsdp2) -> laststep.Checkpointer:
         tiers=[run] if base is None else [f"shm://{base}", run],
         items=trainer.items(),
         host_memory_bytes=128 << 20,
-        progress=False,
-        deadline_s=PATIENCE_S,
-        flush="thread",
+        options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),
     )
 
 

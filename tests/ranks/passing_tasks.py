@@ -13,7 +13,7 @@ from reading_tasks import big
 from tasks import opened
 
 from laststep.errors import StorageError
-from laststep.ranks import carriers
+from laststep.ranks import transports
 from laststep.ranks.group import RankGroup
 from laststep.ranks.rank import this_rank
 
@@ -25,24 +25,24 @@ class Coming:
 
     def __init__(self) -> None:
         self.now_bytes = self.most_bytes = 0
-        self._swap, self._wait = carriers.Carrier.swap, carriers.Transit.wait
+        self._swap, self._wait = transports.Transport.swap, transports.Transit.wait
 
     def __enter__(self) -> Self:
-        def swap(carrier: carriers.Carrier, *args: object) -> carriers.Transit:
-            under = self._swap(carrier, *args)
+        def swap(transport: transports.Transport, *args: object) -> transports.Transit:
+            under = self._swap(transport, *args)
             self._add(under._came.numel())
             return under
 
-        def wait(under: carriers.Transit) -> torch.Tensor:
+        def wait(under: transports.Transit) -> torch.Tensor:
             came = self._wait(under)
             self._add(-came.numel())
             return came
 
-        carriers.Carrier.swap, carriers.Transit.wait = swap, wait
+        transports.Transport.swap, transports.Transit.wait = swap, wait
         return self
 
     def __exit__(self, *_: object) -> None:
-        carriers.Carrier.swap, carriers.Transit.wait = self._swap, self._wait
+        transports.Transport.swap, transports.Transit.wait = self._swap, self._wait
 
     def _add(self, size: int) -> None:
         self.now_bytes += size
@@ -63,10 +63,10 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
         "some": [mine + 1] if mine % 2 == 0 and mine + 1 < ranks else [],
     }[to]
     group = RankGroup(this_rank(), "passing", deadline_s=PATIENCE_S)
-    parcels = {rank: (bytes([mine]), filled(mine, rank, size)) for rank in receivers}
+    messages = {rank: (bytes([mine]), filled(mine, rank, size)) for rank in receivers}
     senders = []
     with Coming() as coming:
-        for head, data in group.exchange(parcels, None):
+        for head, data in group.exchange(messages, None):
             (sender,) = head
             assert torch.equal(data, filled(sender, mine, size))
             senders.append(sender)
@@ -102,7 +102,7 @@ def tell_notes(sizes: list[int]) -> list[int]:
 
         with patch.object(dist, "broadcast", counted):
             own = bytes([group.rank.number + 1]) * size
-            assert group.tell(last, own) == bytes([last + 1]) * size
+            assert group.broadcast(last, own) == bytes([last + 1]) * size
         rounds.append(len(times))
     group.close()
     return rounds
@@ -110,14 +110,14 @@ def tell_notes(sizes: list[int]) -> list[int]:
 
 def load_and_lose_a_rank(run: str) -> str:
     """The last rank ends when it is to pass something on; the others tell what they heard."""
-    swap = carriers.Carrier.swap
+    swap = transports.Transport.swap
 
-    def dying(carrier: carriers.Carrier, *args: object) -> carriers.Transit:
+    def dying(transport: transports.Transport, *args: object) -> transports.Transit:
         if dist.get_rank() == dist.get_world_size() - 1:
             os._exit(9)
-        return swap(carrier, *args)
+        return swap(transport, *args)
 
-    carriers.Carrier.swap = dying
+    transports.Transport.swap = dying
     began = time.monotonic()
     try:
         with opened(run, state=big(1)) as checkpointer:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from wraps import whole
 
-from laststep.codecs.digests import DIGEST_BYTES
+from laststep.constants import BLOCK_BYTES
 from laststep.events import Restored
 from laststep.plan import who_reads
 from laststep.read.blocks import Extent
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.plan.reads import Chunk
-    from laststep.restoring.exchange import Parcels
+    from laststep.read.blocks import Damage
+    from laststep.restoring.exchange import RankMessages
     from laststep.storage.store import FileReading
 
 TENSORS, SIDE = 4, 2048
@@ -66,10 +67,9 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
     seen = Watch()
     fill, open_reader, expect = Extent.fill, DirectoryStore.open_reader, BoxPlacer.expect
 
-    def counting(self: Extent, into: memoryview) -> int:
-        if self.what is None:
-            count = len(self.digests) // DIGEST_BYTES
-            seen.blocks.extend((self.where, self.first + number) for number in range(count))
+    def counting(self: Extent, into: memoryview) -> list[Damage]:
+        blocks = range(self.first, self.first - (-self.size_bytes // BLOCK_BYTES))
+        seen.blocks.extend((self._layout.where, number) for number in blocks)
         return fill(self, into)
 
     def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> FileReading:
@@ -77,12 +77,12 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
         seen.opened[name.rpartition("/")[2]] += 1
         return reader
 
-    def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
-        parcels = expect(self, chunks, device)
-        some = [*parcels.each.values(), *([parcels.all] if parcels.all is not None else [])]
-        passed_on = sum(parcel.data.numel() for parcel in some)
+    def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> RankMessages:
+        messages = expect(self, chunks, device)
+        some = [*messages.each.values(), *([messages.all] if messages.all is not None else [])]
+        passed_on = sum(message.data.numel() for message in some)
         seen.most_passed_on = max(seen.most_passed_on, passed_on)
-        return parcels
+        return messages
 
     def note(event: object) -> None:
         if isinstance(event, Restored):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laststep
 from laststep.capture import contents
 from laststep.events import ReplicasDiffer
+from laststep.settings import as_keywords
 
 LARGE, WIDE = 5 << 20, 1 << 20
 """Elements: ranks that share the writing of so many float32 write several parts."""
@@ -66,11 +67,15 @@ def save_diverged(run: str, where: list[int], **settings: object) -> dict[str, o
         laststep.Checkpointer(
             run,
             state=state,
-            progress=False,
-            deadline_s=30,
-            flush="thread",
-            subscribers=[note],
-            **settings,
+            **as_keywords(
+                {
+                    "progress": False,
+                    "deadline_s": 30,
+                    "flush": "thread",
+                    "subscribers": [note],
+                    **settings,
+                }
+            ),
         ) as c,
     ):
         c.save(1).wait()
@@ -90,7 +95,9 @@ def save_elsewhere(run: str, diverged: bool) -> list[str]:
     with (
         Heard() as warnings,
         laststep.Checkpointer(
-            run, state=state, progress=False, deadline_s=30, compare_replicas="always"
+            run,
+            state=state,
+            options=laststep.Options(progress=False, deadline_s=30, compare_replicas="always"),
         ) as c,
     ):
         c.save(1).wait()

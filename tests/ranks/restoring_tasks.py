@@ -159,7 +159,7 @@ def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
     one that is being restored."""
     model = sharded_model()
     fill(model, -1)
-    fit, folder, pruned = restoring.fit, newest(run), []
+    fit, folder, pruned = restoring.plan_restore, newest(run), []
 
     def late(*arguments: Any, **more: Any) -> Any:
         found = fit(*arguments, **more)
@@ -174,7 +174,7 @@ def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
             dist.barrier()
         return found
 
-    with opened(run, model=model) as c, mock.patch.object(restoring, "fit", late):
+    with opened(run, model=model) as c, mock.patch.object(restoring, "plan_restore", late):
         restored = c.restore()
         saved = kinds(lambda: c.save(9).wait())
     return {
@@ -224,15 +224,17 @@ def average_on_one(run: str, kind: str) -> object:
 
     def state(number: float) -> dict[str, object]:
         average = nn.Linear(2, 2) if kind == "module" else {"w": torch.full((3,), number), "k": 1}
-        made = {"average": average if first else None, "epoch": number}
+        made = {"average": average if first else None, "term": number}
         return made | {"schedule": _schedule()} if kind == "module" else made
 
     for number in (3.0, 0.0):
         live = state(number)
-        with laststep.Checkpointer(run, x=live, flush="thread", progress=False) as ckpt:
+        with laststep.Checkpointer(
+            run, x=live, options=laststep.Options(flush="thread", progress=False)
+        ) as ckpt:
             step = ckpt.restore().next_step
             ckpt.save(step).wait()
-    assert live["epoch"] == 3.0
+    assert live["term"] == 3.0
     return None if first else live["average"]
 
 
@@ -253,7 +255,9 @@ def stages_as_items(run: str) -> list[float]:
         if gradient:
             optimizer.step()
         items = {f"stage{rank}": stage, "optimizer": optimizer}
-        with laststep.Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+        with laststep.Checkpointer(
+            run, items=items, options=laststep.Options(flush="thread", progress=False)
+        ) as ckpt:
             if ckpt.restore().step is None:
                 ckpt.save(0).wait()
     return [entry["momentum_buffer"].flatten()[0].item() for entry in optimizer.state.values()]

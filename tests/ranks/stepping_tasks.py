@@ -15,12 +15,14 @@ def opened(run: str, state: dict[str, object], every: object) -> laststep.Checkp
     made = laststep.Checkpointer(
         run,
         state=state,
-        progress=False,
-        deadline_s=PATIENCE_S,
-        flush="thread",
+        options=laststep.Options(
+            progress=False,
+            deadline_s=PATIENCE_S,
+            flush="thread",
+            mtbf="0.2 s" if every == "auto" else None,
+            most_share=0.9,
+        ),
         every=every,
-        mtbf="0.2 s" if every == "auto" else None,
-        most_share=0.9,
     )
     # Clocks of ranks differ, in what they show and in how fast they go.
     rank = dist.get_rank()
@@ -58,9 +60,7 @@ def step_without_the_first(run: str) -> tuple[str, int, int]:
     with laststep.Checkpointer(
         run,
         state={"w": torch.zeros(3)},
-        progress=False,
-        deadline_s=PATIENCE_S,
-        flush="thread",
+        options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),
         every="10 min",
     ) as c:
         c.step(0)

@@ -20,22 +20,25 @@ from wraps import WAYS, Trainer
 
 import laststep
 from laststep.commit import thread as teaming
-from laststep.flush.saves import SaveUnderWay
+from laststep.flush.saves import Save
 from laststep.plan.receipts import Groups
+from laststep.settings import as_keywords
 from laststep.state.items import providers_for
 from laststep.state.layouts import Mesh, Shard, Sharded
-from laststep.state.tensors import Laid
+from laststep.state.tensors import LocalShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def checkpointer(run: str, trainer: Trainer, **more: object) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, items=trainer.items(), progress=False, deadline_s=PATIENCE_S, flush="thread", **more
+        run,
+        items=trainer.items(),
+        **as_keywords({"progress": False, "deadline_s": PATIENCE_S, "flush": "thread", **more}),
     )
 
 
@@ -124,9 +127,7 @@ def opened(
     return laststep.Checkpointer(
         run,
         items=items,
-        progress=False,
-        deadline_s=PATIENCE_S,
-        flush=flush,
+        options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush=flush),
         compression=compression,
     )
 
@@ -154,7 +155,7 @@ def load_random(run: str, *, late: bool = False) -> tuple[list[float], list[str]
     """Returns what this rank draws after the restore, and the warnings."""
     seed(100 + dist.get_rank())
     own = laststep.RNG()
-    rng = laststep.Late(lambda: own) if late else own
+    rng = laststep.Deferred(lambda: own) if late else own
     with Heard() as warnings, opened(run, rng=rng) as c:
         assert c.restore().step == 1
     return drawn(), warnings
@@ -213,7 +214,7 @@ def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
         "kept": {"a": said(0, "keep"), "inner": {"b": said(1, "keep")}},
         "nested": laststep.PerRank(said(2, "keep")),
         "made": laststep.PerRank({"a": said(3, _total), "b": said(4, _total)}),
-        "random": {"rng": laststep.Late(lambda: rng)},
+        "random": {"rng": laststep.Deferred(lambda: rng)},
         "rest": laststep.PerRank({"p": own[5]}, when_ranks_change="drop"),
     }
     return items, own
@@ -272,7 +273,7 @@ def load_places(
     """What was raised, where the rank stands then, and the warnings."""
     place, common = Place(50, policy), {"w": torch.zeros(6)}
     error = ""
-    item = laststep.Late(lambda: place) if late else place
+    item = laststep.Deferred(lambda: place) if late else place
     with Heard() as warnings, opened(run, place=item, common=common) as c:
         try:
             c.restore()
@@ -325,10 +326,8 @@ def save_without_restore(run: str) -> tuple[str, str, list[int]]:
     with laststep.Checkpointer(
         run,
         common={"w": torch.zeros(6)},
-        progress=False,
+        options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),
         new_lineage=first_rank,
-        deadline_s=PATIENCE_S,
-        flush="thread",
     ) as c:
         second = kinds(lambda: c.save(3).result())[1]
     return first, second, laststep.open(run).steps()
@@ -360,9 +359,11 @@ def differing(how: str) -> dict[str, object]:
         return {"w": torch.zeros(4, dtype=torch.float64 if last else torch.float32)}
     if how == "layout":
         part = torch.zeros(dist.get_world_size() * 4)
-        return {"w": part if last else Laid(torch.zeros(4), halves(tuple(part.shape)))}
+        return {"w": part if last else LocalShard(torch.zeros(4), halves(tuple(part.shape)))}
     if how == "lacking":
-        return {} if last else {"w": Laid(torch.zeros(4), halves((dist.get_world_size() * 4,)))}
+        return (
+            {} if last else {"w": LocalShard(torch.zeros(4), halves((dist.get_world_size() * 4,)))}
+        )
     return {"w": torch.zeros(4), "number": 7 if last else 6}
 
 
@@ -406,8 +407,8 @@ def overlapping(run: str) -> tuple[str, str]:
     other bytes on every rank."""
     memory, ranks = torch.arange(6.0), dist.get_world_size()
     state = {
-        "a": Laid(memory[:4], halves((4 * ranks,))),
-        "b": Laid(memory[2:], halves((4 * ranks,))),
+        "a": LocalShard(memory[:4], halves((4 * ranks,))),
+        "b": LocalShard(memory[2:], halves((4 * ranks,))),
     }
     with opened(run, state=state) as c:
         return kinds(lambda: c.save(1).wait())
@@ -468,7 +469,7 @@ def load_newest(run: str) -> tuple[int | None, set[float]]:
 def peek_at_damaged(run: str) -> dict[str, object]:
     """The newest opens; reading finds that a rank's part of it is damaged."""
     model, plain = sharded_model(), {"n": -1}
-    late = laststep.Late(lambda: model)
+    late = laststep.Deferred(lambda: model)
     with opened(run, model=late, plain=plain) as c:
         steps = [c.peek().step]
         error = kinds(lambda: c.restore(only="model"))
@@ -561,7 +562,7 @@ def save_some_items(run: str) -> list[str]:
             stage[f"more{step}"] = torch.ones(step)
             dist.barrier()
             if step == 2 and rank == 2:
-                c._providers |= providers_for({"later": later})
+                c._context.providers.update(providers_for({"later": later}))
     return of_some_ranks(texts)
 
 
@@ -586,7 +587,7 @@ def turned(number: float) -> dict[str, torch.Tensor]:
     wide[:, ::2] = cut_by_hand
     return {
         "turned": distribute_tensor(whole_one.t().contiguous(), mesh, [TorchShard(1)]).t(),
-        "by hand": Laid(wide[box.start[0] : box.stop[0], ::2], layout),
+        "by hand": LocalShard(wide[box.start[0] : box.stop[0], ::2], layout),
     }
 
 
@@ -614,13 +615,11 @@ def through_a_group(run: str) -> None:
 
     model, optimizer = made()
     step(model, optimizer)
-    with opened(run, training={"model": model, "optimizer": optimizer, "epoch": 3}) as c:
+    with opened(run, training={"model": model, "optimizer": optimizer, "term": 3}) as c:
         c.save(1).wait()
     step(model, optimizer)
     model_again, optimizer_again = made()
-    with opened(
-        run, training={"model": model_again, "optimizer": optimizer_again, "epoch": 0}
-    ) as c:
+    with opened(run, training={"model": model_again, "optimizer": optimizer_again, "term": 0}) as c:
         c.restore()
     step(model_again, optimizer_again)
     for one, other in zip(model.parameters(), model_again.parameters(), strict=True):
@@ -631,17 +630,17 @@ def some_of_it(run: str) -> None:
     """Only a part of what is stored, on all ranks."""
     model = sharded_model()
     fill(model, 5)
-    with opened(run, model=model, epoch={"at": 1}) as c:
+    with opened(run, model=model, term={"at": 1}) as c:
         c.save(1).wait()
     fill(model, -1)
-    epoch = {"at": 2}
-    with opened(run, model=model, epoch=epoch) as c:
+    term = {"at": 2}
+    with opened(run, model=model, term=term) as c:
         c.restore(only=["model/bias"])
         assert set(model.bias.full_tensor().tolist()) == {5.0}
         assert set(model.weight.full_tensor().flatten().tolist()) == {-1.0}
         c.restore(only=["model"])
         assert filled_with(model) == {5.0}
-        assert epoch == {"at": 2}
+        assert term == {"at": 2}
 
 
 # -- the order of things --------------------------------------------------------------------------
@@ -650,25 +649,27 @@ def some_of_it(run: str) -> None:
 def slow_to_begin(run: str, slow: int) -> None:
     """A rank that has begun nothing when the other waits for it: a member when it hears where to
     write, the first rank when the others ask what it leads."""
-    begin = SaveUnderWay.begin
+    begin = Save.begin
     heard = threading.Event()
 
-    def late(save: SaveUnderWay) -> None:
+    def late(save: Save) -> None:
         if threading.current_thread().name == "laststep-commit":
             heard.set()
         heard.wait(0.5 if slow == 0 else 30)
         begin(save)
 
     if dist.get_rank() == slow:
-        SaveUnderWay.begin = late
+        Save.begin = late
     try:
         with laststep.Checkpointer(
-            run, w={"w": torch.ones(3)}, deadline_s=PATIENCE_S, progress=False
+            run,
+            w={"w": torch.ones(3)},
+            options=laststep.Options(deadline_s=PATIENCE_S, progress=False),
         ) as c:
             c.save(1).wait()
             c.save(2).wait()
     finally:
-        SaveUnderWay.begin = begin
+        Save.begin = begin
 
 
 class Stumbling(laststep.StateProvider):
@@ -690,7 +691,9 @@ class Stumbling(laststep.StateProvider):
 def stumble(run: str, who: int) -> tuple[tuple[str, str], list[int]]:
     """A rank whose state cannot be described once; all save again after that."""
     item = Stumbling(1 if dist.get_rank() == who else 0)
-    with laststep.Checkpointer(run, items={"w": item}, deadline_s=PATIENCE_S, progress=False) as c:
+    with laststep.Checkpointer(
+        run, items={"w": item}, options=laststep.Options(deadline_s=PATIENCE_S, progress=False)
+    ) as c:
         first = kinds(lambda: c.save(1).wait())
         dist.barrier()
         for step in (1, 2):

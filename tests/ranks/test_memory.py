@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import names
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -35,14 +37,11 @@ def test_where_one_rank_does_not_see_it_no_rank_restores_from_memory(
     crew: Crew, left: dict[str, str]
 ) -> None:
     for error in crew("memory_tasks:restore", 2, blind=1, **left):
-        assert "CorruptError: none of the 1 checkpoints" in error
+        assert names(error, "CorruptError", "step ")
 
 
 def test_ranks_of_which_only_some_have_the_tier_are_told_so(
     crew: Crew, left: dict[str, str]
 ) -> None:
     for error in crew("memory_tasks:restore", 2, without=1, **left):
-        assert (
-            "the newest with a tier in shared memory on rank 0, restore() of the newest on rank 1"
-            in error
-        )
+        assert names(error, "rank 0", "restore()", "rank 1")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import names
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -20,13 +22,12 @@ def test_a_difference_in_the_part_of_one_rank_is_told_on_all(
     found = crew("two_names_tasks:load_differing", ranks, run=str(run_folder), way=way)
     for (kind, message), mixed, lines, at_last in found:
         assert kind == "MismatchError"
-        assert "model/head.weight: is one with embed.weight here" in message
+        assert names(message, "model/head.weight", "embed.weight")
         assert mixed == "UsageError"
         assert at_last == ""
-        assert [line.partition(": is one")[0] for line in lines] == [
-            "mismatched: model/head.weight",
-            "mismatched: optimizer/state/head.weight/exp_avg",
-        ]
+        model, optimizer = lines
+        assert names(model, "mismatched: model/head.weight", "embed.weight")
+        assert names(optimizer, "mismatched: optimizer/state/head.weight/exp_avg")
 
 
 def test_stages_of_two_names_keep_what_differs(crew: Crew, run_folder: Path) -> None:
@@ -42,7 +43,7 @@ def test_two_sharded_parameters_get_the_state_of_one_in_memory_of_their_own(
         crew("two_names_tasks:load_untied", 3, run=str(run_folder), trained=trained)
     for kind, message in crew("two_names_tasks:load_half_untied", 2, run=str(run_folder)):
         assert kind == "MismatchError"
-        assert "state/head.weight/exp_avg: lies otherwise over the ranks than " in message
+        assert "state/head.weight/exp_avg" in message
 
 
 @pytest.mark.parametrize(("way", "ranks"), [("pipeline_two_names", 2), ("fsdp2", 4)])

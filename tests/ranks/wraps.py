@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laststep import State, StateProvider
 from laststep.state.layouts import Flat, Mesh
-from laststep.state.tensors import Laid
+from laststep.state.tensors import LocalShard
 from laststep.state.tree import Owned
 
 WORDS, WIDTH, INNER = 5, 10, 12
@@ -252,8 +252,8 @@ class Range:
         self.here = slice(self.first - start, self.last - start)
         """Of this rank's part of the buffer; of no length where it holds nothing."""
 
-    def laid(self, local: torch.Tensor) -> Laid:
-        return Laid(local, self.layout)
+    def laid(self, local: torch.Tensor) -> LocalShard:
+        return LocalShard(local, self.layout)
 
     def joined(self, local: torch.Tensor) -> torch.Tensor:
         """All of it, from all ranks."""

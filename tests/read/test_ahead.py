@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep.codecs.digests import block_digests
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.errors import StorageError
-from laststep.read.blocks import Extent, read_ahead
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from laststep.format.index import BlockRun
+from laststep.read.reader import read_ahead
+from read.sources import blocks_over
+
+if TYPE_CHECKING:
+    from laststep.read.blocks import Extent
 
 SIZES = [10, BLOCK_BYTES + 1, 0, CHUNK_BYTES, CHUNK_BYTES + 5, 3, 4, 5]
 DATA = random.Random(3).randbytes(sum(SIZES))
@@ -42,11 +49,17 @@ class Reader:
         pass
 
 
-def extents(reader: Reader) -> list[Extent]:
+def extents(reader: Reader, damaged: int | None = None) -> list[Extent]:
+    """Of each size one, all in one file; of one the digests are wrong."""
     found, at = [], 0
-    for size in SIZES:
-        digests = block_digests(memoryview(DATA)[at : at + size])
-        found.append(Extent(reader, "f", "f", at, at + size, digests))
+    for number, size in enumerate(SIZES):
+        data = DATA[at : at + size]
+        run = BlockRun(-(-size // BLOCK_BYTES), 0, at)
+        digests = block_digests(memoryview(data))
+        if number == damaged:
+            digests = bytes(len(digests))
+        layout = blocks_over(data, *[run][: bool(size)], digests=digests, f=reader)
+        found.append(layout.blocks(0, size))
         at += size
     return found
 
@@ -55,13 +68,13 @@ def extents(reader: Reader) -> list[Extent]:
 def test_all_comes_in_order_whatever_its_size(threads: int) -> None:
     parts = extents(Reader())
     found = [(bytes(data), damage) for data, damage in read_ahead(parts, threads=threads)]
-    assert found == [(DATA[part.start : part.stop], []) for part in parts]
+    stops = [0, *itertools.accumulate(SIZES)]
+    assert found == [(DATA[start:stop], []) for start, stop in itertools.pairwise(stops)]
     assert list(read_ahead([], threads=threads)) == []
 
 
 def test_damage_comes_with_its_bytes_and_ends_nothing() -> None:
-    parts = extents(Reader())
-    parts[1] = parts[1]._replace(digests=bytes(32))
+    parts = extents(Reader(), damaged=1)
     damage = [[one.what for one in damage] for _, damage in read_ahead(parts, threads=2)]
     assert damage == [[], ["block 0", "block 1"], *[[]] * (len(parts) - 2)]
 

@@ -12,11 +12,12 @@ import torch
 from msgspec import structs
 
 import laststep
+from expect import raises
 from laststep.codecs.digests import digest
+from laststep.constants import BLOCK_BYTES
 from laststep.format import index as index_format
 from laststep.format import manifest
 from laststep.format.index import BaseRef, BlockRef, BlockRun, Encoding, Index, runs_of
-from laststep.terms import BLOCK_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointer"))
 
@@ -121,7 +122,7 @@ def test_a_base_that_cannot_be_one_is_refused(training: CodedTraining, lie: str)
         }[lie]
         index = with_base(index, base._replace(block=block))
     put(folder, index)
-    with pytest.raises(laststep.CorruptError, match="cannot read an index"):
+    with raises(laststep.CorruptError, where="index-r00000", found="model.safetensors"):
         laststep.load(training.run, step=2)
     [damage] = laststep.open(training.run)[2].verify().damage
     assert (damage.file, damage.what) == (INDEX, "index")
@@ -194,7 +195,7 @@ def test_encoded_blocks_that_are_said_to_be_raw_are_refused(training: CodedTrain
     folder = training.folder(0)
     index = read(folder)
     put(folder, with_refs(index, lambda _, ref: BlockRef(ref.file, ref.offset, ref.size_bytes)))
-    with pytest.raises(laststep.CorruptError, match="cannot read an index"):
+    with raises(laststep.CorruptError, where="index-r00000", found="model.safetensors"):
         laststep.load(training.run, step=0)
 
 
@@ -213,9 +214,7 @@ def test_an_unknown_codec_is_named(training: CodedTraining) -> None:
     folder = training.folder(0)
     put(folder, structs.replace(read(folder), encodings=(Encoding("zzz", 2),)))
     for act in (laststep.open(training.run)[0].verify, lambda: laststep.load(training.run, step=0)):
-        with pytest.raises(
-            laststep.UsageError, match="no codec is registered under the name 'zzz'"
-        ):
+        with raises(laststep.UsageError, found="'zzz'"):
             act()
 
 

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import raises
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError, StorageError, UsageError
-from laststep.read.blocks import Extent
-from laststep.read.files import OpenIndex
+from laststep.memory.slots import ReadBuffers
+from laststep.plan.reads import Read
+from laststep.read import reader as reading
+from laststep.read.blocks import BlockReader, headers
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import BLOCK_BYTES
 from saves_of import MODEL, History, bytes_layout, images_in
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from laststep.format.index import Index
+    from laststep.read.blocks import Damage
     from laststep.storage.files import FileReader
 
 OTHER = "other.safetensors"
@@ -41,7 +45,7 @@ class OpenedStore(DirectoryStore):
 
     def all_are_closed(self) -> bool:
         for reader in self.readers:
-            with pytest.raises(UsageError, match="has been closed"):
+            with raises(UsageError, where=True):
                 reader.read_into(0, memoryview(bytearray(1)))
         return bool(self.readers)
 
@@ -60,8 +64,12 @@ class Saved:
     def folder(self) -> Path:
         return self.history.path / self.history.folder
 
-    def open(self) -> OpenIndex:
-        return OpenIndex(self.store, self.history.folder, self.index)
+    def open(self) -> BlockReader:
+        return BlockReader(self.store, self.history.folder, self.index)
+
+
+def damage_in(reader: BlockReader) -> list[Damage]:
+    return [damage for file in reader.files() for damage in file.damage]
 
 
 @pytest.fixture
@@ -76,8 +84,8 @@ def test_bytes_of_a_sound_file_are_found(saved: Saved) -> None:
     buffer = bytearray(BLOCK_BYTES)
     assert model.blocks(BLOCK_BYTES + 10, BLOCK_BYTES + 20).read(memoryview(buffer)) == []
     assert buffer == IMAGE[BLOCK_BYTES : 2 * BLOCK_BYTES]
-    assert [[there.name for there in file.files] for file in (model, other)] == [[MODEL], [OTHER]]
-    assert opened.damage == ()
+    assert [[there.name for there in file.files()] for file in (model, other)] == [[MODEL], [OTHER]]
+    assert damage_in(opened) == []
     opened.close()
     assert saved.store.all_are_closed()
     opened.close()  # once more does nothing
@@ -87,28 +95,28 @@ def test_bytes_of_a_sound_file_are_found(saved: Saved) -> None:
 def test_a_missing_file_is_damage(saved: Saved, name: str) -> None:
     (saved.folder / name).unlink()
     opened = saved.open()
-    assert [(damage.file, damage.what) for damage in opened.damage] == [(name, "missing file")]
+    assert [(damage.file, damage.what) for damage in damage_in(opened)] == [(name, "missing file")]
     for file, image in zip(opened.layouts, (IMAGE, SMALL), strict=True):
         damage = file.blocks(0, len(image)).read(memoryview(bytearray(len(image))))
         assert bool(damage) == (file.layout.name == name)  # of the other one all is there
-    with pytest.raises(CorruptError, match="a data file is missing") as caught:
+    with raises(CorruptError, where=name) as caught:
         opened.sound()
     assert caught.value.missing == f"{saved.history.folder}/{name}"
     assert saved.store.all_are_closed()
 
 
-@pytest.mark.parametrize(("change", "how"), [(-1, "short"), (1, "long")])
-def test_a_file_of_the_wrong_size_is_damage(saved: Saved, change: int, how: str) -> None:
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_the_wrong_size_is_damage(saved: Saved, change: int) -> None:
     path, size = saved.folder / MODEL, bytes_layout(SIZE).size_bytes
     path.write_bytes((path.read_bytes() + b"x")[: size + change])
     opened = saved.open()
-    (damage,) = opened.damage
+    (damage,) = damage_in(opened)
     assert (damage.file, damage.what) == (MODEL, "size")
     assert (damage.start, damage.stop) == (min(size, size + change), size + change)
     image = bytearray(BLOCK_BYTES)
     assert opened.layouts[0].blocks(0, 1).read(memoryview(image)) == []
     assert image == IMAGE[:BLOCK_BYTES]
-    with pytest.raises(CorruptError, match=f"a data file is too {how}"):
+    with raises(CorruptError, where=MODEL, expected=str(size), found=str(size + change)):
         opened.sound()
     assert saved.store.all_are_closed()
 
@@ -117,14 +125,14 @@ def test_all_that_is_wrong_is_told(saved: Saved) -> None:
     (saved.folder / MODEL).unlink()
     (saved.folder / OTHER).write_bytes(b"")
     opened = saved.open()
-    assert [damage.what for damage in opened.damage] == ["missing file", "size"]
+    assert [damage.what for damage in damage_in(opened)] == ["missing file", "size"]
     opened.close()
 
 
 def test_a_store_that_fails_leaves_nothing_open(saved: Saved) -> None:
     saved.store.failing = {f"{saved.history.folder}/{OTHER}"}
     with pytest.raises(StorageError):
-        saved.open()
+        saved.open().sound()
     assert len(saved.store.readers) == 1
     assert saved.store.all_are_closed()
 
@@ -135,14 +143,12 @@ def test_a_changed_header_hurts_nobody_but_can_be_found(saved: Saved) -> None:
     data[100] ^= 1
     path.write_bytes(data)
     opened = saved.open().sound()
-    model, other = opened.layouts
     assert images_in(saved.store, saved.history.folder, saved.index) == [IMAGE, SMALL]
-    (header,) = model.headers()
-    (damage,) = header.read(memoryview(bytearray(header.size_bytes)))
+    (_, model), (_, other) = headers(opened)
+    (damage,) = model.read()
     assert (damage.file, damage.what) == (MODEL, "header")
-    assert (damage.start, damage.stop) == (0, model.layout.header_bytes)
-    (header,) = other.headers()
-    assert header.read(memoryview(bytearray(header.size_bytes))) == []
+    assert (damage.start, damage.stop) == (0, len(model.content))
+    assert other.read() == []
     opened.close()
 
 
@@ -153,24 +159,16 @@ def test_blocks_may_lie_in_several_files(saved: Saved) -> None:
     opened = saved.open().sound()
     model = opened.layouts[0]
     names = {"blocks-r00000.pack", "model~1-1.safetensors"}
-    assert {there.name for there in model.files} == names
-    (header,) = model.headers()  # that of the file that the checkpoint shares
-    assert header.file == "model~1-1.safetensors"
-    assert header.read(memoryview(bytearray(header.size_bytes))) == []
+    assert {there.name for there in model.files()} == names
+    found = {header.file.name for _, header in headers(opened)}
+    assert found == {"model~1-1.safetensors", OTHER}, "the file that is shared has one too"
+    assert all(header.read() == [] for _, header in headers(opened))
     for start, stop in [(0, SIZE), (10, 20), (BLOCK_BYTES, BLOCK_BYTES + 1), (SIZE - 1, SIZE)]:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         extent = model.blocks(start, stop)
         image = bytearray(extent.size_bytes)
         assert extent.read(memoryview(image)) == []
         assert image == changed[first * BLOCK_BYTES : last * BLOCK_BYTES]
-    one = model.blocks(BLOCK_BYTES, 2 * BLOCK_BYTES)
-    assert isinstance(one, Extent)
-    assert (one.file, one.start, one.first, one.image_at) == (
-        "blocks-r00000.pack",
-        0,
-        1,
-        BLOCK_BYTES,
-    )
     opened.close()
 
 
@@ -189,20 +187,50 @@ def test_damage_of_a_shared_file_names_it_and_the_bytes_that_it_touches(saved: S
     opened.close()
 
 
+def test_only_the_files_of_wanted_layouts_are_opened(saved: Saved) -> None:
+    (saved.folder / OTHER).unlink()
+    model, other = (opened := saved.open()).layouts
+    assert saved.store.readers == []
+    model.open()
+    assert len(saved.store.readers) == 1
+    assert model.blocks(0, SIZE).read(memoryview(bytearray(SIZE))) == []
+    assert len(saved.store.readers) == 1
+    with raises(CorruptError, where=OTHER):
+        other.open()
+    opened.close()
+    assert saved.store.all_are_closed()
+    with pytest.raises(UsageError):
+        opened.file(1)
+
+
+def test_files_of_many_layouts_are_closed_when_they_have_been_read(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MANY_LAYOUTS", 3)
+    opened = [saved.open() for _ in range(3)]
+    layouts = [layout for index in opened for layout in index.layouts]
+    sizes = [layout.layout.tensor_bytes for layout in layouts]
+    reads = [Read(file=at, start=0, stop=size, parts=()) for at, size in enumerate(sizes)]
+    with ReadBuffers(1) as room:
+        done = reading.read_all(layouts, reads, room, lambda read, data: None, threads=1)
+    assert done == 3 * (SIZE + len(SMALL))
+    assert saved.store.all_are_closed()
+    assert layouts[0].blocks(0, SIZE).read(memoryview(bytearray(SIZE))) == [], "it is opened again"
+    opened[0].close()
+
+
 def test_cached_bytes_are_preferred_if_all_readers_can(saved: Saved) -> None:
     opened = saved.open().sound()
     assert all(file.prefer_cached() for file in opened.layouts)
     assert not any(file.in_memory for file in opened.layouts)
-    assert [there.name for there in opened.files] == [MODEL, OTHER]
     opened.close()
 
 
 def test_an_empty_layout_has_a_file_and_no_blocks(tmp_path: Path) -> None:
     history = History(tmp_path, bytes_layout(0))
     index = history.save(b"")
-    opened = OpenIndex(history.store, history.folder, index).sound()
+    opened = BlockReader(history.store, history.folder, index).sound()
     (file,) = opened.layouts
-    assert [there.name for there in file.files] == [MODEL]
     assert file.blocks(0, 0).read(memoryview(b"")) == []
-    assert len(file.headers()) == 1
+    assert [header.file.name for _, header in headers(opened)] == [MODEL]
     opened.close()

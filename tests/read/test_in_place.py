@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from laststep.codecs.digests import block_digests
+from expect import raises
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.memory.slots import Landing
-from laststep.plan.reads import Read, Want, plan_reads
-from laststep.read.blocks import Extent
+from laststep.memory.slots import ReadBuffers
+from laststep.plan.reads import Read, ReadRequest, plan_reads
 from laststep.read.reader import read_all
 from laststep.restoring.exchange import Placer, tensor_over
-from laststep.terms import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from laststep.read.files import DataFile
+from read.sources import blocks_over
 
 DATA = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
 
@@ -56,15 +51,13 @@ class InMemory:
 
 def restored(reader: InMemory, *, lands_all: bool = False) -> bytes:
     """What comes of all the blocks of a file."""
-    digests = block_digests(memoryview(DATA))
-    file = SimpleNamespace(
-        blocks=lambda start, stop: Extent(reader, "f", "f", start, stop, digests), in_memory=False
-    )
-    files: list[DataFile] = [file]  # type: ignore[list-item]
+    files = [blocks_over(DATA, f=reader)]
     target = torch.zeros(len(DATA), dtype=torch.uint8)
-    with Landing(1) as room:
+    with ReadBuffers(1) as room:
         room.lands_all = lands_all
-        reads: list[Read] = plan_reads(0, len(DATA), [Want(0, len(DATA), 0)], room.slot_bytes)
+        reads: list[Read] = plan_reads(
+            0, len(DATA), [ReadRequest(0, len(DATA), 0)], room.slot_bytes
+        )
         read_all(files, reads, room, Placer([target]).deliver, threads=1)
         assert room.lease(0) is not None
         assert room.lease(0) is not None, "a slot has not come back"
@@ -97,7 +90,7 @@ def test_what_stays_wrong_is_damage_of_the_block() -> None:
 
 def test_a_file_that_has_lost_its_end_has_nothing_in_place_and_is_damaged() -> None:
     reader = InMemory(DATA[:-1])
-    with pytest.raises(CorruptError, match="too short"):
+    with raises(CorruptError, where="f", found=str(len(DATA) - 1)):
         restored(reader)
     assert reader.handed == 0
 

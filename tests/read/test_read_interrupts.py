@@ -8,23 +8,21 @@ import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.codecs.digests import block_digests
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
-from laststep.plan.reads import Read, Want, plan_reads
-from laststep.read.blocks import Extent
+from laststep.plan.reads import Read, ReadRequest, plan_reads
 from laststep.read.reader import _Pipeline, read_all
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from read.sources import blocks_over
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from laststep.read.files import DataFile
+    from laststep.read.blocks import LayoutBlocks
 
 CHUNKS = 6
 
@@ -89,16 +87,11 @@ def slow() -> Iterator[SlowReader]:
     reader.go.set()
 
 
-def zeros(reader: SlowReader) -> tuple[list[DataFile], list[Read]]:
+def zeros(reader: SlowReader) -> tuple[list[LayoutBlocks], list[Read]]:
     """A file of zeros, and the reads of all of it."""
-    size, zero = reader.size_bytes, block_digests(memoryview(bytes(BLOCK_BYTES)))
-
-    def blocks(start: int, stop: int) -> Extent:
-        return Extent(reader, "f", "f", start, stop, zero * ((stop - start) // BLOCK_BYTES))
-
-    file = SimpleNamespace(blocks=blocks, in_memory=False)
-    files: list[DataFile] = [file]  # type: ignore[list-item]
-    return files, plan_reads(0, size, [Want(0, size, 0)])
+    size = reader.size_bytes
+    files = [blocks_over(bytes(size), f=reader)]
+    return files, plan_reads(0, size, [ReadRequest(0, size, 0)])
 
 
 def readers_alive() -> list[str]:

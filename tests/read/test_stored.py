@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from laststep.codecs.rounding import rounded
+from laststep.constants import BLOCK_BYTES
 from laststep.plan.files import MasterPair
-from laststep.read.files import OpenIndex
-from laststep.read.stored import files_to_copy
-from laststep.terms import BLOCK_BYTES
+from laststep.read.blocks import BlockReader, file_ranges
 from saves_of import History, bytes_layout, layout_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from laststep.read.stored import FileToCopy, StoredRange
+    from laststep.read.blocks import FileRanges, StoredRange
 
 SIZE = 5 * BLOCK_BYTES + 78
 
@@ -74,11 +73,11 @@ def history(request: pytest.FixtureRequest, tmp_path: Path) -> History:
     return MADE[request.param](tmp_path)
 
 
-def opened(history: History) -> OpenIndex:
-    return OpenIndex(history.store, history.folder, history.index()).sound()
+def opened(history: History) -> BlockReader:
+    return BlockReader(history.store, history.folder, history.index()).sound()
 
 
-def content(file: FileToCopy, part: StoredRange) -> memoryview:
+def content(file: FileRanges, part: StoredRange) -> memoryview:
     view = memoryview(bytearray(part.stop - part.start))
     assert file.reader.read_into(part.start, view) == len(view)
     return view
@@ -86,7 +85,7 @@ def content(file: FileToCopy, part: StoredRange) -> memoryview:
 
 def test_every_block_and_header_is_in_a_range(history: History) -> None:
     index = opened(history)
-    files = files_to_copy(index)
+    files = file_ranges(index)
     assert [file.file for file in files] == list(index.index.files)
     for file in files:
         for key, part in file.ranges.items():
@@ -111,7 +110,7 @@ def test_every_block_and_header_is_in_a_range(history: History) -> None:
 def test_a_changed_byte_in_any_range_is_found(history: History) -> None:
     index = opened(history)
     chance = random.Random(1)
-    for file in files_to_copy(index):
+    for file in file_ranges(index):
         path = history.path / history.folder / file.file.name
         for part in file.ranges.values():
             at = chance.randrange(part.start, part.stop)
@@ -128,7 +127,7 @@ def test_a_changed_byte_in_any_range_is_found(history: History) -> None:
 
 def test_bytes_that_are_wrong_only_once_are_read_again(history: History) -> None:
     index = opened(history)
-    for file in files_to_copy(index):
+    for file in file_ranges(index):
         for part in file.ranges.values():
             view = content(file, part)
             right = bytes(view)

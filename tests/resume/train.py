@@ -161,7 +161,7 @@ def train(arguments: list[str]) -> None:
     if options.run is not None:
         checkpointer = laststep.Checkpointer(
             options.run,
-            flush=options.flush,
+            options=laststep.Options(flush=options.flush),
             model=training.model,
             optimizer=training.optimizer,
             scheduler=training.scheduler,

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
+from expect import names, raises
 from laststep.flush import server as serving
-from laststep.flush.saves import Stage
-from laststep.saving import place as queueing
+from laststep.flush.saves import Save, Saves, SaveState
 from laststep.settings import MAX_UNCOMMITTED
+from saves_of import lone_save
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -49,15 +50,15 @@ def fill(checkpointer: laststep.Checkpointer) -> None:
 @pytest.fixture
 def when_one_waits(monkeypatch: pytest.MonkeyPatch) -> WhenOneWaits:
     """`when_one_waits(act)`: once somebody has waited for the end of a save for a while."""
-    wait = Stage.over_within
+    wait = Save.wait_for
 
     def prepare(act: Callable[[], None]) -> None:
-        def ask(stage: Stage, timeout_s: float | None) -> bool:
-            monkeypatch.setattr(Stage, "over_within", wait)
+        def ask(save: Save, state: SaveState, timeout_s: float | None = None) -> bool:
+            monkeypatch.setattr(Save, "wait_for", wait)
             threading.Timer(WAITED_S, act).start()
-            return wait(stage, timeout_s)
+            return wait(save, state, timeout_s)
 
-        monkeypatch.setattr(Stage, "over_within", ask)
+        monkeypatch.setattr(Save, "wait_for", ask)
 
     return prepare
 
@@ -65,7 +66,9 @@ def when_one_waits(monkeypatch: pytest.MonkeyPatch) -> WhenOneWaits:
 def test_small_saves_in_a_tight_loop_do_not_pile_up(
     gate: threading.Event, run_folder: Path, when_one_waits: WhenOneWaits
 ) -> None:
-    with laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        run_folder, s={"n": 1}, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         fill(checkpointer)
         when_one_waits(gate.set)
         handle = checkpointer.save(100)
@@ -79,11 +82,11 @@ def test_one_too_many_is_skipped_where_that_was_asked_for(
     gate: threading.Event, run_folder: Path
 ) -> None:
     with laststep.Checkpointer(
-        run_folder, s={"n": 1}, flush="thread", on_busy="skip"
+        run_folder, s={"n": 1}, options=laststep.Options(flush="thread", on_busy="skip")
     ) as checkpointer:
         fill(checkpointer)
         skipped = checkpointer.save(100)
-        assert skipped.report.skipped == "8 earlier saves are not committed yet"
+        assert skipped.report.skipped.startswith(f"{MAX_UNCOMMITTED} ")
         assert skipped.wait() is False
         gate.set()
         checkpointer.wait()
@@ -100,7 +103,9 @@ def test_a_failed_save_makes_room_too(
         event.wait(PATIENCE_S)
         raise laststep.StorageError("the disk is full")
 
-    checkpointer = laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread")
+    checkpointer = laststep.Checkpointer(
+        run_folder, s={"n": 1}, options=laststep.Options(flush="thread")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(serving.SaveWriter, "finish", fail)
         fill(checkpointer)
@@ -114,9 +119,18 @@ def test_a_failed_save_makes_room_too(
 
 def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> None:
     gone, no_room = laststep.AbortedError("rank 1 is gone"), laststep.StorageError("no room")
-    failed = [gone.of_save(4), no_room.of_save(9), gone.of_save(14)]
-    with pytest.raises(laststep.AbortedError, match="step 4 failed: rank 1 is gone") as raised:
-        queueing.raise_first(failed)
-    assert raised.value is failed[0]
-    assert raised.value.__notes__ == ["step 9 failed too: no room", "step 14 failed of the same"]
-    queueing.raise_first([])
+    saves = Saves()
+    for step, error in ((4, gone), (9, no_room), (14, gone)):
+        save = lone_save(step)
+        saves.enter(save)
+        save.fail(error)
+    saves.take_over()
+    with raises(laststep.AbortedError, "rank 1 is gone", step=4) as raised:
+        saves.raise_failed()
+    assert [
+        names(note, *said)
+        for note, said in zip(
+            raised.value.__notes__, (("step 9", "no room"), ("step 14",)), strict=True
+        )
+    ] == [True, True]
+    saves.raise_failed()  # each is told once

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import laststep
+from expect import names, raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def make(run: object) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, s={"a": 1}, flush="thread", host_memory_bytes=64 << 20, progress=False
+        run,
+        s={"a": 1},
+        options=laststep.Options(flush="thread", progress=False),
+        host_memory_bytes=64 << 20,
     )
 
 
@@ -38,7 +42,7 @@ def test_a_new_run_says_so_and_makes_nothing(
     if exists:
         run_folder.mkdir()
     with make(run_folder) as checkpointer:
-        assert said(caplog, logging.INFO) == [f"new run at {run_folder}"]
+        assert [str(run_folder) in text for text in said(caplog, logging.INFO)] == [True]
         assert not said(caplog, logging.WARNING)
         assert run_folder.exists() == exists
         checkpointer.save(0).wait()
@@ -57,7 +61,7 @@ def test_a_folder_of_something_else_is_suspicious(
     with make(run_folder) as checkpointer:
         (warning,) = said(caplog, logging.WARNING)
         assert str(run_folder) in warning
-        assert "holds no run (found a.txt, b.txt, c.txt, …)" in warning
+        assert "a.txt, b.txt, c.txt, …" in warning
         checkpointer.save(0).wait()
     caplog.clear()
     with make(run_folder):
@@ -69,18 +73,17 @@ def test_the_folder_above_a_run_is_answered_with_the_run(
 ) -> None:
     with make(run_folder) as checkpointer:
         checkpointer.save(0).wait()
-    meant = f"{run_folder} is a run: was that meant?"
     with make(run_folder.parent):
         (warning,) = said(caplog, logging.WARNING)
-        assert meant in warning
+        assert str(run_folder) in warning
     with pytest.raises(laststep.NotFoundError) as caught:
         laststep.load(run_folder.parent)
-    assert caught.value.remedy == meant
+    assert str(run_folder) in caught.value.remedy
 
 
 def test_a_one_off_save_announces_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     laststep.save({"a": 1}, tmp_path / "one")
-    assert not [text for text in said(caplog, logging.INFO) if "new run" in text]
+    assert not [record for record in caplog.records if record.module == "place"]
 
 
 def in_place_of_the_run(folder: Path) -> Path:
@@ -111,12 +114,12 @@ def link_to_nowhere(folder: Path) -> Path:
 
 
 USELESS = {
-    in_place_of_the_run: "is not a folder",
-    above_the_run: "file is not a folder",
+    in_place_of_the_run: "run",
+    above_the_run: "/file",
     name_too_long: "File name too long",
-    name_too_long_in_a_folder_that_is_not_there: "a name of 300 bytes where 255 are the most",
+    name_too_long_in_a_folder_that_is_not_there: "300",
     path_too_long: "File name too long",
-    link_to_nowhere: "which is not there",
+    link_to_nowhere: "gone",
 }
 
 
@@ -126,7 +129,7 @@ def test_a_path_of_no_use_is_told_at_construction(
 ) -> None:
     run = spoil(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(laststep.StorageError, match=USELESS[spoil]) as caught:
+    with raises(laststep.StorageError, found=USELESS[spoil]) as caught:
         make(run)
     assert caught.value.where == str(run)
     assert caught.value.remedy
@@ -176,9 +179,9 @@ def test_a_run_that_cannot_be_written_can_be_restored_but_no_new_one_be_made(
 ) -> None:
     with make(read_only / "run") as checkpointer:
         (warning,) = said(caplog, logging.WARNING)
-        assert "run can be restored, but saves to it will fail: Read-only file system" in warning
+        assert names(warning, read_only / "run", "Read-only file system")
         assert checkpointer.restore().step == 3
-    with pytest.raises(laststep.StorageError, match=r"Read-only.*mount it writable"):
+    with raises(laststep.StorageError, where=read_only / "other", found="Read-only"):
         make(read_only / "other")
 
 
@@ -197,7 +200,9 @@ def test_a_relative_path_and_one_through_a_link_are_fine(
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path)
     state = {"t": torch.zeros(2)}
-    with laststep.Checkpointer("link/a/run", s=state, flush="thread") as checkpointer:
+    with laststep.Checkpointer(
+        "link/a/run", s=state, options=laststep.Options(flush="thread")
+    ) as checkpointer:
         checkpointer.save(0).wait()
     assert laststep.open(tmp_path / "real/a/run").steps() == [0]
 
@@ -206,10 +211,10 @@ def test_a_checkpoint_is_not_taken_for_a_run(run_folder: Path, tmp_path: Path) -
     with make(run_folder) as checkpointer:
         checkpointer.save(7)
     folder = "step-00000007.1-1"
-    with pytest.raises(laststep.UsageError, match="found one checkpoint") as caught:
+    with raises(laststep.UsageError, where=run_folder / folder) as caught:
         make(run_folder / folder)
     assert caught.value.where == str(run_folder / folder)
-    assert caught.value.remedy == f"its run is {run_folder}: pass that, and restore(step=7)"
+    assert names(caught.value.remedy, run_folder, "restore(step=7)")
     laststep.save({"a": 1}, tmp_path / "one")
-    with pytest.raises(laststep.UsageError, match=r"found one checkpoint; laststep\.load\("):
+    with raises(laststep.UsageError, where=tmp_path / "one", remedy="laststep.load("):
         make(tmp_path / "one")

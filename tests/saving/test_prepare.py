@@ -9,12 +9,11 @@ import torch
 
 from laststep.capture.sources import hold
 from laststep.errors import AbortedError
-from laststep.plan.tables import Agreement, Table, agree, digest_of, encode_table
+from laststep.plan.layouts import GlobalLayout, LocalLayout, agree, digest_of, encode_local_layout
 from laststep.ranks.rank import Rank
-from laststep.saving.describe import take_state
-from laststep.saving.prepare import Preparer
+from laststep.saving.describe import Preparer, take_state
 from laststep.state.layouts import Mesh, Replicate, Sharded
-from laststep.state.tensors import Laid
+from laststep.state.tensors import LocalShard
 from laststep.state.values import ValueProvider
 
 if TYPE_CHECKING:
@@ -39,10 +38,10 @@ class State:
         return take_state({"s": provider}, self.caches, None, None, allow_pickle=False)
 
 
-def two_ranks(table: Table) -> Agreement:
+def two_ranks(local_layout: LocalLayout) -> GlobalLayout:
     """As if another rank held the same."""
-    name = digest_of(encode_table(table))
-    return agree([name, name], {name: table})
+    name = digest_of(encode_local_layout(local_layout))
+    return agree([name, name], {name: local_layout})
 
 
 @pytest.mark.parametrize("more", [{}, {"views": torch.arange(6.0)}])
@@ -86,26 +85,26 @@ def test_a_state_of_another_form_is_prepared_anew_and_nothing_of_the_last_is_kep
 
 def test_other_ranks_that_change_make_this_one_prepare_anew() -> None:
     state, preparer = State(w=torch.zeros(4)), Preparer(Rank(0, 2))
-    agreements: list[Agreement] = []
+    global_layouts: list[GlobalLayout] = []
 
-    def the_same(table: Table) -> Agreement:
-        agreements[:] = agreements or [two_ranks(table)]
-        return agreements[0]
+    def the_same(local_layout: LocalLayout) -> GlobalLayout:
+        global_layouts[:] = global_layouts or [two_ranks(local_layout)]
+        return global_layouts[0]
 
     first, _ = preparer.prepare(state.take(), the_same)
     assert preparer.prepare(state.take(), the_same)[0] is first
     other, _ = preparer.prepare(state.take(), two_ranks)
     assert other is not first
-    assert other.portion is not None
-    assert first.portion is not None
-    assert other.portion.table is first.portion.table
+    assert other.write_shard is not None
+    assert first.write_shard is not None
+    assert other.write_shard.local_layout is first.write_shard.local_layout
 
 
 def test_ranks_that_come_to_no_agreement_leave_what_was_prepared() -> None:
     state, preparer = State(w=torch.zeros(4)), Preparer(Rank(0, 2))
     first, _ = preparer.prepare(state.take(), two_ranks)
 
-    def nobody(_: Table) -> Agreement:
+    def nobody(_: LocalLayout) -> GlobalLayout:
         raise AbortedError("rank 1 is gone")
 
     state.values["w"] = torch.zeros(5)
@@ -121,16 +120,16 @@ def test_the_window_of_a_rank_lies_as_the_memory_of_this_save_does() -> None:
     memory = torch.arange(4 * WIDE, dtype=torch.float32)
     layout = Sharded((2, WIDE), Mesh.of(("replicas",), (2,), [0, 1]), (Replicate(),))
     state, preparer = State(), Preparer(Rank(0, 2))
-    agreements: dict[Table, Agreement] = {}
+    global_layouts: dict[LocalLayout, GlobalLayout] = {}
 
-    def agreed(table: Table) -> Agreement:
-        return agreements.setdefault(table, two_ranks(table))
+    def agreed(local_layout: LocalLayout) -> GlobalLayout:
+        return global_layouts.setdefault(local_layout, two_ranks(local_layout))
 
     found = []
     for strides in ((2 * WIDE, 1), (2 * WIDE, 1), (2 * WIDE, 2), (2 * WIDE, 1)):
-        state.values["w"] = Laid(memory.as_strided((2, WIDE), strides), layout)
+        state.values["w"] = LocalShard(memory.as_strided((2, WIDE), strides), layout)
         found.append(preparer.prepare(state.take(), agreed))
-    assert len(agreements) == 1
+    assert len(global_layouts) == 1
     pieces = [prepared.plan.pieces[0] for prepared, _ in found]
     assert [piece.shape for piece in pieces] == [(1, WIDE)] * 4
     assert [piece.contiguous for piece in pieces] == [True, True, False, True]

@@ -13,17 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expect import names, raises, warned
 from laststep.catalog.failures import Past
 from laststep.errors import AbortedError, StorageError, UsageError
-from laststep.flush.saves import SaveHandle
 from laststep.plan.frequency import APART, Bound
 from laststep.ranks.rank import Rank
 from laststep.saving import schedule as scheduling
-from laststep.saving.schedule import BoardNotes, OwnNotes, Schedule
+from laststep.saving.schedule import OwnNotes, Schedule, SharedKeys
 from laststep.settings import Settings
+from saves_of import commit, lone_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from laststep.flush.saves import Save, SaveHandle
 
 HOUR = 3600.0
 
@@ -55,7 +58,7 @@ class Job:
         self.failing = False
         self._past = past or Past()
         self.meet = notes
-        self._under_way: list[tuple[SaveHandle, float]] = []
+        self._under_way: list[tuple[Save, float]] = []
         self.schedule = Schedule(
             Settings(**settings),
             Rank(0 if is_first else 1, ranks),
@@ -73,26 +76,27 @@ class Job:
     def train(self) -> None:
         """An iteration, without a call."""
         self.now_s += self.step_s + (self.slower_s if self._under_way else 0.0)
-        for handle, until_s in list(self._under_way):
+        for save, until_s in list(self._under_way):
             if self.now_s >= until_s:
-                self._under_way.remove((handle, until_s))
+                self._under_way.remove((save, until_s))
                 if self.failing:
-                    handle.fail(StorageError("the disk is full"))
+                    save.fail(StorageError("the disk is full"))
                 else:
-                    handle.report.committed_s = handle.report.durable_s = self.latency_s
-                    handle.committed.reach()
+                    commit(save)
+                    save.report.committed_s = save.report.durable_s = self.latency_s
         self.step += 1
 
     def save(self) -> SaveHandle:
         """As a Checkpointer does."""
-        handle = SaveHandle(self.step)
-        handle.report.written_bytes = handle.report.size_bytes = 1000
-        handle.report.stall_s = self.stall_s
+        save = lone_save(self.step)
+        handle = save.handle
+        save.report.written_bytes = save.report.size_bytes = 1000
+        save.report.stall_s = self.stall_s
         self.schedule.began(handle)
         self.saves.append((self.step, self.now_s))
         self.handles.append(handle)
         self.now_s += self.stall_s
-        self._under_way.append((handle, self.now_s - self.stall_s + self.latency_s))
+        self._under_way.append((save, self.now_s - self.stall_s + self.latency_s))
         return handle
 
     def go(self, steps: int = 1) -> None:
@@ -113,12 +117,12 @@ def test_saves_are_as_far_apart_as_loses_least() -> None:
     assert len(job.saves) > 100
     for gap in job.gaps(1):
         assert wanted - 0.01 <= gap <= wanted + 0.2  # within two steps
-    reckoning = job.schedule.reckoning
-    assert reckoning is not None
-    assert reckoning.bound is Bound.LEAST
-    assert reckoning.interval_s == pytest.approx(wanted)
-    assert (reckoning.cost_s, reckoning.latency_s) == (0.005, 2.0)
-    assert (reckoning.mtbf_s, reckoning.mtbf_from) == (6 * HOUR, "given")
+    estimate = job.schedule.estimate
+    assert estimate is not None
+    assert estimate.bound is Bound.LEAST
+    assert estimate.interval_s == pytest.approx(wanted)
+    assert (estimate.cost_s, estimate.latency_s) == (0.005, 2.0)
+    assert (estimate.mtbf_s, estimate.mtbf_from) == (6 * HOUR, "given")
 
 
 def test_the_first_save_comes_after_a_few_steps() -> None:
@@ -137,10 +141,10 @@ def test_the_first_save_of_long_steps_comes_within_a_few(step_s: float) -> None:
 def test_what_saves_slow_down_is_part_of_their_cost() -> None:
     job = Job(every="auto", mtbf="6 h", stall_s=0.01, slower_s=0.02, latency_s=2.0)
     job.go(10_000)
-    reckoning = job.schedule.reckoning
-    assert reckoning is not None
+    estimate = job.schedule.estimate
+    assert estimate is not None
     iterations = 2.0 / 0.12
-    assert reckoning.cost_s == pytest.approx(0.01 + 0.02 * iterations, rel=0.1)
+    assert estimate.cost_s == pytest.approx(0.01 + 0.02 * iterations, rel=0.1)
 
 
 @pytest.mark.parametrize("then_s", [pytest.param(0.02, marks=pytest.mark.long), 0.5])
@@ -150,9 +154,9 @@ def test_steps_that_become_faster_or_slower_are_no_cost_of_saves(then_s: float) 
     job.step_s, job.slower_s = then_s, then_s / 10
     for _ in range(int(1000 / then_s)):
         job.go()
-        reckoning = job.schedule.reckoning
-        assert reckoning is not None
-        assert 0.15 < reckoning.cost_s < 0.25  # a tenth of the 2 s that a save takes
+        estimate = job.schedule.estimate
+        assert estimate is not None
+        assert 0.15 < estimate.cost_s < 0.25  # a tenth of the 2 s that a save takes
 
 
 def test_a_validation_now_and_then_is_no_cost_of_a_save() -> None:
@@ -161,10 +165,10 @@ def test_a_validation_now_and_then_is_no_cost_of_a_save() -> None:
         job.go()
         if number % 50 == 0:
             job.now_s += 30.0
-    reckoning = job.schedule.reckoning
-    assert reckoning is not None
-    assert reckoning.cost_s == pytest.approx(0.005)
-    assert reckoning.step_s == pytest.approx(0.1)
+    estimate = job.schedule.estimate
+    assert estimate is not None
+    assert estimate.cost_s == pytest.approx(0.005)
+    assert estimate.step_s == pytest.approx(0.1)
 
 
 @given(
@@ -201,8 +205,8 @@ def test_saves_never_pile_up_nor_cost_more_than_their_share(
     for gap in job.gaps():
         assert gap > latency_s
     for gap in job.gaps(1):
-        # What is known of the pace may be a few steps old.
-        assert gap >= (1 - jitter) * min(APART * latency_s, 2 * step_s)
+        # A twentieth of a step early is in time. What the timer knows may be a few steps old.
+        assert gap >= (1 - jitter) * min(APART * latency_s - 0.05 * step_s, 2 * step_s)
         assert stall_s / gap <= most_share * (1 + 0.01 + jitter)
 
 
@@ -211,7 +215,7 @@ def test_a_duration_is_kept_whatever_saves_cost() -> None:
     job.go(20_000)
     assert job.saves[0][1] == pytest.approx(1600.1, abs=0.3)
     assert job.gaps() == pytest.approx([600.0] * len(job.gaps()), abs=0.3)
-    assert job.schedule.reckoning is None
+    assert job.schedule.estimate is None
 
 
 def test_a_duration_that_is_too_short_waits_for_the_save_before() -> None:
@@ -270,11 +274,13 @@ def test_saves_of_a_user_who_never_calls_step_are_not_held() -> None:
 def test_a_save_that_failed_long_after_a_later_one_began_is_not_made_good() -> None:
     job = Job(every="10 min", latency_s=3.0)
     job.go(20)
-    first, second = job.save(), job.save()
+    job.save()
+    job.save()
     job.go(1)
+    (first, _), (second, _) = job._under_way[-2:]
     first.fail(StorageError("the disk was full"))
+    commit(second)
     second.report.committed_s = second.report.durable_s = 1.0
-    second.committed.reach()
     job._under_way.clear()
     job.go(7000)
     assert job.gaps(1)[0] == pytest.approx(600.0, abs=0.3)
@@ -302,7 +308,7 @@ def test_a_step_that_is_called_twice_is_counted_once() -> None:
 def test_steps_that_go_back_are_refused_until_a_restore() -> None:
     job = Job(every="auto")
     job.go(6)
-    with pytest.raises(UsageError, match="step 3 comes after step 5"):
+    with raises(UsageError, "step 3", "step 5", found="3"):
         job.due(3)
     job.schedule.anew()
     assert not job.due(3)
@@ -344,17 +350,17 @@ def test_steps_that_were_not_saved_are_told(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text == ""
     job.go(2)
     job.schedule.end()
-    assert "ends with step 12, which is not saved (step 10 is the last that was)" in caplog.text
+    assert warned(caplog, "step 12", "step 10")
 
 
 def test_only_a_save_of_step_has_a_reckoning() -> None:
     job = Job(every="auto", mtbf="6 h")
     job.go(30)
-    assert job.handles[0].report.reckoning is None  # by which it is measured
+    assert job.handles[0].report.estimate is None  # by which it is measured
     job.save()
-    assert job.handles[1].report.reckoning is None
+    assert job.handles[1].report.estimate is None
     job.go(1000)
-    assert job.handles[2].report.reckoning is not None
+    assert job.handles[2].report.estimate is not None
 
 
 def test_the_past_is_asked_once_and_only_where_it_counts() -> None:
@@ -363,10 +369,10 @@ def test_the_past_is_asked_once_and_only_where_it_counts() -> None:
     job.schedule.anew()
     job.go(2000)
     assert job.asked == 1
-    reckoning = job.schedule.reckoning
-    assert reckoning is not None
-    assert reckoning.mtbf_s == pytest.approx((24 + 10) * HOUR / 10, rel=0.02)
-    assert "9 failures in 10.1 h of this run, and a prior belief of one in 24 h" in str(reckoning)
+    estimate = job.schedule.estimate
+    assert estimate is not None
+    assert estimate.mtbf_s == pytest.approx((24 + 10) * HOUR / 10, rel=0.02)
+    assert names(str(estimate), "9", "10.1 h", "24 h")
     for other in (Job(every="auto", mtbf="6 h"), Job(every=10), Job(every="10 min")):
         other.go(100)
         assert other.asked == 0
@@ -375,7 +381,7 @@ def test_the_past_is_asked_once_and_only_where_it_counts() -> None:
 # -- several ranks --------------------------------------------------------------------------------
 
 
-class Notice:
+class PreemptionSignal:
     """A board in memory. Whoever waits lets the first rank go on, as time would."""
 
     def __init__(self, notes: dict[str, bytes], go_on: Callable[[], None]) -> None:
@@ -404,21 +410,21 @@ class Ranks:
 
     def __init__(self, count: int, **settings: object) -> None:
         self.notes: dict[str, bytes] = {}
-        self.boards: list[Notice] = []
+        self.key_value: list[PreemptionSignal] = []
         self.jobs = [self._job(number, count, settings) for number in range(count)]
 
     def _go_on(self) -> None:
         self.jobs[0].go()
 
     def _job(self, number: int, count: int, settings: dict[str, object]) -> Job:
-        board = Notice(self.notes, self._go_on)
-        self.boards.append(board)
+        kv = PreemptionSignal(self.notes, self._go_on)
+        self.key_value.append(kv)
         return Job(
             ranks=count,
             is_first=number == 0,
             now_s=1e6 * number,
             **settings,
-            notes=lambda: BoardNotes(board, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
+            notes=lambda: SharedKeys(kv, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
         )
 
 
@@ -443,31 +449,30 @@ def test_ranks_save_at_the_same_steps_however_far_apart_they_are(
 def test_ranks_in_step_wait_for_nothing_and_ask_seldom() -> None:
     ranks = Ranks(2, every="10 min")
     asked = 0
-    look = ranks.boards[1].look
+    look = ranks.key_value[1].look
 
     def counted(name: str) -> bytes | None:
         nonlocal asked
         asked += 1
         return look(name)
 
-    ranks.boards[1].look = counted  # type: ignore[method-assign]
+    ranks.key_value[1].look = counted  # type: ignore[method-assign]
     for _ in range(20_000):
         for job in reversed(ranks.jobs):  # the first rank comes last
             job.go()
     assert [job.saves[0][0] for job in ranks.jobs] == [ranks.jobs[0].saves[0][0]] * 2
     assert len(ranks.jobs[1].saves) == 3
-    assert ranks.boards[1].waited == 0
+    assert ranks.key_value[1].waited == 0
     assert asked < 1200  # of 20,000 steps, in 2,000 s
 
 
 def test_a_first_rank_that_says_nothing_is_named() -> None:
     ranks = Ranks(2, every="10 min")
-    ranks.boards[1].until = lambda look, until_s: look()  # type: ignore[method-assign]
+    ranks.key_value[1].until = lambda look, until_s: look()  # type: ignore[method-assign]
     member = ranks.jobs[1]
     member.go()
-    with pytest.raises(AbortedError, match="this rank does not know when to save next") as caught:
+    with raises(AbortedError, expected="rank 0", found="1 s", remedy="step()"):
         member.go()
-    assert "step() for the same steps" in str(caught.value)
     # When it hears again it is in step.
     ranks.jobs[0].go(2)
     member.go()
@@ -477,9 +482,9 @@ def test_a_first_rank_that_says_nothing_is_named() -> None:
 
 def test_what_the_first_rank_has_said_it_does_not_say_otherwise() -> None:
     first = Ranks(2, every="5 s", step_s=1.0).jobs[0]
-    board = first.schedule._begin(first.meet())._board  # type: ignore[attr-defined]
-    first.meet = lambda: BoardNotes(board, is_first=True, deadline_s=1.0)
-    put, said = board.put, []
+    kv = first.schedule._begin(first.meet())._kv  # type: ignore[attr-defined]
+    first.meet = lambda: SharedKeys(kv, is_first=True, deadline_s=1.0)
+    put, said = kv.put, []
 
     def interrupted(name: str, note: bytes) -> None:
         put(name, note)  # it is there, and somebody may have read it
@@ -489,13 +494,13 @@ def test_what_the_first_rank_has_said_it_does_not_say_otherwise() -> None:
     for _ in range(50):
         first.go()
         first.train()
-        board.put = interrupted
+        kv.put = interrupted
         with contextlib.suppress(KeyboardInterrupt):
             first.due()
-        board.put = put
+        kv.put = put
         first.now_s += 3.0  # by now it would decide otherwise
         first.go()
-        assert not said or said[-1] in board._notes.values()
+        assert not said or said[-1] in kv._notes.values()
     assert len(set(said)) > 10
 
 
@@ -505,7 +510,7 @@ def test_a_rank_that_could_not_ask_makes_no_save_of_its_own() -> None:
     for _ in range(40):
         first.go()
         member.go()
-    until, ranks.boards[1].until = ranks.boards[1].until, lambda look, until_s: None  # type: ignore[method-assign]
+    until, ranks.key_value[1].until = ranks.key_value[1].until, lambda look, until_s: None  # type: ignore[method-assign]
     for _ in range(30):
         first.go()
         member.train()
@@ -513,7 +518,7 @@ def test_a_rank_that_could_not_ask_makes_no_save_of_its_own() -> None:
             assert not member.due()
         except AbortedError:
             continue
-    ranks.boards[1].until = until  # type: ignore[method-assign]
+    ranks.key_value[1].until = until  # type: ignore[method-assign]
     for _ in range(300):
         first.go()
         member.go()

@@ -41,8 +41,8 @@ from gate import Gate, Trouble  # noqa: E402
 from soak_trainer import is_of, state_of  # noqa: E402
 
 import laststep  # noqa: E402
-from laststep.cli.processes import children_of  # noqa: E402
 from laststep.memory import segments  # noqa: E402
+from laststep.testing.processes import children_of  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,10 +162,10 @@ class Soak:
                 if checkpoint.verify().damage or not is_of(state, step):
                     self.wrong.append(f"{url}: step {step} is not what was saved")
         # What the home did not get, since its disk was full, has to stay.
-        left = laststep.rescue(self.home, dry_run=True).segments
+        left = laststep.recover(self.home, dry_run=True).segments
         if any(one.is_alive or not one.is_needed for one in left):
             self.wrong.append("shared memory is left behind")
-        if not laststep.rescue(self.home).ok or segments.found(run=self.home):
+        if not laststep.recover(self.home).ok or segments.found(run=self.home):
             self.wrong.append("what shared memory alone has cannot be stored")
         takes = self._trainer.takes
         half = len(takes) // 2

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import laststep
-from laststep.cli.processes import children_of
 from laststep.memory import segments
+from laststep.testing.processes import children_of
 
 MB = 1 << 20
 LOOKS_S = 5.0
@@ -79,7 +79,10 @@ def train(home: str, far: str, chance: random.Random) -> None:
     few, state = laststep.Keep(last=3), state_of(-1)
     tiers = ["shm://", laststep.Tier(home, keep=few), laststep.Tier(far, keep=few)]
     with laststep.Checkpointer(
-        tiers=tiers, state=state, host_memory_bytes=192 * MB, progress=False, subscribers=[tell]
+        tiers=tiers,
+        state=state,
+        host_memory_bytes=192 * MB,
+        options=laststep.Options(progress=False, subscribers=[tell]),
     ) as ckpt:
         found = ckpt.restore()
         if found.step is not None and not is_of(state, found.step):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +35,10 @@ def carry(tmp_path: Path) -> Callable[..., laststep.Restored]:
             "allow_pickle": allow_pickle,
             "progress": False,
         }
-        with laststep.Checkpointer(run, items=source, **settings) as checkpointer:
+        with laststep.Checkpointer(run, items=source, **as_keywords(settings)) as checkpointer:
             for step in range(saves):  # the second save takes the way of what is already known
                 checkpointer.save(step).wait()
-        with laststep.Checkpointer(run, items=target, **settings) as checkpointer:
+        with laststep.Checkpointer(run, items=target, **as_keywords(settings)) as checkpointer:
             return checkpointer.restore(**how)
 
     return go

@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import laststep
+from expect import warned
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +35,10 @@ class Session:
         self.run = run
         self.extra: dict[Any, Any] = {"schedule": schedule(), "epoch": 0, **entries}
         self.checkpointer = laststep.Checkpointer(
-            run, extra=self.extra, flush="thread", host_memory_bytes=64 << 20, progress=False
+            run,
+            extra=self.extra,
+            options=laststep.Options(flush="thread", progress=False),
+            host_memory_bytes=64 << 20,
         )
         self._step = 0
 
@@ -105,7 +110,7 @@ def test_an_optimizer_finds_the_names_of_a_module_that_was_put_there_later(tmp_p
 def test_providers_of_things_that_stay_are_kept(session: Session) -> None:
     session.extra["model"] = nn.Linear(2, 2)
     session.stored()
-    provider = session.checkpointer._providers["extra"]
+    provider = session.checkpointer._context.providers["extra"]
     before = provider._members["model"]
     session.extra["epoch"] = 5
     session.stored()
@@ -119,7 +124,7 @@ def test_whether_code_of_others_runs_follows_what_the_dict_holds(session: Sessio
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    provider = session.checkpointer._providers["extra"]
+    provider = session.checkpointer._context.providers["extra"]
     assert (provider.passive, provider.cheap) == (True, True)
     session.extra["counter"] = Counter()
     assert (provider.passive, provider.cheap) == (False, False)
@@ -134,7 +139,7 @@ def test_plain_entries_that_came_after_the_checkpoint_go_with_a_warning(
     session.extra |= {"best": 0.5, "epoch": 9}
     with caplog.at_level(logging.WARNING, "laststep"):
         session.checkpointer.restore()
-    assert "extra goes back to what was saved, without best" in caplog.text
+    assert warned(caplog, "extra", "best")
     assert set(session.extra) == {"schedule", "epoch"}
     assert session.extra["epoch"] == 0
 
@@ -142,7 +147,9 @@ def test_plain_entries_that_came_after_the_checkpoint_go_with_a_warning(
 def test_a_dict_inside_from_which_all_objects_have_gone_is_a_plain_entry(session: Session) -> None:
     session.stored()
     session.extra["more"] = {"schedule": schedule(), "n": 1}
-    assert not session.checkpointer._providers["extra"].mixed  # which looks at what is inside
+    assert not session.checkpointer._context.providers[
+        "extra"
+    ].mixed  # which looks at what is inside
     del session.extra["more"]["schedule"]
     session.checkpointer.restore()
     assert set(session.extra) == {"schedule", "epoch"}
@@ -216,8 +223,10 @@ def test_a_mark_that_two_checkpointers_share_has_a_provider_in_each(tmp_path: Pa
     mark = laststep.PerRank(optimizer)
     settings: Any = {"flush": "thread", "host_memory_bytes": 64 << 20, "progress": False}
     with (
-        laststep.Checkpointer(tmp_path / "a", model=model, optimizer=mark, **settings) as first,
-        laststep.Checkpointer(tmp_path / "b", optimizer=mark, **settings) as second,
+        laststep.Checkpointer(
+            tmp_path / "a", model=model, optimizer=mark, **as_keywords(settings)
+        ) as first,
+        laststep.Checkpointer(tmp_path / "b", optimizer=mark, **as_keywords(settings)) as second,
     ):
         first.save(0)
         second.save(0)

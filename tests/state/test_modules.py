@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import laststep
+from expect import raises
+from laststep.settings import as_keywords
 from laststep.state.modules import ModuleProvider, parameter_names
 
 if TYPE_CHECKING:
@@ -341,7 +343,7 @@ def test_a_parameter_replaced_between_saves_is_followed_in_module_and_optimizer(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     settings = {"flush": "thread", "host_memory_bytes": 64 << 20}
     with laststep.Checkpointer(
-        tmp_path / "run", model=model, optimizer=optimizer, **settings
+        tmp_path / "run", model=model, optimizer=optimizer, **as_keywords(settings)
     ) as checkpointer:
         checkpointer.save(0)
         model[2].weight = nn.Parameter(torch.full((3, 7), 5.0))
@@ -352,7 +354,7 @@ def test_a_parameter_replaced_between_saves_is_followed_in_module_and_optimizer(
     other = network(1)
     restored = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     with laststep.Checkpointer(
-        tmp_path / "run", model=other, optimizer=restored, **settings
+        tmp_path / "run", model=other, optimizer=restored, **as_keywords(settings)
     ) as checkpointer:
         assert checkpointer.restore().step == 1
     assert torch.equal(other[2].weight, model[2].weight)
@@ -365,7 +367,10 @@ def test_a_parameter_replaced_between_saves_is_followed_in_module_and_optimizer(
 def test_data_swapped_under_a_parameter_between_saves_is_followed(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     with laststep.Checkpointer(
-        tmp_path / "run", model=model, flush="thread", host_memory_bytes=64 << 20
+        tmp_path / "run",
+        model=model,
+        options=laststep.Options(flush="thread"),
+        host_memory_bytes=64 << 20,
     ) as checkpointer:
         checkpointer.save(0)
         model.weight.data = torch.full((3, 3), 3.0)
@@ -379,12 +384,12 @@ def test_data_swapped_under_a_parameter_between_saves_is_followed(tmp_path: Path
 
 
 def test_a_lazy_parameter_that_was_never_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(laststep.UsageError, match="not initialised"):
+    with raises(laststep.UsageError, where="weight of item 'state'"):
         laststep.save(nn.LazyLinear(3), tmp_path / "one")
 
 
 def test_a_module_on_meta_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(laststep.UsageError, match=r"meta tensor.*to_empty"):
+    with raises(laststep.UsageError, where="weight of item 'state'", remedy="to_empty"):
         laststep.save(nn.Linear(2, 2, device="meta"), tmp_path / "one")
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from expect import raises
 from laststep.errors import CorruptError, UsageError
 from laststep.state.tree import name_of, names_in, path_of
 
@@ -27,7 +28,7 @@ def typed(path: tuple[object, ...]) -> str:
     return repr(path)  # tells 1 from True from 1.0, and 0.0 from -0.0
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(paths)
 @example(())
 @example(("",))
@@ -41,7 +42,7 @@ def test_the_path_of_a_name_is_the_path(path: tuple[object, ...]) -> None:
     assert typed(path_of(name)) == typed(path)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(paths, paths)
 def test_different_paths_have_different_names(a: tuple[object, ...], b: tuple[object, ...]) -> None:
     assert (name_of(a) == name_of(b)) == (typed(a) == typed(b))
@@ -55,7 +56,7 @@ def test_names_in_a_container_are_those_of_the_paths_in_it(
     assert names_in(path, inside) == [name_of((*path, key)) for key in inside]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(st.characters() | st.sampled_from("~/#012345-[]"), max_size=8))
 def test_any_text_is_a_name_or_corrupt(name: str) -> None:
     try:
@@ -115,5 +116,5 @@ def test_what_no_path_has_for_a_name_is_corrupt(name: str) -> None:
 
 
 def test_a_key_without_a_name_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot name a tensor"):
+    with raises(UsageError, found="object"):
         name_of((object(),))

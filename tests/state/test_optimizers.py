@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import laststep
+from cases import long
+from expect import names, raises, warned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -251,11 +253,12 @@ def test_other_parameters_or_groups_than_the_stored_are_listed(
     model, other = network(0), network(1)
     source = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]
-    with pytest.raises(laststep.MismatchError, match="2 parameter groups, stored are 1"):
+    with raises(laststep.MismatchError, "2", "1", problems="optimizer"):
         carry(source, {"model": other, "optimizer": torch.optim.AdamW(groups)})
     fewer = torch.optim.AdamW(other[0].parameters())
-    with pytest.raises(
-        laststep.MismatchError, match=r"optimizer/state/1\.bias is not in the live state"
+    with raises(
+        laststep.MismatchError,
+        problems="unexpected=('optimizer/state/1.bias', 'optimizer/state/1.weight')",
     ):
         carry(source, {"model": other, "optimizer": fewer})
 
@@ -267,8 +270,9 @@ def test_stored_state_without_a_parameter_is_told_of_a_per_rank_optimizer_too(
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     fewer = torch.optim.AdamW(other[0].parameters())
-    with pytest.raises(
-        laststep.MismatchError, match=r"optimizer/state/1\.bias is not in the live state"
+    with raises(
+        laststep.MismatchError,
+        problems="unexpected=('optimizer/state/1.bias', 'optimizer/state/1.weight')",
     ):
         carry(
             {"model": model, "optimizer": laststep.PerRank(optimizer)},
@@ -303,16 +307,14 @@ def test_the_state_of_another_kind_of_optimizer_does_not_fit(tmp_path: Path) -> 
     model(torch.ones(3)).sum().backward()
     adam.step()
     with laststep.Checkpointer(
-        tmp_path / "run", model=model, optimizer=adam, flush="thread"
+        tmp_path / "run", model=model, optimizer=adam, options=laststep.Options(flush="thread")
     ) as checkpointer:
         checkpointer.save(0)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with laststep.Checkpointer(
-        tmp_path / "run", model=model, optimizer=sgd, flush="thread"
+        tmp_path / "run", model=model, optimizer=sgd, options=laststep.Options(flush="thread")
     ) as checkpointer:
-        with pytest.raises(
-            laststep.MismatchError, match="is of class SGD, the stored one of class AdamW"
-        ):
+        with raises(laststep.MismatchError, "SGD", "AdamW"):
             checkpointer.restore()
         assert sgd.param_groups[0]["lr"] == 0.1
 
@@ -325,8 +327,15 @@ def stepped(*sizes: int, fused: bool = True) -> tuple[nn.Module, torch.optim.Opt
     return layer, optimizer
 
 
-@pytest.mark.parametrize("with_model", [True, False])
-@pytest.mark.parametrize("only", [None, ["opt"], ["opt/*exp_avg"]])
+@pytest.mark.parametrize(
+    ("with_model", "only"),
+    [
+        (True, None),
+        (False, ["opt"]),
+        (True, ["opt/*exp_avg"]),
+        *long((False, None), (True, ["opt"]), (False, ["opt/*exp_avg"])),
+    ],
+)
 def test_moments_of_a_parameter_of_another_shape_are_refused_before_the_first_step(
     tmp_path: Path, with_model: bool, only: list[str] | None
 ) -> None:
@@ -340,17 +349,13 @@ def test_moments_of_a_parameter_of_another_shape_are_refused_before_the_first_st
     items = {"model": other} if with_model else {}
     with laststep.Checkpointer(tmp_path, opt=fresh, **items) as ckpt:
         if only != ["opt/*exp_avg"]:
-            with pytest.raises(
-                laststep.MismatchError, match=r"float32\[16, 8\], live is float32\[8, 16"
-            ):
+            with raises(laststep.MismatchError, "float32[16, 8]", "float32[8, 16"):
                 ckpt.restore(only=only)
             assert not fresh.state
-            with pytest.raises(
-                laststep.MismatchError, match="nothing of the checkpoint fits"
-            ) as raised:
+            with raises(laststep.MismatchError, where="step-00000000.1-1") as raised:
                 ckpt.restore(only=only, strict=False)
             problems = raised.value.problems
-            assert sum("state of" in text for text in problems.mismatched) == 2
+            assert sum(text.startswith("opt/") for text in problems.mismatched) == 2
         else:
             with pytest.raises(laststep.LaststepError):
                 ckpt.restore(only=only)
@@ -367,9 +372,7 @@ def test_moments_of_a_parameter_of_another_dtype_are_refused(tmp_path: Path) -> 
     fresh = torch.optim.AdamW(half.parameters())
     with (
         laststep.Checkpointer(tmp_path, opt=fresh) as ckpt,
-        pytest.raises(
-            laststep.MismatchError, match=r"stored for float32\[4, 4\], live is bfloat16"
-        ),
+        raises(laststep.MismatchError, "float32[4, 4]", "bfloat16"),
     ):
         ckpt.restore()
 
@@ -384,10 +387,9 @@ def test_options_of_another_number_of_groups_are_left_alone(tmp_path: Path) -> N
     two = torch.optim.AdamW(groups, weight_decay=0.0)
     with laststep.Checkpointer(tmp_path, model=layer, opt=two) as ckpt:
         problems = ckpt.restore(strict=False).problems
-    assert problems.mismatched == (
-        "opt has 2 parameter groups, stored are 1",
-        "opt has no stored options for its groups 0, 1",
-    )
+    first, second = problems.mismatched
+    assert names(first, "opt", "2", "1")
+    assert names(second, "opt", "0, 1")
     assert [group["weight_decay"] for group in two.param_groups] == [0.1, 0.0]
 
 
@@ -397,7 +399,7 @@ def test_an_imported_positional_state_says_what_it_is(tmp_path: Path) -> None:
         ckpt.save(0)
     with (
         laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
-        pytest.raises(laststep.MismatchError, match="by position"),
+        raises(laststep.MismatchError, "opt", "load_state_dict()"),
     ):
         ckpt.restore()
 
@@ -412,7 +414,7 @@ def test_a_state_of_dcps_by_names_says_how_it_is_loaded(tmp_path: Path) -> None:
         ckpt.save(0)
     with (
         laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
-        pytest.raises(laststep.MismatchError, match=r"stored by DCP.*Reader.*set_state_dict"),
+        raises(laststep.MismatchError, "opt", "Reader", "set_state_dict"),
     ):
         ckpt.restore()
 
@@ -470,9 +472,7 @@ def test_state_that_goes_by_place_is_said_once_by_each_checkpointer(
 ) -> None:
     weights = [torch.nn.Parameter(torch.randn(7, 3)) for _ in range(2)]
     carry({"optimizer": torch.optim.SGD(weights)}, {"optimizer": torch.optim.SGD(weights)})
-    assert (
-        caplog.text.count("2 of 2 parameters of an optimizer are in no item") == 2
-    )  # one for each
+    assert len(warned(caplog, "2 of 2")) == 2  # one for each  # one for each
 
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -509,9 +509,8 @@ def test_state_does_not_go_to_another_key_of_a_dict_that_ends_in_the_same(
 
     source, target = weights(), weights()
     live = with_momentum([target["l2.weight"]])
-    said = "has no stored state for its parameter l2.weight"
     strict = how.get("strict", True)
-    with pytest.raises(laststep.MismatchError, match=said) if strict else contextlib.nullcontext():
+    with raises(laststep.MismatchError, "l2.weight") if strict else contextlib.nullcontext():
         carry(
             {"x": source, "opt": with_momentum([source["l1.weight"]], 5.0)},
             {"x": target, "opt": live},
@@ -547,10 +546,10 @@ def test_state_does_not_go_to_the_parameters_of_another_item(
 
     target = items("critic")
     x = "x." if grouped else ""
-    said = f"is of the parameters of {x}critic, the stored one of those of {x}gen"
-    with pytest.raises(laststep.MismatchError, match=said):
+    with raises(laststep.MismatchError, f"{x}critic", f"{x}gen"):
         carry(items("gen", 5.0), target)
-    assert said in str(carry(items("gen", 5.0), target, strict=False).problems)
+    problems = carry(items("gen", 5.0), target, strict=False).problems
+    assert names(problems.mismatched[0], f"{x}critic", f"{x}gen")
     assert not optimizer(target).state
     carry(items("critic", 5.0), target)
     assert momenta(optimizer(target)) == [5.0, 5.0]
@@ -562,12 +561,15 @@ def test_a_key_of_another_type_that_comes_to_a_group_changes_no_names(
     model = nn.Linear(3, 1)
     group: dict[object, object] = {"model": model}
     with laststep.Checkpointer(
-        tmp_path, x=group, opt=with_momentum(model.parameters(), 5.0), flush="thread"
+        tmp_path,
+        x=group,
+        opt=with_momentum(model.parameters(), 5.0),
+        options=laststep.Options(flush="thread"),
     ) as ckpt:
         group[3] = "three"
         ckpt.save(0).wait()
     assert set(laststep.load(tmp_path)["opt"]["state"]) == {"weight", "bias"}
-    assert "in no item" not in caplog.text
+    assert not warned(caplog)
 
 
 def test_options_go_to_the_groups_that_have_the_same_parameters(
@@ -589,11 +591,11 @@ def test_options_go_to_the_groups_that_have_the_same_parameters(
     for group in target["opt"].param_groups:
         group["weight_decay"] = 0.0
     source = items(["weight", "bias", "scale"])
-    with pytest.raises(laststep.MismatchError, match="in other groups than the stored one"):
+    with raises(laststep.MismatchError, problems="opt"):
         carry(source, target)
     carry(source, target, strict=False)
     assert decays(target) == [0.2, 0.1, 0.3]
     other = items(["scale", "bias"], more=["weight"])
     restored = carry(items(["weight", "bias"]), other, strict=False)
     assert decays(other) == [0.3, 0.2, 0.1]
-    assert "opt has no stored options for its groups 0" in restored.problems.mismatched
+    assert any(names(text, "opt", "0") for text in restored.problems.mismatched)

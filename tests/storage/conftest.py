@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).parent))
 
 import weed
+
+from laststep.storage import bucket
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +33,21 @@ def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in {**weed.KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "x"}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{weed.BUCKET}"
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long was waited before something was tried again; nothing waits."""
+    waited: list[float] = []
+
+    class Clock:
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + sum(waited)
+
+    monkeypatch.setattr(bucket, "time", Clock)
+    return waited

@@ -332,8 +332,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server_state.released.wait(60)
             self.close_connection = True
             return
+        self.asked.sent_bytes = len(body)  # before the client has it, and counts
         self.wfile.write(body)
-        self.asked.sent_bytes = len(body)
 
 
 def reset(handler: BaseHTTPRequestHandler) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from expect import raises
 from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
@@ -89,9 +90,8 @@ def test_without_direct_io_it_is_buffered_and_says_so_once(
             writer.finish(10)
             assert store.read(name, limit_bytes=99) == b"0123456789"
             assert store.open_reader(name).alignment_bytes == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} does not do direct I/O: buffered instead"
-    ]
+    (told,) = caplog.records
+    assert str(tmp_path) in told.getMessage()
 
 
 def test_on_this_filesystem_direct_io_reads_what_was_written_directly(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_failed_write_keeps_no_hold_of_the_bytes_it_was_given(tmp_path: Path) 
     writer = store.open_writer("f", expected_bytes=0)
     with mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
         writer.write_at(0, view)
-        with pytest.raises(StorageError, match="No space left") as raised:
+        with raises(StorageError, found="ENOSPC") as raised:
             writer.write_at(0, view)
     assert raised.value.__cause__ is not None  # which holds every frame that had a view
     writer.close()
@@ -207,7 +207,7 @@ def test_a_failed_write_keeps_no_hold_of_the_bytes_it_was_given(tmp_path: Path) 
 def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     disk = FailingDisk(1, errno.ENOSPC, kinds=frozenset({Kind.ALLOCATE}))
     store = DirectoryStore(tmp_path, disk=disk)
-    with pytest.raises(StorageError, match="room for 1048576 bytes"):
+    with raises(StorageError, "1048576", where=tmp_path / "x", found="ENOSPC"):
         store.open_writer("x", expected_bytes=1 << 20)
     assert store.list("") == []
 
@@ -252,7 +252,7 @@ def test_without_links_and_exclusive_renames_create_refuses(tmp_path: Path) -> N
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     store = DirectoryStore(tmp_path, disk=Nothing())
-    with pytest.raises(StorageError, match="only if its name is free"):
+    with raises(StorageError, where=tmp_path / "x", found="EINVAL"):
         store.create("x", b"1")
     assert "x" not in [entry.name for entry in store.list("")]
 
@@ -310,7 +310,7 @@ def test_deleting_a_folder_never_follows_a_symlink(tmp_path: Path) -> None:
     store.delete_folder("a")
     (tmp_path / "s" / "b").symlink_to(outside)
     for name in ("b", "b/c"):
-        with pytest.raises(UsageError, match="symbolic link"):
+        with raises(UsageError, where=tmp_path / "s" / "b", found=tmp_path / "outside"):
             store.delete_folder(name, first="precious")
     assert (outside / "precious").read_bytes() == b"1"
     assert not (tmp_path / "s" / "a").exists()
@@ -347,7 +347,7 @@ def test_a_folder_that_cannot_be_listed_is_a_failure(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.create("file", b"")
     for look in (store.list, store.file_names):
-        with pytest.raises(StorageError, match="cannot list"):
+        with raises(StorageError, where=tmp_path / "file", found="ENOTDIR"):
             look("file")
 
 
@@ -368,7 +368,7 @@ def test_writing_to_an_address_that_is_not_aligned_is_a_mistake_of_the_caller(
     writer = store.open_writer("x", expected_bytes=0)
     if writer.alignment_bytes == 1:
         pytest.skip("no direct I/O here")
-    with aligned(3 * 4096) as view, pytest.raises(UsageError, match="not aligned"):
+    with aligned(3 * 4096) as view, raises(UsageError, where=tmp_path / "x", expected="4096"):
         writer.write_at(0, view[1 : 1 + 4096])
     write_piece(writer, 0, b"fine")
     writer.finish(4)
@@ -394,7 +394,7 @@ def test_nothing_is_changed_behind_a_link_within_the_store(tmp_path: Path) -> No
             store.delete,
             store.delete_folder,
         ):
-            with pytest.raises(UsageError, match="behind a symbolic link"):
+            with raises(UsageError, where=tmp_path / "s", found=tmp_path / "outside"):
                 change(f"{place}/precious")
     assert sorted(outside.rglob("*")) == before
     assert store.read("link/precious", limit_bytes=9) == b"1"
@@ -412,7 +412,7 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
 def test_a_folder_whose_name_could_not_be_made_durable_is_not_there(tmp_path: Path) -> None:
     disk = FailingDisk(1, errno.EIO, kinds=frozenset({Kind.SYNC_FOLDER}))
     store = DirectoryStore(tmp_path, disk=disk)
-    with pytest.raises(StorageError, match="make a folder"):
+    with raises(StorageError, found="EIO"):
         store.make_folder("a")
     assert store.list("") == []
     store.make_folder("a")

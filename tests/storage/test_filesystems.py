@@ -13,8 +13,10 @@ import torch
 
 import laststep
 from laststep.catalog.run import Run
+from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import SharedStoreConformance, aligned
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,13 +104,15 @@ def test_a_run_is_saved_restored_shared_copied_and_pruned(place: Path) -> None:
     run = place / "run"
     keep = laststep.Keep(last=2)
     how = {"keep": keep, "progress": False, "host_memory_bytes": 64 << 20}
-    with laststep.Checkpointer(run, state=state, **how) as ckpt:
+    with laststep.Checkpointer(run, state=state, **as_keywords(how)) as ckpt:
         ckpt.restore()
         for step in range(4):
             state["n"] = step
             state["w"][0] = step
-            ckpt.save(step).wait(60)
-    with laststep.Checkpointer(run, state=state, **how) as ckpt:  # retention is over by then
+            ckpt.save(step).wait(PATIENCE_S)
+    with laststep.Checkpointer(
+        run, state=state, **as_keywords(how)
+    ) as ckpt:  # retention is over by then
         assert ckpt.restore(2).step == 2
         assert state["w"][0] == 2
     laststep.copy(run, place / "copy")
@@ -122,11 +126,11 @@ def test_a_run_of_a_lower_layer_is_gone_on_with_and_pruned(tmp_path: Path) -> No
     """As of a run that lies in the image of a container: its folders cannot be renamed."""
     state = {"w": torch.randn(3 << 18), "n": 0}
     how = {"flush": "thread", "progress": False, "host_memory_bytes": 64 << 20}
-    with laststep.Checkpointer(tmp_path / "lower" / "run", state=state, **how) as ckpt:
+    with laststep.Checkpointer(tmp_path / "lower" / "run", state=state, **as_keywords(how)) as ckpt:
         ckpt.restore()
         for step in range(3):
             state["w"][0] = step
-            ckpt.save(step).wait(60)
+            ckpt.save(step).wait(PATIENCE_S)
     for name in ("upper", "work"):
         (tmp_path / name).mkdir()
     layers = ",".join(
@@ -136,10 +140,12 @@ def test_a_run_of_a_lower_layer_is_gone_on_with_and_pruned(tmp_path: Path) -> No
     command = ("mount", "-t", "overlay", "overlay", "-o", layers)
     with mounted(tmp_path / "mount", *command) as place:
         keep = laststep.Keep(last=2)
-        with laststep.Checkpointer(place / "run", state=state, keep=keep, **how) as ckpt:
+        with laststep.Checkpointer(
+            place / "run", state=state, keep=keep, **as_keywords(how)
+        ) as ckpt:
             assert ckpt.restore().step == 2
-            ckpt.save(3).wait(60)
-            ckpt.save(4).wait(60)
+            ckpt.save(3).wait(PATIENCE_S)
+            ckpt.save(4).wait(PATIENCE_S)
         assert laststep.open(place / "run").steps() == [2, 3, 4]  # it was resumed from 2
         assert len(list((place / "run").glob("step-*"))) == 3
         assert not [c.step for c in laststep.open(place / "run") if c.verify().damage]
@@ -161,14 +167,16 @@ def test_what_a_reader_held_open_while_it_was_deleted_goes_at_the_next_cleaning(
     run = place / "read-while-deleted"
     state = {"w": torch.randn(3 << 18)}
     how = {"flush": "thread", "progress": False, "host_memory_bytes": 64 << 20}
-    with laststep.Checkpointer(run, state=state, keep=laststep.Keep(last=1), **how) as ckpt:
+    with laststep.Checkpointer(
+        run, state=state, keep=laststep.Keep(last=1), **as_keywords(how)
+    ) as ckpt:
         ckpt.restore()
-        ckpt.save(0).wait(60)
+        ckpt.save(0).wait(PATIENCE_S)
         (folder,) = run.glob("step-*")
         with next(folder.glob("state*.safetensors")).open("rb") as held:
             before = held.read(100)
             state["w"] += 1
-            ckpt.save(1).wait(60)
+            ckpt.save(1).wait(PATIENCE_S)
             ckpt.restore()  # after retention
             assert [path.name for path in run.glob("step-*")] != [folder.name]
             assert laststep.open(run).steps() == [1]

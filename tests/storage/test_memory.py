@@ -13,16 +13,18 @@ import typer
 from typer.testing import CliRunner
 
 import laststep
-from laststep.adapters.dcp import Reader, Writer
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.cli import app
+from laststep.dcp import Reader, Writer
 from laststep.read.verify import verify_checkpoint
+from laststep.settings import as_keywords
 from laststep.storage import memory, registry, shared_memory
 from laststep.storage.memory import MemoryStore
 from laststep.storage.registry import open_store, register_store
 from laststep.storage.store import Store
 from laststep.testing.stores import StoreConformance
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,20 +70,22 @@ def state_at(step: int) -> dict[str, object]:
 def make_run(url: str, *steps: int, keep: Keep | None = None) -> None:
     model = torch.nn.Linear(3, 4)
     state = state_at(-1)
-    with laststep.Checkpointer(url, model=model, state=state, keep=keep, **SETTINGS) as ckpt:
+    with laststep.Checkpointer(
+        url, model=model, state=state, keep=keep, **as_keywords(SETTINGS)
+    ) as ckpt:
         ckpt.restore()
         for step in steps:
             state["w"].fill_(step)
             state["n"] = step
             torch.nn.init.constant_(model.weight, step)
-            ckpt.save(step, metrics={"loss": float(step)}).wait(60)
+            ckpt.save(step, metrics={"loss": float(step)}).wait(PATIENCE_S)
 
 
 def test_a_run_in_memory_is_saved_restored_and_retained(url: str) -> None:
     make_run(url, 1, 2, 3, 4, keep=Keep(last=2))
     assert laststep.open(url).steps() == [3, 4]
     model, state = torch.nn.Linear(3, 4), state_at(-1)
-    with laststep.Checkpointer(url, model=model, state=state, **SETTINGS) as ckpt:
+    with laststep.Checkpointer(url, model=model, state=state, **as_keywords(SETTINGS)) as ckpt:
         restored = ckpt.restore()
         assert (restored.step, restored.next_step) == (4, 5)
         assert state["n"] == 4
@@ -89,9 +93,9 @@ def test_a_run_in_memory_is_saved_restored_and_retained(url: str) -> None:
         assert torch.equal(model.weight, torch.full_like(model.weight, 4))
         assert ckpt.restore(3).step == 3
         assert state["n"] == 3
-        ckpt.save(4).wait(60)  # in place of the one that it was turned back from
+        ckpt.save(4).wait(PATIENCE_S)  # in place of the one that it was turned back from
     assert laststep.open(url).steps() == [3, 4]
-    with laststep.Checkpointer(url, model=model, state=state, **SETTINGS) as ckpt:
+    with laststep.Checkpointer(url, model=model, state=state, **as_keywords(SETTINGS)) as ckpt:
         assert ckpt.restore().step == 4
         assert state["n"] == 3
 
@@ -119,21 +123,21 @@ def test_damage_in_memory_is_found_and_passed_over(url: str) -> None:
     memory._files[f"{url}/{folder}/{name}"].data[1 << 20] ^= 1
     assert verify_checkpoint(store, folder).damage
     state = state_at(-1)
-    with laststep.Checkpointer(url, state=state, **SETTINGS) as ckpt:
+    with laststep.Checkpointer(url, state=state, **as_keywords(SETTINGS)) as ckpt:
         assert ckpt.restore(strict=False).step == 1
     assert state["n"] == 1
 
 
 def test_du_says_what_checkpoints_share_where_files_can_be_linked(url: str) -> None:
-    with laststep.Checkpointer(url, state=state_at(0), **SETTINGS) as ckpt:
+    with laststep.Checkpointer(url, state=state_at(0), **as_keywords(SETTINGS)) as ckpt:
         ckpt.restore()
-        ckpt.save(1).wait(60)
-        ckpt.save(2).wait(60)
+        ckpt.save(1).wait(PATIENCE_S)
+        ckpt.save(2).wait(PATIENCE_S)
     used = json.loads(CliRunner().invoke(app, ["du", url, "--json"]).output)
     assert (used["saved_bytes"] > 5 << 20) is url.startswith("memory")
 
 
-LOCAL = {"demo", "bench"}
+LOCAL = {"bench"}
 """Commands that are about this machine and no run."""
 
 
@@ -169,7 +173,7 @@ def test_every_command_takes_the_url_of_a_store(url: str, tmp_path: Path) -> Non
     said("prune", url, "--last", "1", "--yes")
     assert laststep.open(url).steps() == [1, 3]
     said("unpin", url, "1")
-    assert json.loads(said("rescue", url, "--base", str(tmp_path), "--json"))["segments"] == []
+    assert json.loads(said("recover", url, "--base", str(tmp_path), "--json"))["segments"] == []
     said("export", url, str(tmp_path / "out"), "--format", "hf")
     assert any((tmp_path / "out").iterdir())
     said("import", str(tmp_path / "w.pt"), f"{url}-4", "--step", "7")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +14,9 @@ import fake_s3
 import pytest
 from obstore import exceptions
 
+from expect import raises
 from laststep.errors import NotFoundError, StorageError
-from laststep.storage import bucket, objects, transfers
+from laststep.storage import objects, transfers
 from laststep.storage.bucket import Patience, Trouble, persist
 from laststep.storage.objects import ObjectStore
 from laststep.testing.stores import write_file
@@ -27,7 +27,6 @@ from waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from laststep.storage.s3 import Uploads
 
 URL = "s3://bucket/run"
 PATIENCE = Patience(deadline_s=120, request_s=60, idle_s=30)
@@ -48,24 +47,6 @@ def store(server: fake_s3.Server) -> ObjectStore:
     return opened
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long was waited before something was tried again; nothing waits."""
-    waited: list[float] = []
-
-    class Clock:
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            waited.append(seconds)
-
-        @staticmethod
-        def monotonic() -> float:
-            return time.monotonic() + sum(waited)
-
-    monkeypatch.setattr(bucket, "time", Clock)
-    return waited
-
-
 # Who is not there, or elsewhere
 
 
@@ -78,20 +59,15 @@ CALLS: dict[str, Callable[[ObjectStore], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    ("kind", "said", "remedy"),
-    [("absent", "404", "make the bucket"), ("redirect", "region", "AWS_REGION")],
-)
+@pytest.mark.parametrize(("kind", "said"), [("absent", "404"), ("redirect", "region")])
 def test_a_bucket_that_is_not_there_or_elsewhere_is_named_at_once(
-    store: ObjectStore, server: fake_s3.Server, call: str, kind: str, said: str, remedy: str
+    store: ObjectStore, server: fake_s3.Server, call: str, kind: str, said: str
 ) -> None:
     for method in ("PUT", "POST", "GET", "DELETE"):
         server.fail(kind, method, 1000)
-    with pytest.raises(StorageError, match=said) as caught:
+    with raises(StorageError, found=said) as caught:
         CALLS[call](store)
     assert not caught.value.transient
-    assert caught.value.remedy is not None
-    assert remedy in caught.value.remedy
 
 
 def test_a_file_that_is_deleted_while_it_is_read_is_not_found(store: ObjectStore) -> None:
@@ -105,46 +81,17 @@ def test_a_file_that_is_deleted_while_it_is_read_is_not_found(store: ObjectStore
 def test_a_part_of_an_upload_that_somebody_has_aborted_fails_with_that(
     store: ObjectStore, server: fake_s3.Server
 ) -> None:
-    writer = store.open_writer("x", expected_bytes=2 * transfers.PART_BYTES)
-    part = memoryview(bytes(transfers.PART_BYTES))
-    writer.write_at(0, part)
+    size = 4 * transfers.PART_BYTES
+    writer = store.open_writer("x", expected_bytes=size)
+    writer.write_at(0, memoryview(bytes(size // 2)))
+    wait_until(lambda: [len(pieces) for _, _, pieces in server.uploads.values()] == [2])
     server.uploads.clear()
-    with pytest.raises(StorageError, match="404 NoSuchUpload"):
-        writer.write_at(transfers.PART_BYTES, part)
-    writer.close()
+    writer.write_at(size // 2, memoryview(bytes(size // 2)))
+    with raises(StorageError, found="404 NoSuchUpload"):
+        writer.finish(size)
 
 
 # Connections
-
-
-def kept_connections(store: ObjectStore, count: int) -> Uploads:
-    """What makes uploads, with so many connections that it has used and kept."""
-    uploads = store._uploads()
-    assert uploads is not None
-    connections = [uploads._connected() for _ in range(count)]
-    for connection in connections:
-        connection.request("GET", "/bucket/run/first")
-        connection.getresponse().read()
-    uploads._idle.extend(connections)
-    return uploads
-
-
-def test_connections_that_the_server_has_closed_cost_no_pause(
-    store: ObjectStore, server: fake_s3.Server, pauses: list[float]
-) -> None:
-    uploads = kept_connections(store, 5)
-    server.hang_up()
-    uploads.begin("run/y", "token")
-    assert pauses == []
-
-
-def test_one_connection_that_fails_takes_the_others_of_its_age_along(
-    store: ObjectStore, server: fake_s3.Server
-) -> None:
-    uploads = kept_connections(store, 5)
-    server.fail("reset", "POST")
-    uploads.begin("run/y", "token")
-    assert len(uploads._idle) == 1
 
 
 def test_a_part_that_goes_up_slowly_is_waited_for_as_long_as_it_goes(
@@ -160,18 +107,14 @@ def test_a_part_that_goes_up_slowly_is_waited_for_as_long_as_it_goes(
     assert len(parts) == 1, "it was tried again"
 
 
-def test_parts_of_a_write_go_up_side_by_side_from_its_memory(
-    store: ObjectStore, server: fake_s3.Server
-) -> None:
+def test_parts_of_a_write_go_up_side_by_side(store: ObjectStore, server: fake_s3.Server) -> None:
     """The first is held back until the others have arrived."""
     server.fail("held", "PUT", query="partNumber=1&")
     data = os.urandom(4 * transfers.PART_BYTES)
     writer = store.open_writer("x", expected_bytes=len(data))
-    assert isinstance(writer, transfers.PartsWriter)
     write = threading.Thread(target=writer.write_at, args=(0, memoryview(data)))
     write.start()
     wait_until(lambda: [len(pieces) for _, _, pieces in server.uploads.values()] == [3])
-    assert writer._gathered == {}, "something was copied"
     server.released.set()
     write.join()
     writer.finish(len(data))
@@ -186,8 +129,22 @@ def test_an_answer_that_is_cut_off_is_not_believed(
     data = os.urandom(2 * transfers.PART_BYTES)
     write_file(store, "x", data)
     assert server.objects["run/x"].data == data
-    last = [asked for asked in server.asked if asked.method == "POST" and "uploadId" in asked.query]
-    assert len(last) == 2
+
+
+def test_a_file_of_too_many_parts_is_refused(
+    store: ObjectStore, server: fake_s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack may become larger than its writer was told."""
+    monkeypatch.setattr(transfers, "MOST_PARTS", 2)
+    writer = store.open_writer("x", expected_bytes=1)
+    part = memoryview(bytes(transfers.PART_BYTES))
+    for number in range(2):
+        writer.write_at(number * len(part), part)
+    with raises(StorageError, where="s3://bucket/run/x", found=str(3 * len(part))):
+        writer.write_at(2 * len(part), part)
+    with pytest.raises(StorageError):
+        writer.finish(3 * len(part))
+    assert server.uploads == {}
 
 
 # More than one answer holds
@@ -203,17 +160,6 @@ def test_lists_and_deletions_go_past_a_thousand_names(
     assert [entry.name for entry in store.list("f")] == names
     store.delete_folder("f")
     assert set(server.objects) == {"run/first"}
-
-
-def test_all_uploads_of_a_folder_are_aborted_whatever_they_are_called(
-    store: ObjectStore, server: fake_s3.Server
-) -> None:
-    store.make_folder("f")
-    for number in range(fake_s3.PAGE + 5):
-        server.uploads[f"u{number}"] = f"run/f/a>'b&<{number}\"", {}, {}
-    server.uploads["other"] = "run/f2/x", {}, {}
-    store.delete_folder("f")
-    assert set(server.uploads) == {"other"}
 
 
 def test_a_run_may_be_all_of_a_bucket(server: fake_s3.Server) -> None:
@@ -245,13 +191,13 @@ def test_what_another_puts_into_a_folder_that_was_just_made_stays(
 
     def create_and_sleep(key: str, data: bytes) -> object:
         made = create(key, data)
-        if key.endswith(".epochs.folder"):
-            other.create("epochs/1", b"other's")
+        if key.endswith(".terms.folder"):
+            other.create("terms/1", b"other's")
         return made
 
     monkeypatch.setattr(store._bucket, "create", create_and_sleep)
-    store.make_folder("epochs")
-    assert store.file_names("epochs") == ("1",)
+    store.make_folder("terms")
+    assert store.file_names("terms") == ("1",)
 
 
 def test_a_folder_that_is_made_again_while_a_deleter_sleeps_keeps_what_it_has(
@@ -316,10 +262,13 @@ def test_a_lease_that_somebody_has_removed_is_lost(store: ObjectStore) -> None:
 def test_a_folder_for_temporary_files_that_is_not_there_is_a_failure_of_storage(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laststep.storage.s3.of_bucket", lambda bucket: None)
+    monkeypatch.setattr(transfers, "EARLY_BYTES", 0)
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(StorageError, match="/nowhere"):
-        store.open_writer("x", expected_bytes=1)
+    writer = store.open_writer("x", expected_bytes=2)
+    with pytest.raises(StorageError) as caught:
+        writer.write_at(1, memoryview(b"1"))
+    assert caught.value.where == "/nowhere"
+    writer.close()
 
 
 @pytest.mark.parametrize("date", [None, "yesterday"])
@@ -338,7 +287,7 @@ def test_a_server_that_does_not_tell_the_time_is_a_failure_of_storage(
 
     sent = fake_s3._Handler.send_header
     monkeypatch.setattr(fake_s3._Handler, "send_header", send_header)
-    with closing(lock), pytest.raises(StorageError, match="ask for the time"):
+    with closing(lock), raises(StorageError, where=URL):
         ObjectStore(URL).is_locked("x.lock")
 
 
@@ -346,21 +295,20 @@ def test_a_file_that_cannot_be_looked_up_is_named_once(
     server: fake_s3.Server, store: ObjectStore
 ) -> None:
     server.fail("denied", "HEAD", 1)
-    with pytest.raises(StorageError, match=r"(?<! at) at s3://bucket/run/first:"):
+    with raises(StorageError, where="s3://bucket/run/first", found="403"):
         store.open_reader("first")
 
 
-def test_without_credentials_that_is_said_of_every_call(
+def test_a_request_without_credentials_says_so(
     server: fake_s3.Server, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sign(*_: object) -> str:
         raise exceptions.UnauthenticatedError("no keys: hidden-from-all")
 
     monkeypatch.setattr("obstore.sign", sign)
-    for call in (lambda: store.open_writer("x", expected_bytes=1), store._leases._clock.now_s):
-        with pytest.raises(StorageError, match="access denied") as caught:
-            call()
-        assert "hidden" not in str(caught.value)
+    with raises(StorageError, found="access denied") as caught:
+        store._leases._clock.now_s()
+    assert "hidden" not in str(caught.value)
 
 
 # How long
@@ -370,7 +318,7 @@ def test_pauses_grow_and_differ_between_clients(pauses: list[float]) -> None:
     def fail() -> None:
         raise Trouble("down", transient=True)
 
-    with pytest.raises(StorageError, match=r"down, \d+ times"):
+    with pytest.raises(StorageError, match=r"\d+.*\d+\.\d s"):
         persist(fail, what="ask", where="there", patience=Patience(deadline_s=58.0))
     longest = [min(0.1 * 2**turn, 10.0) for turn in range(len(pauses))]
     assert all(most / 2 <= pause <= most for most, pause in zip(longest, pauses, strict=True))
@@ -388,6 +336,6 @@ def test_what_is_asked_within_a_request_ends_with_its_deadline(pauses: list[floa
             raise Trouble("down", transient=True)
         persist(inner, what="look", where="there", patience=patience)
 
-    with pytest.raises(StorageError, match="cannot look"):
+    with raises(StorageError, "look", where="there"):
         persist(outer, what="write", where="there", patience=patience)
     assert 90 <= sum(pauses) <= 100

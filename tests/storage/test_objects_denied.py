@@ -15,7 +15,7 @@ import laststep
 from laststep import events
 from laststep.cli import app
 from laststep.errors import StorageError
-from laststep.tiers import draining
+from laststep.tiers import replicating
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from waiting import wait_until
@@ -31,7 +31,9 @@ ALWAYS = 1 << 20
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
     """A server with a run of one step."""
     with fake_s3.named(monkeypatch) as state:
-        with laststep.Checkpointer(URL, s=torch.ones(100), progress=False, flush="thread") as ckpt:
+        with laststep.Checkpointer(
+            URL, s=torch.ones(100), options=laststep.Options(progress=False, flush="thread")
+        ) as ckpt:
             ckpt.save(1).result()
         yield state
 
@@ -60,15 +62,13 @@ def test_copy_reports_the_denial_and_no_damage(
 def test_a_replication_that_was_denied_is_tried_again(
     server: fake_s3.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(replicating, "_FIRST_PAUSE_S", 0.01)
     heard: list[events.Event] = []
     replica = tmp_path / "replica"
     with laststep.Checkpointer(
         tiers=[URL, str(replica)],
         s=torch.zeros(100),
-        progress=False,
-        flush="thread",
-        subscribers=[heard.append],
+        options=laststep.Options(progress=False, flush="thread", subscribers=[heard.append]),
     ) as ckpt:
         ckpt.restore()
         wait_until(lambda: any(is_of(event, 1) for event in heard))

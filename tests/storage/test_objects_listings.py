@@ -8,6 +8,7 @@ import fake_s3
 import pytest
 import torch
 
+import attempts
 import laststep
 from laststep.catalog.lineage import parse_folder
 from laststep.catalog.listing import Scanner
@@ -24,7 +25,7 @@ ALWAYS = 1 << 20
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
+def server(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Iterator[fake_s3.Server]:
     """A server with a run that saved steps 1 to 3, went back to 1 and saved another step 2."""
     with fake_s3.named(monkeypatch) as state:
         saved = {"w": torch.zeros(100)}
@@ -40,7 +41,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
 
 
 def opened(state: dict[str, torch.Tensor]) -> laststep.Checkpointer:
-    return laststep.Checkpointer(URL, s=state, progress=False, flush="thread")
+    return laststep.Checkpointer(
+        URL, s=state, options=laststep.Options(progress=False, flush="thread")
+    )
 
 
 def test_a_run_is_not_begun_anew_however_many_listings_are_wrong(server: fake_s3.Server) -> None:
@@ -66,7 +69,7 @@ def test_a_save_without_a_restore_does_not_begin_the_run_anew(server: fake_s3.Se
     assert laststep.open(URL).latest().step == 2
 
 
-@pytest.mark.parametrize("folder", ["epochs", "step-00000002.2-1"])
+@pytest.mark.parametrize("folder", ["terms", "step-00000002.2-1"])
 def test_a_wrong_listing_of_one_folder_does_not_hide_the_newest_checkpoint(
     server: fake_s3.Server, folder: str
 ) -> None:
@@ -82,8 +85,8 @@ def test_a_save_that_is_being_discarded_does_not_fail_a_listing(
     """The name of its folder goes first, and its contents are still served by name."""
     store = open_store(URL)
     run = Run.open(store)
-    folder = run.begin(step=5, epoch=run.claim_epoch(None), attempt=1)
-    run.abort(folder, "it failed")
+    folder = run.begin(step=5, term=run.claim_term(None), attempt=1).folder
+    attempts.abort(run, folder, "it failed")
     reader, looks, empty = Scanner(open_store(URL)), [], ObjectStore._empty
     (entry,) = [entry for _, entry in reader.folders() if entry.name == folder]
 
@@ -92,5 +95,5 @@ def test_a_save_that_is_being_discarded_does_not_fail_a_listing(
         empty(self, key)
 
     monkeypatch.setattr(ObjectStore, "_empty", look_meanwhile)
-    run.discard(folder)
+    store.delete_folder(folder)
     assert looks == [None]

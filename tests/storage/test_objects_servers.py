@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import weed
 
+from expect import raises
 from laststep.errors import StorageError
 from laststep.storage import objects
 from laststep.storage.objects import ObjectStore
@@ -32,7 +33,7 @@ def refused(command: list[str], port: int, folder: Path, patched: pytest.MonkeyP
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         weed.wait_until_it_answers(settings["AWS_ENDPOINT_URL"], server, folder / "log")
-        with pytest.raises(StorageError, match="cannot keep a run") as caught:
+        with raises(StorageError, where="s3://bucket/run") as caught:
             ObjectStore("s3://bucket/run").make_folder("f")
         return str(caught.value)
     finally:

@@ -34,14 +34,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
 def test_a_writer_that_was_taken_over_in_the_middle_of_a_file_is_told_so(
     server: fake_s3.Server, size: int
 ) -> None:
-    ckpt = laststep.Checkpointer(URL, s=torch.ones(size), progress=False, flush="thread")
+    ckpt = laststep.Checkpointer(
+        URL, s=torch.ones(size), options=laststep.Options(progress=False, flush="thread")
+    )
     ckpt.restore()
     server.fail("held", "PUT", 1, key=".safetensors")
     handle = ckpt.save(1)
     wait_until(server.holding.is_set)
     with server.mutex:  # its lease ends, as if it had slept for long
-        del server.objects["run/epochs/00000001.lock"]
-    Run.open(ObjectStore(URL)).claim_epoch(None)
+        del server.objects["run/terms/00000001.lock"]
+    Run.open(ObjectStore(URL)).claim_term(None)
     server.released.set()
     with pytest.raises(AbortedError):
         handle.result()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import laststep
+from expect import raises
 from laststep.errors import StorageError, UsageError
 from laststep.memory import segments
 from laststep.storage import shared_memory
@@ -50,14 +51,14 @@ def url() -> Iterator[str]:
 
 def test_a_run_in_shared_memory_is_saved_by_a_flusher_and_restored(url: str) -> None:
     state = {"w": torch.arange(6.0)}
-    with laststep.Checkpointer(url, s=state, progress=False) as ckpt:
+    with laststep.Checkpointer(url, s=state, options=laststep.Options(progress=False)) as ckpt:
         assert ckpt.path == url
         ckpt.restore()
         ckpt.save(3).result()
         assert ckpt._client.helper_pid is not None
     assert laststep.open(url).steps() == [3]
     found = {"w": torch.zeros(6)}
-    with laststep.Checkpointer(url, s=found, progress=False) as ckpt:
+    with laststep.Checkpointer(url, s=found, options=laststep.Options(progress=False)) as ckpt:
         assert ckpt.restore().next_step == 4
     assert torch.equal(found["w"], state["w"])
     alone = laststep.load(f"{url}/{laststep.open(url).latest().folder}")
@@ -73,7 +74,7 @@ def test_it_lies_in_a_folder_that_nobody_else_can_look_into(base: Path) -> None:
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert (own / "runs" / "team" / "gpt" / "x").read_bytes() == b"1"
     own.chmod(0o755)
-    with pytest.raises(StorageError, match="into which others can look"):
+    with raises(StorageError, where=base, expected="700"):
         SharedMemoryStore("shm://team/gpt")
 
 
@@ -85,13 +86,13 @@ def test_a_run_is_no_segment(base: Path) -> None:
 def test_a_machine_without_shared_memory_says_so(base: Path) -> None:
     base.rmdir()
     store = SharedMemoryStore("shm://gpt")
-    with pytest.raises(StorageError, match="there is no shared memory"):
+    with raises(StorageError, where=base):
         store.create("x", b"1")
 
 
 @pytest.mark.parametrize("url", ["shm://", "shm:///mnt/tmpfs/gpt", "shm://a/../../b", "shm://a//b"])
 def test_what_names_no_run_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="this names no run in shared memory"):
+    with raises(UsageError, expected="shm://"):
         open_store(url)
 
 

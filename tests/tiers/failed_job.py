@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def job(base: Path, run: Path, state: torch.Tensor, *further: Path) -> laststep.Checkpointer:
+def job(base: Path, run: Path, state: torch.Tensor, *replicas: Path) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[f"shm://{base}", *map(str, (run, *further))],
+        tiers=[f"shm://{base}", *map(str, (run, *replicas))],
         items={"state": {"all": state}},
-        progress=False,
+        options=laststep.Options(progress=False, flush="thread"),
         host_memory_bytes=160 << 20,
-        flush="thread",
     )
 
 

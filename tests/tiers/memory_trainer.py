@@ -8,6 +8,7 @@ Says what it restored and what has become of each save. After so many saves it w
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ def tell(event: events.Event) -> None:
 
 
 def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
+    print("process", os.getpid(), flush=True)
     state = {"weight": torch.full((ELEMENTS,), -1.0), "small": torch.full((3,), -1.0)}
     if stuck:
         server.open_store = Stuck  # the flusher's: to all others it is a folder
@@ -47,9 +49,9 @@ def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
         tiers=[f"shm://{base}", run],
         state=state,
         host_memory_bytes=160 << 20,
-        progress=False,
-        flush="thread" if stuck else "process",
-        subscribers=[tell],
+        options=laststep.Options(
+            progress=False, flush="thread" if stuck else "process", subscribers=[tell]
+        ),
         keep=laststep.Keep(last=3),
     ) as ckpt:
         restored = ckpt.restore()

@@ -33,9 +33,8 @@ class Places:
         return laststep.Checkpointer(
             tiers=[f"shm://{self.base}", str(run)],
             items={"state": {"all": self.state}},
-            progress=False,
+            options=laststep.Options(progress=False, flush="thread"),
             host_memory_bytes=160 * MB,
-            flush="thread",
         )
 
     def restored(self, run: Path) -> tuple[int | None, float]:
@@ -88,8 +87,8 @@ def test_by_its_path_it_is_found_though_it_was_saved_by_a_link(places: Places) -
 
 
 def test_a_rescue_by_a_link_stores_it(places: Places) -> None:
-    report = laststep.rescue(places.link / "run", base=places.base)
-    assert [save.fate for one in report.segments for save in one.saves] == ["rescued"]
+    report = laststep.recover(places.link / "run", base=places.base)
+    assert [save.fate for one in report.segments for save in one.saves] == ["recovered"]
     assert places.steps(places.real / "run") == [1, 2]
     assert segments.found(str(places.base)) == []
 
@@ -108,7 +107,7 @@ def test_it_moves_with_its_run(places: Places) -> None:
 def test_a_rescue_of_a_run_that_was_moved_stores_it_there(places: Places) -> None:
     moved = places.real / "moved"
     (places.real / "run").rename(moved)
-    assert laststep.rescue(moved, base=places.base).ok
+    assert laststep.recover(moved, base=places.base).ok
     assert places.steps(moved) == [1, 2]
 
 

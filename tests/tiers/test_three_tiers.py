@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import laststep
+from cases import long
 from laststep.memory import segments
 from waiting import wait_until
 
@@ -33,14 +34,17 @@ class Job:
     """A job that ends in the middle, and is started again."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.home = folder / "shm", folder / "home"
+        self.base, self.primary = folder / "shm", folder / "home"
         self.base.mkdir(parents=True)
         self.state = {"w": torch.zeros(5 << 20), "s": torch.zeros(3)}
 
     def opened(self) -> laststep.Checkpointer:
-        tiers = [f"shm://{self.base}", str(self.home), BUCKET]
+        tiers = [f"shm://{self.base}", str(self.primary), BUCKET]
         return laststep.Checkpointer(
-            tiers=tiers, state=self.state, host_memory_bytes=160 << 20, progress=False
+            tiers=tiers,
+            state=self.state,
+            host_memory_bytes=160 << 20,
+            options=laststep.Options(progress=False),
         )
 
     def trains(self, steps: range) -> None:
@@ -65,14 +69,7 @@ class Job:
         return restored.step
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        "nothing",
-        "memory and disk",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("memory", "disk")),
-    ],
-)
+@pytest.mark.parametrize("lost", ["memory and disk", *long("nothing", "memory", "disk")])
 def test_a_run_comes_back_from_what_is_left(
     server: fake_s3.Server, run_folder: Path, lost: str
 ) -> None:
@@ -83,7 +80,7 @@ def test_a_run_comes_back_from_what_is_left(
         for segment in segments.found(str(job.base)):
             segment.remove()
     if "disk" in lost:
-        shutil.rmtree(job.home)
+        shutil.rmtree(job.primary)
     assert job.comes_back() == 2
     assert laststep.open(BUCKET).steps()[-1] == 2
     assert laststep.open(BUCKET).latest().verify().damage == ()

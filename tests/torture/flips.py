@@ -18,12 +18,12 @@ import laststep
 import state
 from laststep.catalog.indexes import read_index
 from laststep.catalog.run import Run
+from laststep.constants import MANIFEST_NAME
 from laststep.errors import CorruptError
 from laststep.format import manifest
 from laststep.format.index import RAW
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,7 +123,10 @@ def _make(folder: Path) -> Path:
     """A run of two checkpoints; the folder of the newer."""
     live = state.new()
     with laststep.Checkpointer(
-        str(folder), flush="thread", progress=False, compression=state.COMPRESSION, **live
+        str(folder),
+        options=laststep.Options(flush="thread", progress=False),
+        compression=state.COMPRESSION,
+        **live,
     ) as checkpointer:
         for step in (OLDER, NEWER):
             state.advance(live, step)
@@ -155,7 +158,9 @@ def _flip(file: Path, byte: int, bit: int) -> None:
 
 def _restore(folder: Path, step: int | None) -> tuple[state.Live, laststep.Restored]:
     live = state.new()
-    with laststep.Checkpointer(str(folder), flush="thread", progress=False, **live) as checkpointer:
+    with laststep.Checkpointer(
+        str(folder), options=laststep.Options(flush="thread", progress=False), **live
+    ) as checkpointer:
         return live, checkpointer.restore(step)
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest, digest_text
+from laststep.constants import MANIFEST_NAME
 from laststep.format import index as index_format
-from laststep.plan.files import TABLE_NAME
-from laststep.terms import MANIFEST_NAME
+from laststep.plan.files import LAYOUT_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,10 +48,8 @@ def change_manifest(folder: Path, change: Callable[[Json], Json]) -> None:
 
 
 def change_epoch(path: Path, change: Callable[[Json], Json]) -> None:
-    content = to_json(change(json.loads(path.read_bytes())["epoch"]))
-    path.write_bytes(
-        b'{"digest":"' + digest_text(content).encode() + b'","epoch":' + content + b"}"
-    )
+    content = to_json(change(json.loads(path.read_bytes())["term"]))
+    path.write_bytes(b'{"digest":"' + digest_text(content).encode() + b'","term":' + content + b"}")
 
 
 def change_index(folder: Path, change: Callable[[Json], Json], rank: int = 0) -> None:
@@ -126,15 +124,15 @@ def change_table(folder: Path, change: Callable[[Json], Json]) -> None:
 
     def act(index: Json) -> Json:
         nonlocal was, told
-        was = index[_VALUES][TABLE_NAME]
+        was = index[_VALUES][LAYOUT_NAME]
         told = msgspec.msgpack.encode(change(msgspec.msgpack.decode(was)))
-        index[_VALUES][TABLE_NAME] = told
+        index[_VALUES][LAYOUT_NAME] = told
         return index
 
     def tell(manifest: Json) -> Json:
-        for record in manifest["classes"]:
-            if record["table"] == digest(was).hex():
-                record["table"] = digest(told).hex()
+        for record in manifest["layout_groups"]:
+            if record["local_layout"] == digest(was).hex():
+                record["local_layout"] = digest(told).hex()
         return manifest
 
     change_index(folder, act)

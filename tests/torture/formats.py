@@ -34,6 +34,7 @@ from trials import Violation
 import laststep
 from laststep.cli import app
 from laststep.errors import LaststepError
+from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,13 +136,15 @@ def make(folder: Path) -> None:
         (source,) = GOLDEN.glob(f"version-*/{golden}")
         shutil.copytree(source, folder / name)
     for name, saves in (("run", 2), ("ranks", 1)):
-        with laststep.Checkpointer(folder / name, items=live, **_SETTINGS) as checkpointer:
+        with laststep.Checkpointer(
+            folder / name, items=live, **as_keywords(_SETTINGS)
+        ) as checkpointer:
             for step in range(saves):
                 checkpointer.save(step, metrics={"loss": 0.5}, metadata={"k": [1]}).wait()
     forging.into_ranks(max((folder / "ranks").glob("step-*")))
     foreign = folder / "foreign"
     foreign.mkdir()
-    state = {"model": live["model"]["a"].state_dict(), "epoch": 3, "list": [torch.ones(2), "x"]}
+    state = {"model": live["model"]["a"].state_dict(), "term": 3, "list": [torch.ones(2), "x"]}
     torch.save(state, foreign / "zip.pt")
     torch.save(state, foreign / "old.pt", _use_new_zipfile_serialization=False)
     from safetensors.torch import save_file
@@ -259,8 +262,8 @@ def in_an_epoch(folder: Path, chance: random.Random) -> str:
         path = folder / "run" / "run.json"
         path.write_bytes(forging.to_json(change(json.loads(path.read_bytes()))))
     else:
-        forging.change_epoch(folder / "run" / "epochs" / "00000001.json", change)
-    return f"epoch or run: {told}"
+        forging.change_epoch(folder / "run" / "terms" / "00000001.json", change)
+    return f"term or run: {told}"
 
 
 def in_the_folder(folder: Path, chance: random.Random) -> str:
@@ -270,7 +273,7 @@ def in_the_folder(folder: Path, chance: random.Random) -> str:
     path = chance.choice(there)
     how = chance.choice(("link", "dangling", "loop", "fifo", "folder", "empty", "gone", "outside"))
     if how == "outside":  # a whole checkpoint that lies elsewhere
-        path = next(one for one in (path, *path.parents) if one.parent.name in (run.name, "epochs"))
+        path = next(one for one in (path, *path.parents) if one.parent.name in (run.name, "terms"))
         path.rename(folder / "elsewhere")
         path.symlink_to(folder / "elsewhere")
         return f"{path.name} is a link to where it is now"
@@ -386,7 +389,7 @@ def _open(run: Path) -> None:
 
 def _restore(run: Path, **how: Any) -> None:
     live = items_of(run)
-    with laststep.Checkpointer(run, items=live, **_SETTINGS) as checkpointer:
+    with laststep.Checkpointer(run, items=live, **as_keywords(_SETTINGS)) as checkpointer:
         checkpointer.restore(**how)
 
 
@@ -394,7 +397,9 @@ def _save_on(run: Path) -> None:
     """Retention, by a writer that goes on."""
     live = items_of(run)
     keep = laststep.Keep(last=1, best=1, metric="loss")
-    with laststep.Checkpointer(run, items=live, keep=keep, **_SETTINGS) as checkpointer:
+    with laststep.Checkpointer(
+        run, items=live, keep=keep, **as_keywords(_SETTINGS)
+    ) as checkpointer:
         with contextlib.suppress(LaststepError):
             checkpointer.restore(strict=False)
         checkpointer.save(7, metrics={"loss": 0.1}, overwrite=True).wait()

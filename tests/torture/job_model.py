@@ -163,8 +163,7 @@ class Member:
         self.checkpointer = laststep.Checkpointer(
             run,
             state=self.state,
-            progress=False,
-            deadline_s=DEADLINE_S,
+            options=laststep.Options(progress=False, deadline_s=DEADLINE_S),
             mine=laststep.PerRank(self.mine, when_ranks_change="keep"),
             keep=None if keep is None else laststep.Keep(last=keep),
             host_memory_bytes=64 << 20,
@@ -543,7 +542,7 @@ def trial(folder: Path, seed: int, tally: Tally, *, starts: int = 3, deeds: int 
     rng = random.Random(seed)
     logging.getLogger("laststep").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    who_writes.MIN_SHARE_BYTES = 64  # ranks share the work though there is little of it
+    who_writes.MIN_ASSIGNMENT_BYTES = 64  # ranks share the work though there is little of it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     versions = itertools.count(1)
     model = Model(folder / "run", rng.choice((None, None, 2, 3)), tally)

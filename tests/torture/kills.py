@@ -24,10 +24,10 @@ from tally import Tally, Violation
 import laststep
 import state
 from laststep.catalog.run import Run
-from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
+from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,8 +155,7 @@ def _train(folder: Path, flush: str, pipe: int) -> None:
     checkpointer = laststep.Checkpointer(
         str(folder),
         keep=laststep.Keep(last=3),
-        flush=flush,
-        progress=False,
+        options=laststep.Options(flush=flush, progress=False),
         compression=state.COMPRESSION,
         **live,
     )

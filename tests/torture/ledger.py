@@ -23,7 +23,7 @@ class Entry:
     step: int
     form: int
     mark: int
-    epoch: int
+    term: int
     loss: float
     damage: Damage | None = None
     pinned: bool = False
@@ -51,11 +51,11 @@ class Rules:
 
 
 class Ledger:
-    """The commits of a run in their order, and from which of them each epoch continues."""
+    """The commits of a run in their order, and from which of them each term continues."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self.epochs: dict[int, str | None] = {}
+        self.terms: dict[int, str | None] = {}
 
     def there(self) -> list[Entry]:
         """All that was not seen to be gone."""
@@ -63,36 +63,36 @@ class Ledger:
 
     @property
     def newest_epoch(self) -> int:
-        return max(self.epochs, default=0)
+        return max(self.terms, default=0)
 
     def lineage(self) -> list[Entry]:
         """What the present state of the run descends from, oldest first, without what is gone and
-        without what a later commit of the same step has replaced. An epoch that has no commit
+        without what a later commit of the same step has replaced. A term that has no commit
         has decided nothing."""
-        decided = [entry.epoch for entry in self.there()]
+        decided = [entry.term for entry in self.there()]
         return _current(self._chain(max(decided), None)) if decided else []
 
     def descent(self, folder: str | None) -> list[Entry]:
         """What a state descends from that is the one of that checkpoint."""
         if folder is None:
             return []
-        return _current(self._chain(self.entries[folder].epoch, folder))
+        return _current(self._chain(self.entries[folder].term, folder))
 
     def steps_ever(self, folder: str | None) -> set[int]:
         """The steps of all that a state descends from, also of what is gone meanwhile."""
         if folder is None:
             return set()
-        return {entry.step for entry in self._chain(self.entries[folder].epoch, folder)}
+        return {entry.step for entry in self._chain(self.entries[folder].term, folder)}
 
-    def _chain(self, epoch: int, upto: str | None) -> list[Entry]:
-        """All commits of an epoch (up to one), and before them what that epoch continues."""
-        own = [entry for entry in self.entries.values() if entry.epoch == epoch]
+    def _chain(self, term: int, upto: str | None) -> list[Entry]:
+        """All commits of a term (up to one), and before them what that term continues."""
+        own = [entry for entry in self.entries.values() if entry.term == term]
         if upto is not None:
             own = own[: [entry.folder for entry in own].index(upto) + 1]
-        before = self.epochs[epoch]
+        before = self.terms[term]
         if before is None:
             return own
-        return self._chain(self.entries[before].epoch, before) + own
+        return self._chain(self.entries[before].term, before) + own
 
     # What a restore gives
 
@@ -170,7 +170,7 @@ class Ledger:
 
     def _replaced(self) -> dict[str, str]:
         """What a later whole one of the same step replaces, and that one."""
-        if not self.epochs:
+        if not self.terms:
             return {}
         chain = self._chain(self.newest_epoch, None)
         current = _current(chain)

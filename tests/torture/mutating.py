@@ -53,7 +53,7 @@ _SCALARS: tuple[Json, ...] = (
     "/etc/passwd",
     "outside/kept",
     "a/b",
-    "~table",
+    "~layout",
     "#0",
     "#-1",
     "~3",

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from forms import Live
 from ledger import Rules
-from processes import descendants, wait_until_dead
+from processes import command_of, descendants, lives, wait_until_dead
 from subject import PATIENCE_S, Pending, as_keep
 from tally import Violation
 
 import laststep
-from laststep.catalog.epochs import Epochs
-from laststep.cli.processes import children_of
+from laststep.catalog.terms import Terms
 from laststep.errors import LaststepError
 from laststep.storage.registry import open_store
+from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from processes import Child, Nursery, Say
@@ -66,11 +66,14 @@ class Rival:
             if self.hurried and self.victim == "trainer":
                 _hurry(subject, child, form, promises=self.flush == "process")
         finally:
-            left = [pid for pid in descendants(os.getpid()) if pid not in others]
-            ended = wait_until_dead([pid for pid in left if pid != child.pid], PATIENCE_S)
+            left = set(descendants(os.getpid())) - others - {child.pid}
+            # On a busy machine the subject's own flusher may have started only meanwhile.
+            left -= subject.flushers()
+            ended = wait_until_dead(left, PATIENCE_S)
             child.close()
         if not ended:
-            raise Violation("hang", "a flusher lives on after its trainer's death")
+            commands = [command_of(pid) for pid in left if lives(pid)]
+            raise Violation("hang", f"processes live on after their trainer's death: {commands}")
         _judge(subject, child, form, marks, self)
 
     def _kill(self, subject: Subject, child: Child) -> None:
@@ -105,8 +108,7 @@ def train(say: Say, arguments: dict[str, object]) -> None:
         checkpointer = laststep.Checkpointer(
             arguments["path"],
             items=live.items,
-            flush=arguments["flush"],
-            progress=False,
+            options=laststep.Options(flush=arguments["flush"], progress=False),
             keep=as_keep(keep),
             host_memory_bytes=64 << 20,
             new_lineage=True,
@@ -140,12 +142,12 @@ def train(say: Say, arguments: dict[str, object]) -> None:
 
 
 def _has_claimed(path: object, handle: laststep.SaveHandle) -> bool:
-    """Wait until this process has an epoch of its own; False where the save ends before that. Until
+    """Wait until this process has a term of its own; False where the save ends before that. Until
     then a flusher without its trainer leaves the run to another writer that lives."""
-    epochs = Epochs(open_store(str(path)))
+    terms = Terms(open_store(str(path)))
     until = time.monotonic() + PATIENCE_S
     while not handle.committed.over() and time.monotonic() < until:
-        records = [epochs.read(number) for number in epochs.numbers()[-2:]]
+        records = [terms.read(number) for number in terms.numbers()[-2:]]
         if any(record is not None and record.pid == os.getpid() for record in records):
             return True
         time.sleep(0.01)
@@ -170,7 +172,9 @@ def _hurry(subject: Subject, child: Child, form: int, *, promises: bool) -> None
     if not sure:
         return
     live = Live(form, 0)
-    with laststep.Checkpointer(subject.path, items=live.items, progress=False) as checkpointer:
+    with laststep.Checkpointer(
+        subject.path, items=live.items, options=laststep.Options(progress=False)
+    ) as checkpointer:
         checkpointer.restore()
     if live.plain["mark"] < max(sure):
         raise Violation(
@@ -201,29 +205,29 @@ def _judge(subject: Subject, child: Child, form: int, marks: list[int], rival: R
         sure |= {mark for words in child.said("promised") for mark in words}
     # What is there and the ledger does not know, in the order of commits.
     resumed, found = head, set()
-    epochs = _epochs(subject.path) - ledger.epochs.keys()
-    own = epochs if rival.rules is not None else frozenset()
+    terms = _terms(subject.path) - ledger.terms.keys()
+    own = terms if rival.rules is not None else frozenset()
     for item in subject.listed():
         if item.folder in ledger.entries:
             continue
         pending = next((one for one in begun if one.step == item.step), None)
         if pending is None:
             raise Violation("wrong", f"{item.folder} is there, nobody saved it")
-        for number in sorted(n for n in epochs - ledger.epochs.keys() if n <= item.epoch):
+        for number in sorted(n for n in terms - ledger.terms.keys() if n <= item.term):
             subject._claimed(number, head, own=own)
         subject.add(pending, item.folder, rival.rules, resumed)
         found.add(pending.mark)
         head = item.folder
-    # An epoch that was taken and has no commit counts as well.
-    for number in sorted(epochs - ledger.epochs.keys()):
+    # A term that was taken and has no commit counts as well.
+    for number in sorted(terms - ledger.terms.keys()):
         subject._claimed(number, head, own=own)
     lost = [mark for mark in sure - found if not _may_be_gone(begun, mark, found, rival)]
     if lost:
         raise Violation("wrong", f"marks {lost} were committed or promised, found {found}")
 
 
-def _epochs(path: str) -> frozenset[int]:
-    return frozenset(int(record.stem) for record in Path(path, "epochs").glob("*.json"))
+def _terms(path: str) -> frozenset[int]:
+    return frozenset(int(record.stem) for record in Path(path, "terms").glob("*.json"))
 
 
 def _restored(subject: Subject, child: Child) -> str | None:

@@ -19,6 +19,7 @@ import laststep
 import state
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError
+from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -50,10 +51,9 @@ class Trainer:
         with self.told("restore", -1):
             self.checkpointer = laststep.Checkpointer(
                 run,
-                progress=False,
                 host_memory_bytes=64 << 20,
                 compression=state.COMPRESSION,
-                **settings,
+                **as_keywords({"progress": False, **settings}),
                 **self.live,
             )
             restored = self.checkpointer.restore()
@@ -242,7 +242,9 @@ def _inspect(say: Say, run: Path) -> None:
             if item.on_lineage:
                 lineage.append(item.step)
     live = state.new()
-    with laststep.Checkpointer(str(run), progress=False, flush="thread", **live) as checkpointer:
+    with laststep.Checkpointer(
+        str(run), options=laststep.Options(progress=False, flush="thread"), **live
+    ) as checkpointer:
         restored = checkpointer.restore()
         if restored.step is not None and (wrong := state.wrong(live, restored.step)):
             say("wrong", f"restored {restored.step} with {wrong}")

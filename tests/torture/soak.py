@@ -24,9 +24,9 @@ import laststep
 import state
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
+from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from processes import Say
@@ -139,7 +139,7 @@ def _open(run: Path, live: state.Live) -> laststep.Checkpointer:
     return laststep.Checkpointer(
         str(run),
         keep=laststep.Keep(last=5, best=1, metric="loss"),
-        progress=False,
+        options=laststep.Options(progress=False),
         host_memory_bytes=64 << 20,
         compression=state.COMPRESSION,
         **live,

@@ -18,6 +18,7 @@ from trials import Violation
 
 import laststep
 from laststep.memory.pool import Pool
+from laststep.settings import as_keywords
 from laststep.state.tensors import repeats_itself
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ class _Trial:
             model=self.world.model,
             optimizer=self.world.optimizer,
             extra=self.world.extra,
-            progress=False,
-            **options,
+            **as_keywords({"progress": False, **options}),
         )
         self.expected: dict[int, dict[str, object]] = {}
         self.failed: set[int] = set()

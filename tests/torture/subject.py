@@ -66,13 +66,13 @@ class Writer:
     """What it restored."""
     head: str | None = None
     """What its next save continues: what it restored, or saved last."""
-    epoch: int | None = None
+    term: int | None = None
     """None: its next save takes a new one."""
     seen: Seen | None = None
-    """The newest epoch and its last commit when it restored, or first saved without that: what its
+    """The newest term and its last commit when it restored, or first saved without that: what its
     claim depends on."""
     own: set[int] = field(default_factory=set)
-    """The epochs that it took."""
+    """The terms that it took."""
     ahead: set[int] = field(default_factory=set)
     """Steps of its lineage beyond the one that it restored: saving them replaces them."""
     pending: list[Pending] = field(default_factory=list)
@@ -103,9 +103,8 @@ class Subject:
         checkpointer = laststep.Checkpointer(
             self.path,
             items=live.items,
-            flush=flush,
+            options=laststep.Options(flush=flush, progress=False),
             keep=as_keep(rules),
-            progress=False,
             host_memory_bytes=64 << 20,
             new_lineage=True,
             compression="max" if form % 2 else "none",
@@ -120,7 +119,7 @@ class Subject:
         left = [folder for folder in sorted(one.dropped) if (self.path / folder).exists()]
         left = [folder for folder in left if self.ledger.entries[folder].damage is None]
         left = [folder for folder in left if not self.ledger.entries[folder].pinned]
-        if left and one.epoch == self.ledger.newest_epoch:
+        if left and one.term == self.ledger.newest_epoch:
             raise Violation("wrong", f"no rule keeps {left}, and retention left them")
 
     def reshape(self, writer: int, form: int) -> None:
@@ -200,6 +199,11 @@ class Subject:
             resource.prlimit(helper, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         self.save(writer, step=step + 3, loss=math.nan, overwrite=True)
 
+    def flushers(self) -> set[int]:
+        """Return the flusher processes of this process."""
+        pids = {writer.checkpointer._client.helper_pid for writer in self.writers}
+        return {pid for pid in pids if pid is not None}
+
     def settle(self) -> None:
         """Wait for all saves of this process."""
         for one in self.writers:
@@ -223,7 +227,7 @@ class Subject:
             one.checkpointer.wait(PATIENCE_S)  # each failure is raised once, and was
 
     def _descent(self, one: Writer) -> list[Entry]:
-        if one.epoch is not None and one.epoch == self.ledger.newest_epoch:
+        if one.term is not None and one.term == self.ledger.newest_epoch:
             return self.ledger.lineage()
         return self.ledger.descent(one.head)
 
@@ -235,41 +239,41 @@ class Subject:
         number = _point(folder)[0]
         if self._is_taken_over(one):
             raise Violation("wrong", f"{folder} of a writer that was taken over is committed")
-        if number != one.epoch:
+        if number != one.term:
             self._claimed(number, one.head)
             one.own.add(number)
         one.ahead.discard(pending.step)
         one.dropped = self.add(pending, folder, one.rules, one.resumed)
-        one.head, one.epoch = folder, number
+        one.head, one.term = folder, number
 
     def _is_taken_over(self, one: Writer) -> bool:
         """Whether another start has taken the run, or committed to it, since this one saw what it
         continues."""
-        if one.epoch is not None:
-            return one.epoch != self.ledger.newest_epoch
+        if one.term is not None:
+            return one.term != self.ledger.newest_epoch
         seen = one.seen or Seen()
         commits = [_point(entry.folder) for entry in self.ledger.there()]
         if any(point > seen.commit and point[0] not in one.own for point in commits):
             return True
-        since = [n for n in self.ledger.epochs if n > seen.epoch and n not in one.own]
-        records = [self.run().epoch(number) for number in since]
+        since = [n for n in self.ledger.terms if n > seen.term and n not in one.own]
+        records = [self.run().term(number) for number in since]
         return any(record is not None and not record.orphan for record in records)
 
     def _newest_point(self) -> Seen:
         points = [_point(entry.folder) for entry in self.ledger.there()]
-        return Seen(epoch=self.ledger.newest_epoch, commit=max(points, default=(0, 0)))
+        return Seen(term=self.ledger.newest_epoch, commit=max(points, default=(0, 0)))
 
     def _claimed(self, number: int, head: str | None, *, own: frozenset[int] = frozenset()) -> None:
-        """A new epoch, which must continue from `head`, or from what one of the `own` epochs
+        """A new term, which must continue from `head`, or from what one of the `own` terms
         committed after that and has deleted since."""
         if number <= self.ledger.newest_epoch:
-            raise Violation("wrong", f"epoch {number} was taken twice")
-        record = self.run().epoch(number)
+            raise Violation("wrong", f"term {number} was taken twice")
+        record = self.run().term(number)
         wanted = None if head is None else _point(head)
         after = record is not None and record.continues is not None and record.continues[0] in own
         if record is None or (record.continues != wanted and not after):
-            raise Violation("wrong", f"epoch {number} says {record}, it continues {wanted}")
-        self.ledger.epochs[number] = head
+            raise Violation("wrong", f"term {number} says {record}, it continues {wanted}")
+        self.ledger.terms[number] = head
 
     def add(
         self, pending: Pending, folder: str, rules: Rules | None, resumed: str | None
@@ -280,7 +284,7 @@ class Subject:
             step=pending.step,
             form=pending.form,
             mark=pending.mark,
-            epoch=_point(folder)[0],
+            term=_point(folder)[0],
             loss=pending.loss,
         )
         return self.ledger.retain(rules, resumed_from=resumed, abandoned=False)
@@ -335,7 +339,7 @@ class Subject:
     def _restored(
         self, one: Writer, restored: laststep.Restored, allowed: list[Entry], damaged: list[Entry]
     ) -> None:
-        one.epoch, one.seen = None, self._newest_point()
+        one.term, one.seen = None, self._newest_point()
         if restored.step is None:
             if any(not entry.may_go for entry in allowed) or damaged:
                 raise Violation("wrong", f"nothing was restored where {_names(allowed)} is due")
@@ -460,7 +464,7 @@ class Subject:
         newest = [entry for entry in self.ledger.lineage() if entry.is_whole][-1:]
         may_refuse = not newest or newest[0].damage is not None
         self._command("prune", str(self.path), "--yes", *words, may_fail=may_refuse)
-        # The one that the newest writer resumed from stays; it may be any that an epoch continues.
+        # The one that the newest writer resumed from stays; it may be any that a term continues.
         self.ledger.retain(rules, resumed_from=None, abandoned=abandoned)
 
     def _command(self, *words: str, may_fail: bool = False) -> None:

@@ -21,7 +21,7 @@ from system_process import send
 
 import laststep
 import state
-from laststep.cli.processes import children_of
+from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,9 @@ def _fork_and_wait(trainer: Trainer, work: Callable[[], None], what: str) -> Non
 def _save_elsewhere(run: Path) -> None:
     """In a forked child: a run of its own, twice."""
     live = state.new()
-    with laststep.Checkpointer(str(run), progress=False, flush="thread", **live) as checkpointer:
+    with laststep.Checkpointer(
+        str(run), options=laststep.Options(progress=False, flush="thread"), **live
+    ) as checkpointer:
         for step in range(3):
             state.advance(live, step)
             checkpointer.save(step).wait(PATIENCE_S)

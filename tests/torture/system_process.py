@@ -19,7 +19,7 @@ from system_faults import fault
 
 import laststep
 import state
-from laststep.cli.processes import children_of
+from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

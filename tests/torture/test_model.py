@@ -67,14 +67,14 @@ def test_damage_that_goes_unnoticed_is_a_violation(subject: Subject) -> None:
 
 def test_after_a_rollback_the_ledger_counts_the_new_branch_alone() -> None:
     ledger = Ledger()
-    ledger.epochs = {1: None, 2: "a"}
-    for folder, step, epoch in (("a", 0, 1), ("b", 1, 1), ("c", 5, 2)):
+    ledger.terms = {1: None, 2: "a"}
+    for folder, step, term in (("a", 0, 1), ("b", 1, 1), ("c", 5, 2)):
         ledger.entries[folder] = Entry(
-            folder=folder, step=step, form=0, mark=0, epoch=epoch, loss=0.0
+            folder=folder, step=step, form=0, mark=0, term=term, loss=0.0
         )
     assert [entry.folder for entry in ledger.lineage()] == ["a", "c"]
     assert ledger.of_step(1).folder == "b"
-    ledger.entries["d"] = Entry(folder="d", step=1, form=0, mark=0, epoch=2, loss=0.0)
+    ledger.entries["d"] = Entry(folder="d", step=1, form=0, mark=0, term=2, loss=0.0)
     assert [entry.folder for entry in ledger.all_of_step(1)] == ["d"]
     ledger.entries["d"].may_go = True
     assert [entry.folder for entry in ledger.all_of_step(1)] == ["d", "b"]
@@ -85,10 +85,10 @@ def test_after_a_rollback_the_ledger_counts_the_new_branch_alone() -> None:
 
 def test_a_replacement_stays_as_long_as_what_it_replaces() -> None:
     ledger = Ledger()
-    ledger.epochs = {1: None, 2: "a"}
-    for folder, step, epoch in (("a", 7, 1), ("b", 7, 2), ("c", 2, 2)):
+    ledger.terms = {1: None, 2: "a"}
+    for folder, step, term in (("a", 7, 1), ("b", 7, 2), ("c", 2, 2)):
         ledger.entries[folder] = Entry(
-            folder=folder, step=step, form=0, mark=0, epoch=epoch, loss=0.0
+            folder=folder, step=step, form=0, mark=0, term=term, loss=0.0
         )
     assert ledger.retain(Rules(last=1), resumed_from="a", abandoned=False) == set()
     assert ledger.retain(Rules(last=1), resumed_from=None, abandoned=False) == {"a", "b"}

@@ -28,7 +28,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainers are forked; threads wo
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")  # as in the Makefile
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "crash"), str(HERE.parent.parent / "src")]
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parent),
+    str(HERE.parent / "crash"),
+    str(HERE.parent.parent / "src"),
+]
 
 import report  # noqa: E402
 import shim  # noqa: E402

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from processes import descendants, lives
+from processes import command_of, descendants, lives
 from tally import Finding, Tally, Violation
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def _wait_for_orphans() -> None:
     deadline = time.monotonic() + ENDS_WITHIN_S
     while _has_children():
         if time.monotonic() > deadline:
-            left = [pid for pid in descendants(os.getpid()) if lives(pid)]
-            commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left]
+            commands = [command_of(pid) for pid in descendants(os.getpid()) if lives(pid)]
             raise Violation("hang", f"processes outlive their trial: {commands}")
         time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other kinds: read into plain nested state, or written.
+"""Checkpoints of other tools and formats: read into plain nested state, or written.
 
-What is read is only data: no module here runs any code that it finds.
+Input is treated as data only: no module here runs code that it finds in a checkpoint.
 """

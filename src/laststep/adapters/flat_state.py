@@ -1,9 +1,9 @@
-"""State that lies in flat memory, described by the names and shapes of whole parameters.
+"""State in flat memory, described by the names and shapes of whole parameters.
 
-What FSDP1, ZeRO and Megatron's distributed optimizer have in common; knows none of them. A
-`FlatMember` says where a parameter's elements lie in the memory that the optimizer steps. To the
-rest of laststep the state then looks like that of a plain optimizer over whole parameters. Nothing
-here communicates; live memory is described by views, so it is captured and restored in place.
+Shared by the adapters for FSDP1, ZeRO and Megatron's distributed optimizer; knows none of them. A
+`FlatMember` locates a parameter's elements in the memory that the optimizer steps. To the rest of
+laststep the state then looks like that of a plain optimizer over whole parameters. Nothing here
+communicates. Live memory is described by views, so it is captured and restored in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laststep.state.boxes import whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Sharded
 from laststep.state.optimizers import OptimizerProvider, is_optimizer_state
 from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.tensors import Laid
+from laststep.state.tensors import LocalShard
 from laststep.state.tree import Owned
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ Entries = dict[str, object]
 
 
 def need(owner: object, name: str, tested: str) -> Any:
-    """An attribute of a framework's object, or `UsageError` that says which versions have it."""
+    """Return an attribute of a framework's object. Raise UsageError, with the versions that have
+    it, if it is missing."""
     value: Any = getattr(owner, name, ABSENT)
     if value is ABSENT:
         raise UsageError(
-            "cannot find out how the state lies over the ranks",
+            "cannot determine how the state is sharded over the ranks",
             where=type(owner).__name__,
             expected=f"an attribute {name!r}, as in {tested}",
             found="none",
@@ -53,13 +54,14 @@ def need(owner: object, name: str, tested: str) -> Any:
 
 
 def mesh_over(group: object) -> Mesh:
-    """The ranks of a process group, in its order."""
-    ranks = dist.get_process_group_ranks(group)  # type: ignore[arg-type]  # a handle of torch's
+    """Return a mesh of the ranks of a process group, in its order."""
+    ranks = dist.get_process_group_ranks(group)  # type: ignore[arg-type]  # torch's process group
     return Mesh.of((AXIS,), (len(ranks),), ranks)
 
 
 def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
-    """Where in this rank's part of the buffer its elements of a tensor lie; (0, 0) for none."""
+    """Return the range of a tensor's elements within this rank's part of the buffer; (0, 0) if it
+    has none."""
     held, at = layout.range_of(rank), layout.mesh.coordinate(rank)
     if held is None or at is None:
         return 0, 0
@@ -68,7 +70,8 @@ def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
 
 
 def only_holders(layout: Flat) -> Sharded:
-    """The layout of a number that only the ranks have that hold elements of a tensor."""
+    """Return the layout of a number that exists only on the ranks that hold elements of a
+    tensor."""
     each = layout.total // layout.mesh.sizes[0]
     last = layout.offset + max(math.prod(layout.shape), 1) - 1
     ranks = [layout.mesh.rank((at,)) for at in range(layout.offset // each, last // each + 1)]
@@ -77,29 +80,30 @@ def only_holders(layout: Flat) -> Sharded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatMember:
-    """A parameter as the model names it, and where this rank's elements of it are stepped."""
+    """A parameter under its name in the model, and the location of this rank's elements of it."""
 
     name: str
     group: int
-    """Its place among the optimizer's groups."""
+    """Index of the parameter's group in the optimizer."""
     dtype: torch.dtype
     shape: Index
     holder: torch.Tensor
     """The tensor that the optimizer keeps state for: the parameter, or memory that it shares with
-    others. It is compared by identity."""
+    others. Compared by identity."""
     first: int
     last: int
-    """`first` to `last` are its elements of the holder's state, on this rank."""
+    """`first` to `last` are the parameter's elements in the holder's state on this rank."""
     size: int
-    """How many elements tensors of the holder's state have."""
+    """The number of elements of tensors in the holder's state."""
     layout: Layout | None
-    """How it lies over the ranks; None where this rank holds all of it."""
+    """Sharding over the ranks; None if this rank holds the whole parameter."""
     numbers: Layout | None = None
-    """Which ranks have entries that are no tensors over the elements, such as `step`; None: all."""
+    """The ranks that have entries other than per-element tensors, such as `step`; None: all
+    ranks."""
 
 
 class _Whole(NamedTuple):
-    """Stands for a whole parameter where `OptimizerProvider` expects one."""
+    """Represents a whole parameter where `OptimizerProvider` expects one."""
 
     name: str
     dtype: torch.dtype
@@ -118,7 +122,8 @@ class _WholeOptimizer:
     def look_like(
         self, live: torch.optim.Optimizer, members: list[FlatMember], without: frozenset[str]
     ) -> None:
-        """Take the groups and options of a live optimizer; one whole parameter for each member."""
+        """Copy the groups and options of a live optimizer, except `without`; each member becomes
+        one whole parameter."""
         self.state.clear()
         self.by_name = {m.name: _Whole(m.name, m.dtype, m.shape, m.holder.device) for m in members}
         params: list[list[_Whole]] = [[] for _ in live.param_groups]
@@ -130,16 +135,16 @@ class _WholeOptimizer:
         ]
 
     def names(self) -> dict[int, tuple[str, str]]:
-        """The names of the parameters, in the form that `OptimizerProvider` asks for."""
+        """Return the names of the parameters in the form that `OptimizerProvider` expects."""
         return {id(whole): ("", name) for name, whole in self.by_name.items()}
 
 
 class FlatOptimizer(StateProvider):
-    """A torch optimizer whose state lies in flat memory, stored as that of whole parameters.
+    """A torch optimizer whose state is in flat memory, stored as that of whole parameters.
 
-    A parameter that has not been stepped yet is described with the state that its first step
-    begins from: then every rank describes the same, and a restore before the first step finds
-    memory of just this rank's part.
+    A parameter without state is described with the state that its first step would start from. So
+    every rank describes the same, and a restore before the first step has memory for exactly this
+    rank's part.
     """
 
     kind = "optimizer"
@@ -150,17 +155,19 @@ class FlatOptimizer(StateProvider):
         members: Callable[[], list[FlatMember]],
         live_options: frozenset[str] = frozenset(),
     ) -> None:
-        """`members` gives the parameters whose layouts' meshes this rank belongs to. Options of
-        groups by these names are not stored, and stay as the live optimizer has them."""
+        """Wrap an optimizer. `members` returns the parameters for which this rank is in the mesh of
+        the layout. `live_options` names options of groups that are not stored and keep their live
+        values."""
         self._optimizer = optimizer
         self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
         self._holders: list[list[FlatMember]] = []
         self._first: dict[int, Entries] = {}
-        """What holders without state were described with, by their ids."""
+        """The initial state with which holders without state were described, by the holders'
+        ids."""
         self._whole = _WholeOptimizer()
         self._plain = OptimizerProvider(
-            self._whole,  # type: ignore[arg-type]  # it has all that is looked at
+            self._whole,  # type: ignore[arg-type]  # it has all attributes used
             self._whole.names,
         )
 
@@ -189,14 +196,11 @@ class FlatOptimizer(StateProvider):
     def check(self, stored: object) -> list[str]:
         return self._plain.check(stored)
 
-    def lacks(self, stored: object) -> list[Path]:
-        return self._plain.lacks(stored)
+    def skips(self, stored: object) -> dict[Path, str | None]:
+        return self._plain.skips(stored)
 
-    def refuses(self, stored: object) -> dict[Path, str]:
-        return self._plain.refuses(stored)
-
-    def devices(self, paths: list[Path]) -> list[str]:
-        return self._plain.devices(paths)
+    def destinations(self, paths: list[Path]) -> list[object]:
+        return self._plain.destinations(paths)
 
     def restore(self, value: object) -> None:
         if not is_optimizer_state(value):
@@ -216,7 +220,7 @@ class FlatOptimizer(StateProvider):
             group.update(options)
 
     def _entries(self, member: FlatMember) -> Entries:
-        """The state of a member's holder, or what it will begin with."""
+        """Return the state of a member's holder, or the state that it will start from."""
         live: Entries = self._optimizer.state.get(member.holder, {})
         if live:
             return live
@@ -231,7 +235,8 @@ class FlatOptimizer(StateProvider):
         return group
 
     def _nothing_of(self, member: FlatMember) -> Entries:
-        """The entries on a rank without elements: those of its group's other parameters, empty."""
+        """Return empty entries for a rank without elements, like those of its group's other
+        parameters."""
         for members in self._holders:
             live: Entries = self._optimizer.state.get(members[0].holder, {})
             if live and members[0].group == member.group:
@@ -243,7 +248,7 @@ class FlatOptimizer(StateProvider):
         return {}
 
     def _take_over(self, members: list[FlatMember], restored: set[str]) -> None:
-        """Make the state of a holder what was restored for its members."""
+        """Set the state of a holder from the restored state of its members."""
         holder, size = members[0].holder, members[0].size
         wanted = [(m, self._whole.state.get(self._whole.by_name[m.name], {})) for m in members]
         live: Entries = self._optimizer.state.get(holder, {})
@@ -264,37 +269,39 @@ class FlatOptimizer(StateProvider):
 
 
 def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
-    """What each member of a holder has of an entry of its state."""
+    """Split an entry of a holder's state into one part per member."""
     if not isinstance(entry, torch.Tensor):
         return [entry] * len(members)
     if entry.dim() and (len(members) > 1 or members[0].layout is not None):
         return [_elements(key, entry, member) for member in members]
     if len(members) > 1:
-        # Each its own memory: tied, they would come back as one number that all of them count.
+        # Separate memory for each: tied, they would be restored as one shared counter.
         return list(entry.detach().repeat(len(members)).unbind())
     (member,) = members
     if member.numbers is None:
         return [entry]
-    return [Laid(entry if member.last > member.first else entry.new_zeros(0), member.numbers)]
+    return [LocalShard(entry if member.last > member.first else entry.new_zeros(0), member.numbers)]
 
 
 def _elements(key: str, entry: torch.Tensor, member: FlatMember) -> object:
     if entry.numel() != member.size:
         raise UsageError(
-            f"cannot save the entry {key!r} of an optimizer's state: it is no tensor over the "
-            "elements of the parameters",
+            (
+                f"cannot save the entry {key!r} of an optimizer's state: it is not a tensor over "
+                "the elements of the parameters"
+            ),
             where=member.name,
             expected=f"{member.size} elements",
             found=str(entry.numel()),
         )
     part = entry.detach().view(-1)[member.first : member.last]
-    return part.view(member.shape) if member.layout is None else Laid(part, member.layout)
+    return part.view(member.shape) if member.layout is None else LocalShard(part, member.layout)
 
 
 def _joined(
     key: str, live: object, parts: list[tuple[FlatMember, object]], members: list[FlatMember]
 ) -> object:
-    """An entry of a holder's state, from what was restored of it for its members."""
+    """Return an entry of a holder's state, joined from the restored parts of its members."""
     if isinstance(live, torch.Tensor) and (live.dim() > 0 or len(members) == 1):
         # Restored in place.
         for member in members:
@@ -316,13 +323,13 @@ def _joined(
 
 
 def _is_like(key: str, value: object, member: FlatMember) -> bool:
-    """Whether an entry is a tensor over the elements of its parameter."""
+    """Return True if an entry is a tensor with the shape of its parameter."""
     return isinstance(value, torch.Tensor) and key != "step" and value.shape == member.shape
 
 
 def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
-    """The elements that this rank holds, cut out of whole tensors. State of which nothing was live
-    is restored as whole tensors."""
+    """Return the elements that this rank holds, cut out of whole tensors. Entries without live
+    state are restored as whole tensors."""
     wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
     holder, size, rank = parts[0][0].holder, parts[0][0].size, dist.get_rank()
     joined = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)
@@ -337,7 +344,7 @@ def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
 
 
 def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entries | None:
-    """The state that the first step of an optimizer begins from; None where that is not known."""
+    """Return the state that the first step of an optimizer starts from; None if it is not known."""
     like: tuple[str, ...]
     counts = kind in ("Adam", "AdamW")
     if counts or kind in ("FusedAdam", "DeepSpeedCPUAdam"):
@@ -358,7 +365,8 @@ def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entri
 
 
 class FlatModule(StateProvider):
-    """A module whose parameters lie in flat memory, stored as whole ones, as a plain module is."""
+    """A module whose parameters are in flat memory, stored like a plain module with whole
+    parameters."""
 
     kind = "module"
 
@@ -368,8 +376,8 @@ class FlatModule(StateProvider):
         parameters: Callable[[], Parameters],
         name: Callable[[str], str] | None = None,
     ) -> None:
-        """`parameters` gives those that lie in flat memory; `name`, what a name, or a prefix of
-        names, is in a plain module."""
+        """Wrap a module. `parameters` returns those in flat memory; `name` maps a name, or a prefix
+        of names, to the one in a plain module."""
         self._module = module
         self._parameters = parameters
         self._name = name or plain_name
@@ -384,10 +392,10 @@ class FlatModule(StateProvider):
         fresh: list[Path] = []
         for plain, module in self._walk():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                # By name too: in mid-pass FSDP1 has other tensors in the places of parameters.
+                # By name too: during a pass FSDP1 puts other tensors in place of parameters.
                 if id(parameter) not in flat.replaced and plain + name not in flat.laid:
                     value[plain + name] = parameter
-            hidden = module._non_persistent_buffers_set  # noqa: SLF001 (there is no public way)
+            hidden = module._non_persistent_buffers_set  # noqa: SLF001 (there is no public name)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in hidden:
                     value[plain + name] = buffer
@@ -406,18 +414,19 @@ class FlatModule(StateProvider):
                 module.set_extra_state(extra)
 
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Every module, with what its plain form would put before the names of its parameters."""
+        """Yield every module with the prefix that its parameters' names have in the plain
+        module."""
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             yield self._name(f"{prefix}."), module
 
 
 class Parameters(NamedTuple):
-    """The parameters of a module that lie in flat memory."""
+    """The parameters of a module that are in flat memory."""
 
     laid: dict[str, object]
-    """By their plain names, each a `Laid`, or a tensor that is there whole."""
+    """By plain name: a `LocalShard`, or a tensor if this rank has the whole parameter."""
     replaced: set[int]
-    """The ids of the parameters in the module that these stand for."""
+    """The ids of the module's parameters that these replace."""
 
 
 _EXTRA = "_extra_state"
@@ -425,7 +434,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter, or a prefix of names, without what wrappers add to it."""
+    """Remove the parts that wrappers add to the name of a parameter or to a prefix of names."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix(".")

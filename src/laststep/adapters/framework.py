@@ -1,23 +1,24 @@
-"""What all adapters of frameworks share: which versions they were tested with, and whose a run is.
+"""Shared by all framework adapters: tested versions, and the stamp that marks a run as theirs.
 
-An adapter asks, when it is imported, whether its framework is there in a version that it knows. It
-overrides methods of the framework only after it has compared them with those that it was written
-for. It stamps what it saves, so that no framework takes up the run of another.
+On import, an adapter checks that its framework is installed in a supported version. It overrides
+methods of the framework only after comparing their signatures with the expected ones. It stamps its
+checkpoints, so that no framework resumes the run of another.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from laststep.checkpointer import Checkpointer
@@ -25,24 +26,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _STAMP = "framework"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework, as one adapter knows it."""
+    """A framework and the versions that its adapter supports."""
 
     package: str
-    """As pip knows it."""
+    """The framework's name for pip."""
     extra: str
-    """By which laststep installs it."""
+    """The extra of laststep that installs it."""
     first: str
     last: str
     """The first and the last version that the adapter was tested with."""
 
     @property
     def version(self) -> str:
-        """That is installed; `UsageError` where none is."""
+        """The installed version. Raises UsageError if the framework is not installed."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -53,8 +56,8 @@ class Framework:
             ) from None
 
     def check(self) -> None:
-        """`UsageError` where it is too old; the log tells of one that is newer than all that were
-        tried, whose seams are compared all the same."""
+        """Raise UsageError if the framework is too old. Log a warning if it is newer than all
+        tested versions; its signatures are still checked."""
         installed = _numbers(self.version)
         if installed < _numbers(self.first):
             raise UsageError(
@@ -68,8 +71,8 @@ class Framework:
             log.warning("%s %s is newer than %s", self.package, self.version, self._tested())
 
     def seam(self, owner: type | ModuleType, method: str, *parameters: str) -> None:
-        """`UsageError` where a method that the adapter overrides or calls is not there, or does not
-        take these parameters, `self` left out, as its first ones."""
+        """Raise UsageError if a method that the adapter overrides or calls is missing, or if its
+        first parameters after `self` are not these."""
         function = inspect.getattr_static(owner, method, None)
         function = getattr(function, "__func__", function)
         found = "no such method"
@@ -79,19 +82,19 @@ class Framework:
                 return
             found = f"{method}({', '.join(names)})"
         raise UsageError(
-            f"{owner.__name__}.{method} of {self.package} {self.version} is not the one that this "
-            "adapter knows",
+            f"{owner.__name__}.{method} of {self.package} {self.version} has an unknown signature",
             expected=f"{method}({', '.join(parameters)}), as in {self._tested()}",
             found=found,
             remedy=f"pip install 'laststep[{self.extra}]'",
         )
 
     def stamp(self, **more: object) -> dict[str, object]:
-        """The metadata of a save: whose it is, and what else the adapter has to know."""
+        """Return the metadata of a save: framework, version, and the adapter's own values."""
         return {_STAMP: self.package, "version": self.version, **more}
 
     def own(self, metadata: object, where: str) -> dict[str, object]:
-        """The metadata of a checkpoint as `stamp` made it; `MismatchError` where it is not ours."""
+        """Return the metadata of a checkpoint if `stamp` made it; raise MismatchError if it is not
+        ours."""
         stamped = metadata if isinstance(metadata, dict) else {}
         whose = stamped.get(_STAMP)
         if whose == self.package:
@@ -107,9 +110,11 @@ class Framework:
     def resume(
         self, ckpt: Checkpointer, restore: Callable[[Peeked, dict[str, object]], Restored]
     ) -> Restored | None:
-        """Let `restore` restore the newest checkpoint, which it is given with its stamp; where that
-        is damaged, the one before it, and the log says so. None in a new run; `CorruptError` in one
-        of which nothing is sound."""
+        """Call `restore` with the newest checkpoint and its stamp. If that checkpoint is damaged,
+        log a warning and try the one before it.
+
+        Returns None in a new run; raises CorruptError if all checkpoints are damaged.
+        """
         found = ckpt.peek()
         while found is not None:
             stamp = self.own(found.metadata, f"{ckpt.path}, step {found.step}")
@@ -118,9 +123,9 @@ class Framework:
             except CorruptError as damage:
                 older = ckpt.peek()
                 if older is None or older.folder == found.folder:
-                    raise  # something else was damaged
+                    raise  # the damage is not in this checkpoint
                 log.warning(
-                    "step %d is damaged, step %d is tried: %s", found.step, older.step, damage
+                    "step %d is damaged, trying step %d: %s", found.step, older.step, damage
                 )
                 found = older
         return None
@@ -128,6 +133,21 @@ class Framework:
     def _tested(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} to {self.last}"
         return f"{self.package} {span}, with which laststep.{self.extra} was tested"
+
+
+def first_sound(
+    found: Sequence[tuple[int, T]], restore: Callable[[int, T], Restored]
+) -> Restored | None:
+    """Restore the first undamaged one of these steps, which are newest first. Return None if there
+    are none; raise CorruptError if all are damaged."""
+    for (step, about), older in itertools.zip_longest(found, found[1:]):
+        try:
+            return restore(step, about)
+        except CorruptError as damage:
+            if older is None:
+                raise
+            log.warning("step %d is damaged, trying step %d: %s", step, older[0], damage)
+    return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Put values back at their paths: text leads into a dict, a number into a list.
+"""Rebuild nested state from values and their paths: a string indexes a dict, an int a list.
 
-Pure. What DCP does not store, such as an empty dict in a list, leaves a hole, which becomes None.
+Pure. DCP does not store some values, such as an empty dict in a list; such holes become None.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 
 MAX_HOLES = 1_000_000
-"""The most holes of all lists together: a large number in a path must not cost memory."""
+"""The limit for the holes of all lists together: a large index in a path must not cost memory."""
 
 
 class _Branch(dict[str | int, object]):
-    """A dict or list that is being filled; a value may be a dict of its own."""
+    """A dict or list under construction. A class of its own, since a value may itself be a dict."""
 
 
 def nest(values: Iterable[tuple[Path, object]], *, where: str) -> dict[str, object]:
-    """Put all values into one nested dict; `CorruptError` where two paths contradict each other."""
+    """Build one nested dict of all values; raise CorruptError if two paths contradict each
+    other."""
     root = _Branch()
     for path, value in values:
         branch = root

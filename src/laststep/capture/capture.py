@@ -1,10 +1,10 @@
-"""Take a consistent copy of the state while training goes on.
+"""Take a consistent copy of the state while training continues.
 
 `Capturer.take` runs on the training thread and returns as soon as the state may change again or is
-fenced; one capture thread moves what was staged, and copies what is lazy, into slots of the pool
-and hands them to the sink, job by job in order. Every way carries its proof that what is stored is
-the state at `save()`: stream order for what is staged on the device, the copy itself for what is
-copied at once, the fence and the fingerprint of the bytes that landed for what is lazy.
+fenced. One capture thread copies staged and lazy state into slots of the pool and hands them to the
+sink, one job after the other. Each capture mode has its own proof that the stored bytes are the
+state at `save()`: stream order for device staging, the copy itself for state that is copied at
+once, and for lazy copies the fence and the fingerprint of the bytes that landed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring
 from laststep.capture.sources import Views, hold, hold_all
 from laststep.capture.staging import DeviceShort, DeviceStaging
 from laststep.capture.ways import choose
+from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.errors import LaststepError, StorageError, TornCaptureError, UsageError
 from laststep.process import signals, system, threads
 from laststep.settings import Capture
 from laststep.state.tensors import in_batches
-from laststep.terms import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Capturer:
-    """Captures saves, one after the other, into a pool."""
+    """Captures saves into a pool, one after the other."""
 
     def __init__(self, pool: Pool, *, mode: Capture, margin_bytes: int) -> None:
         self._pool = pool
@@ -65,18 +65,18 @@ class Capturer:
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
         self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
+        self._thread = threads.Worker("capture", self._work)
 
     def start(self, expected_bytes: dict[str, int]) -> bool:
-        """Begin, with what is expected."""
+        """Start, with the bytes expected on each device."""
         staged = self.expect(expected_bytes)
         self._devices = tuple(expected_bytes)
-        threads.start(self._thread)
+        self._thread.start()
         return staged
 
     def expect(self, expected_bytes: dict[str, int]) -> bool:
-        """Set aside what is expected on each device, if it is spare. False where it is not, or not
-        wanted: then captures will need all their host memory at once."""
+        """Reserve the expected bytes on each device if they are spare. Return False if they are
+        not, or not wanted: captures then need all their host memory at once."""
         wanted = staged = self._mode in (Capture.AUTO, Capture.DEVICE)
         for device, size in expected_bytes.items():
             staging = self._staging_on(device)
@@ -90,8 +90,8 @@ class Capturer:
     def take(
         self, copies: Copies, sources: Sequence[torch.Tensor], sink: Sink, early: Early | None
     ) -> Job:
-        """Capture the state as it is now, by these copies. On return training may go on; what the
-        way that was chosen still needs is behind the fence. Raises what made it impossible."""
+        """Capture the state as it is now. Training may continue on return; copies that are still to
+        be made are behind the fence. Raise if the capture is impossible."""
         began = time.perf_counter()
         lazy = self._lazy_is_safe()
         if early is not None and not early.is_of(copies.remembered, sources):
@@ -135,7 +135,7 @@ class Capturer:
         return job
 
     def _stage_or_choose_again(self, job: Job, copies: Copies, early: Early | None) -> None:
-        """Stage; where training has taken what was set aside, choose anew with what there is."""
+        """Stage; if training has taken the reserved memory, choose again with what is left."""
         try:
             self._stage(job, copies, early)
         except DeviceShort:
@@ -148,13 +148,13 @@ class Capturer:
             self._stage(job, copies, None)
 
     def _forget_staging(self, copies: Copies) -> None:
-        """Count on none of the device memory that was set aside, and on nothing chosen for it."""
+        """Stop relying on the reserved device memory and on anything that was chosen for it."""
         for staging in self._staging.values():
             staging.forget()
         copies.choice = None
 
     def _wait_for(self, job: Job) -> None:
-        """Block until a capture is over, Ctrl-C or not: its copies read the live state."""
+        """Block until a capture is over, also during Ctrl-C: its copies read the live state."""
         interrupted: BaseException | None = None
         while not job.over.is_set():
             try:
@@ -173,16 +173,17 @@ class Capturer:
             signals.wait(self._last.over)
 
     def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
-        """Have something done on the training thread, just before that optimizer step; when it
-        says that it could not be done, again at a later one."""
+        """Run `errand` on the training thread just before that optimizer step; if it returns False,
+        again at a later one."""
         self._fence.at_step(number, errand)
 
     def is_ready(self) -> bool:
-        """Whether the kernels have been compiled, which takes a moment."""
+        """Return whether the kernels are compiled."""
         return self._compiled.is_set()
 
     def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
-        """Work out ways, layout and tables ahead of the first save, which can then begin early."""
+        """Compute modes, layout and address tables before the first save, so that it can start
+        early."""
         self._choose(copies)
         for device in copies.layout.staging_bytes:
             if device != "cpu":
@@ -199,12 +200,13 @@ class Capturer:
     # -- on the training thread -----------------------------------------------------------------
 
     def _lazy_is_safe(self) -> bool:
-        """Lazy needs the fence, and the fence only works where its hook was seen to fire."""
+        """Return whether lazy capture is safe: it needs the fence, which works only if its hook was
+        seen to fire."""
         fired = self._fence.take_evidence()
         return fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
 
     def _choose(self, copies: Copies) -> None:
-        """Choose each piece's way. While what was chosen still fits, it stays."""
+        """Choose the capture mode of each piece; keep the previous choice while it still fits."""
         if copies.choice is not None and self._fits(copies.choice):
             return
         pieces = copies.plan.pieces
@@ -213,8 +215,8 @@ class Capturer:
         copies.go(choose(pieces, self._mode, rooms))
 
     def _room_on(self, device: str, copies: Copies) -> int:
-        """What of a device's memory may be staged into; a ring has to fit in beside it, unless
-        nothing is left to be lazy."""
+        """Return how much of a device's memory may be used for staging. A ring must fit beside it
+        unless nothing is left to be lazy."""
         room = self._staging_on(device).room()
         needed = sum(piece.size_bytes for piece in copies.plan.pieces if piece.device == device)
         lazy = needed > room and self._mode is Capture.AUTO
@@ -238,7 +240,7 @@ class Capturer:
         return self._staging[device]
 
     def _stage(self, job: Job, copies: Copies, early: Early | None) -> None:
-        """Gather what is staged, on the stream that training uses, so that it stands in order."""
+        """Copy the staged pieces on the stream that training uses, so that stream order holds."""
         if early is not None:
             # All of it is this job's now, to be given back with it.
             job.staging.update(early.staging)
@@ -259,18 +261,15 @@ class Capturer:
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
     def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Make the current streams wait for these, on which state was written too."""
+        """Make the current streams wait for these, on which state was also written."""
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def start_early(self, copies: Copies) -> Early | None:
-        """Begin staging on the guess that the state is where it was when it was last copied so.
-
-        The device then copies while the training thread finds out whether the guess was right;
-        `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved
-        or was let go of are never read: every one is held, and its address compared, before the
-        launch.
-        """
+        """Start staging on the guess that no tensor has moved since the last save. The device
+        copies while the training thread checks the guess; `take` uses the copy if it was right and
+        copies again if not. Memory that moved or was freed is never read: every tensor is held and
+        its address compared before the launch."""
         known = copies.remembered
         sources = None if known is None else known.in_place()
         if known is None or sources is None:
@@ -296,11 +295,11 @@ class Capturer:
         return early
 
     def cancel(self, early: Early) -> None:
-        """Give up what was staged early."""
+        """Discard an early copy."""
         early.let_go(self._staging)
 
     def _hold_direct(self, job: Job) -> None:
-        """Hold what is copied after the planning as it is now."""
+        """Hold the tensors that are copied after planning, as they are now."""
         sources, pieces = job.sources, job.plan.pieces
         for some in chain.from_iterable(map(in_batches, job.layout.direct.values())):
             held = hold_all([sources[n] for n in some], [pieces[n] for n in some])
@@ -309,15 +308,15 @@ class Capturer:
             job.direct.update(zip(some, held, strict=True))
 
     def _hold_one(self, job: Job, piece: int) -> LiveTensor:
-        """The same of one, to say which of many has changed."""
+        """Hold one tensor, to find which of many has changed."""
         try:
             return hold(job.sources[piece], job.plan.pieces[piece])
         except TornCaptureError as error:
             raise torn(job, [piece], found=error.found) from error
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
-        """The memory that lazy copies pass through, and the fingerprints of what is to pass. False
-        where a device has none: then the capture blocks."""
+        """Allocate the rings of lazy copies and fingerprint the live memory. Return False if a
+        device has no room: the capture then blocks."""
         for device in devices:
             staging = self._staging_on(device)
             wanted = len(chunks_through(job.layout, device))
@@ -350,7 +349,7 @@ class Capturer:
         return known
 
     def _mark(self, job: Job, devices: list[str]) -> None:
-        """Mark the state of pieces that are copied straight from a device, on training's stream."""
+        """Record events on training's stream for pieces that are copied straight from a device."""
         for device in devices:
             with torch.cuda.device(device):
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
@@ -364,7 +363,7 @@ class Capturer:
                 job.host_before[span.piece, span.first, span.last] = before
 
     def _fill_from_host(self, job: Job) -> None:
-        """Copy host state that is not staged straight into slots, and hand over whole chunks."""
+        """Copy unstaged host state straight into slots and hand over complete chunks."""
         if "cpu" not in job.layout.direct:
             return
         chunks = [c for c in job.chunks() if any(g.device == "cpu" for g in c.direct)]
@@ -390,15 +389,15 @@ class Capturer:
                 batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
-        """A chunk that is all of the host; on a copying thread."""
+        """Fill a chunk that is entirely host state; runs on a copying thread."""
         fill(self._pool.tensor(slot), chunk.direct, Views(job.direct))
         self._mover.hand_over(job, [(chunk, slot)], [])
         job.filled.add((chunk.file, chunk.start))
 
     def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
-        """The host's part of a chunk that waits for a device: not in a slot, of which there may be
-        too few to keep any waiting. There is at most one such chunk where devices meet in a
-        file."""
+        """Copy the host's part of a chunk that waits for a device into a buffer outside the pool,
+        which may have too few slots to keep one waiting. There is at most one such chunk where
+        devices meet in a file."""
         buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
         own = [group for group in chunk.direct if group.device == "cpu"]
         fill(buffer, own, Views(job.direct))
@@ -433,8 +432,8 @@ class Capturer:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        """Tell how a capture went and let go of all that it held; whatever happens here, those who
-        wait for it are woken."""
+        """Report how a capture ended and release everything it held; waiters are woken in any
+        case."""
         sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
         try:
             try:
@@ -457,7 +456,7 @@ class Capturer:
                 job.over.set()
 
     def _let_go(self, job: Job) -> None:
-        """The copies have ended: staging memory goes back, and live tensors are let go of."""
+        """Return staging memory and release live tensors after the copies have ended."""
         self._give_back_staging(job)
         self._give_back_rings(job)
         job.let_go()

@@ -1,9 +1,9 @@
-"""Digests of what tensors hold at one moment, to compare with other ranks.
+"""Digests of tensors at one moment, to compare replicas on several ranks.
 
-Those of the host are digested at once. On a device a fingerprint is enqueued on the current stream,
-so it too is of that moment, and read later by another thread. The two are not the same function:
-only what was digested in the same way can be compared (`ways`). Nothing is copied but small tensors
-that are strided.
+Host tensors are digested at once. On a device a fingerprint is enqueued on the current stream, so
+it is also of that moment, and another thread reads it later. The two functions differ: only
+contents that were digested in the same way can be compared (`ways`). Only small strided tensors are
+copied.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SMALL_BYTES = 16 << 20
-"""Strided tensors of a device up to this are copied to be digested."""
+"""Strided device tensors up to this size are copied to be digested."""
 
 
 class _OnDevice(NamedTuple):
-    """A fingerprint that is being taken."""
+    """A fingerprint that is being computed."""
 
     numbers: list[int]
     tensors: list[torch.Tensor]
@@ -42,15 +42,15 @@ def _way(tensor: torch.Tensor) -> int:
 
 
 class Contents:
-    """What some tensors hold now. Made on the training thread; asked from any other."""
+    """The contents of some tensors now. Made on the training thread; queried from any other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: dict[int, bytes] = {}
         self._under_way: list[_OnDevice] = []
         self.ways = bytes(map(_way, tensors))
-        """In which way each is digested."""
+        """The way in which each tensor is digested."""
         self._known = True
-        """Whether all could be digested. Some cannot without much memory or time of a device."""
+        """All tensors could be digested; some would need too much device memory or time."""
         devices: dict[torch.device, list[int]] = {}
         with torch.no_grad():
             for number, tensor in enumerate(tensors):
@@ -65,7 +65,7 @@ class Contents:
                 self._begin(device, numbers, [tensors[number].detach() for number in numbers])
 
     def digests(self) -> list[bytes] | None:
-        """One for each tensor; None where that would have cost too much. Waits for devices."""
+        """Return one digest per tensor, or None if that was too expensive. Waits for devices."""
         for batch in self._under_way:
             batch.done.synchronize()
             parts: dict[int, bytearray] = {}

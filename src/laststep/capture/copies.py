@@ -1,7 +1,7 @@
-"""How a plan is carried out, as far as that was worked out: ways, layout, tables of addresses.
+"""How a plan is carried out: capture modes, layout and address tables.
 
-Made with a plan and replaced with it, so that nothing in it can be of another state. Holds no
-memory of the state. Belongs to the training thread.
+Made with a plan and replaced with it, so it never describes another state. Holds no memory of the
+state. Belongs to the training thread.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 EARLY_PAYS_BYTES: Final = 2 << 20
-"""How large tensors are on average where an early copy pays: to see that one is in place takes the
-training thread a microsecond, in which an H200 copies as much as this."""
+"""Average tensor size from which an early copy pays off: checking that a tensor is in place takes
+the training thread a microsecond, in which an H200 copies this much."""
 
 
 class Copies:
     """The copies of a plan."""
 
     layout: Layout
-    """As the last choice of ways has it; known from `go` on."""
+    """The layout of the last choice of modes; set by `go`."""
     looks: ChunkLooks
-    """What was found of its chunks, which is the capture thread's."""
+    """Digests of its chunks in earlier saves; used by the capture thread."""
 
     def __init__(self, plan: SavePlan) -> None:
         self.plan = plan
@@ -43,10 +43,10 @@ class Copies:
         self.gatherers: dict[str, Gatherer] = {}
         self.routes: dict[str, Route] = {}
         self.remembered: Remembered | None = None
-        """What the last capture staged on devices, where that can begin before the next one."""
+        """What the last capture staged on devices, if the next one may start early."""
 
     def go(self, choice: Choice) -> None:
-        """Have every piece go the way that was chosen for it now."""
+        """Apply a choice of capture modes."""
         before, self.choice = self.choice, choice
         if before is None or before.ways != choice.ways:
             self.layout = lower(self.plan, choice.ways)
@@ -55,7 +55,7 @@ class Copies:
             self.remembered = None  # those tables of addresses went with their layout
 
     def remember(self, sources: Sequence[torch.Tensor]) -> None:
-        """Keep what an early copy needs to know of a capture, without holding its memory."""
+        """Remember what an early copy needs, without holding tensor memory."""
         sizes = {d: size for d, size in self.layout.staging_bytes.items() if d != "cpu"}
         count = sum(len(group.spans) for d in sizes for group in self.layout.gathers[d])
         fit = sizes and all(self.gatherers[device].can_run_again() for device in sizes)

@@ -1,4 +1,4 @@
-"""What device memory is spare, and the side streams that copies run on.
+"""Spare device memory, and the side streams for copies.
 
 Knows nothing of saves. CUDA only; every function is safe to call on a machine without it.
 """
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 
 
 def spare_bytes(device: str, margin_bytes: int) -> int:
-    """Device memory that training will not miss: what is free at the peak so far, less a margin.
-
-    The caching allocator keeps the memory of its peak reserved, so what the driver reports as free
-    is free at that peak. Where the allocator has given memory back since (its reserve lies below
-    the peak), the difference is taken off again.
-    """
+    """Return the device memory that is free at the peak so far, minus a margin. The caching
+    allocator keeps the memory of its peak reserved, so what the driver reports as free is free at
+    that peak. If the allocator has returned memory since, the difference is subtracted."""
     free, _total = torch.cuda.mem_get_info(device)
     # The nested form: the flat one sorts hundreds of entries, while training waits.
     reserved: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"][
@@ -30,7 +27,7 @@ def spare_bytes(device: str, margin_bytes: int) -> int:
 
 
 class SideStreams:
-    """One stream per device for copies, apart from every stream that training uses."""
+    """One copy stream per device, separate from every stream that training uses."""
 
     def __init__(self) -> None:
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -42,29 +39,28 @@ class SideStreams:
         return self._streams[device]
 
     def filling(self, device: str) -> torch.cuda.Stream:
-        """One more, for short kernels that copies of the first wait for: they go before those of
-        training, or the bus would stand still."""
+        """Return a second stream for short kernels that copies on the first wait for. It has
+        priority over training; otherwise the bus would idle."""
         if device not in self._filling:
             self._filling[device] = torch.cuda.Stream(device=device, priority=-1)
         return self._filling[device]
 
     def both(self, device: str) -> tuple[torch.cuda.Stream, ...]:
-        """Those of a device."""
+        """Return both streams of a device."""
         return self.stream(device), self.filling(device)
 
 
 def record(
     stream: torch.cuda.Stream, *, timing: bool = False, blocking: bool = True
 ) -> torch.cuda.Event:
-    """An event at this point of a stream; waiting for it on the host sleeps rather than spins."""
+    """Record an event on a stream; waiting for it on the host sleeps instead of spinning."""
     event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
     event.record(stream)
     return event
 
 
 class CopyStreams:
-    """Side streams for copies into the tensors of some devices; those of CUDA are meant, others may
-    be among them."""
+    """Side streams for copies into tensors on these devices; only CUDA devices get one."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         streams = SideStreams()
@@ -73,18 +69,19 @@ class CopyStreams:
         self.follow()
 
     def follow(self) -> None:
-        """What training still has under way comes before further copies."""
+        """Make further copies wait for work that training has enqueued."""
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
 
     def lead(self) -> None:
-        """Copies come before what training does next."""
+        """Make later work of training wait for the copies."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
     @contextlib.contextmanager
     def copying(self, device: torch.device) -> Iterator[None]:
-        """Copies to a device, which are over at the end; several threads may be here at once."""
+        """Copy to a device inside this block; the copies have ended when it exits. Several threads
+        may be inside at once."""
         stream = self._streams.get(device)
         if stream is None:
             yield

@@ -1,6 +1,7 @@
-"""Staging that began on a guess: what is known of the last capture, and what was copied again.
+"""Staging that started on a guess: the addresses of the last capture, and the copies made from
+them.
 
-Only pieces that are staged on a device matter here. Nothing holds a tensor's memory between saves.
+Concerns only pieces staged on a device. Nothing holds tensor memory between saves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Remembered:
-    """Which tensors the last capture staged on devices, and where they were."""
+    """The tensors that the last capture staged on devices, and their addresses."""
 
     def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
         self.layout = layout
@@ -29,11 +30,11 @@ class Remembered:
         self._kept = KnownTensors(self._of(sources))
 
     def in_place(self) -> list[torch.Tensor] | None:
-        """All of them, held, if each is alive and where it was; else None."""
+        """Return all of them, held, if each is alive and in place; else None."""
         return self._kept.in_place()
 
     def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
-        """Whether what is to be staged of these sources is just what is held."""
+        """Return whether the held tensors are exactly those that a save of `sources` stages."""
         return all(map(operator.is_, self._of(sources), held))
 
     def _of(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,20 +53,20 @@ def _staged_on_devices(layout: Layout) -> list[int]:
 
 @dataclass(slots=True)
 class Early:
-    """Copies that are under way before it is known whether they are the right ones."""
+    """Copies that are running before it is known whether they are the right ones."""
 
     of: Remembered
     sources: list[torch.Tensor]
-    """Those that are copied, held."""
+    """The tensors being copied, held."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
 
     def is_of(self, known: Remembered | None, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether they are just what a save of these sources is to stage."""
+        """Return whether they are exactly what a save of these sources stages."""
         return self.of is known and self.of.are_among(sources, self.sources)
 
     def let_go(self, staging: Mapping[str, DeviceStaging]) -> None:
-        """The guess was wrong: give the memory back; stream order keeps it until the copies end."""
+        """Return the memory after a wrong guess; stream order keeps it until the copies end."""
         for device, buffer in self.staging.items():
             staging[device].give_back(buffer.nbytes)
         self.staging.clear()

@@ -1,8 +1,8 @@
-"""Copies that write just what they were meant to write, or fail before they write anything.
+"""Copies that write exactly what was planned, or fail before they write anything.
 
-Every copy of tensors into a slot, a buffer or a restored tensor goes through here, or is bounded by
-a number of bytes that was fixed when it was planned. torch's own copies would rather resize the
-target, repeat a single element or convert numbers than fail.
+Every copy of tensors into a slot, a buffer or a restored tensor uses these functions, or is bounded
+by a byte count fixed at planning. torch's own copies resize the target, broadcast or convert
+instead of failing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPE: Final = operator.attrgetter("dtype")
 def copy_each(
     into: list[torch.Tensor], parts: list[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
-    """Copy each part into its place, which has its shape and its dtype."""
+    """Copy each part into its place, which has the same shape and dtype."""
     places, forms = list(map(_FORM, into)), list(map(_FORM, parts))
     if places != forms:
         pairs = zip(places, forms, strict=True)
@@ -31,9 +31,9 @@ def copy_each(
 
 
 def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Copy flat parts one behind the other into a flat place, which has room for just all of them.
-    In a slot the parts MUST be views of our own, whose sizes nobody else changes; where they are
-    live tensors and the place is in a buffer of this save alone, a change is noticed."""
+    """Copy flat parts one after another into a flat target of exactly their total size. If the
+    target is in a slot, the parts MUST be our own views, whose sizes nobody changes; for live
+    tensors into a private buffer, a change is detected."""
     room, found = into.numel(), sum(map(torch.Tensor.numel, parts))
     if found != room or set(map(_DTYPE, parts)) != {into.dtype}:
         dtypes = {str(part.dtype) for part in parts}
@@ -45,7 +45,7 @@ def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 
 def changed(expected: tuple[object, object], found: tuple[object, object]) -> TornCaptureError:
-    """The error for a tensor that is not what it was when its copy was planned."""
+    """Return the error for a tensor that changed after its copy was planned."""
     return TornCaptureError(
         "a tensor was replaced or resized while it was copied",
         expected=f"{expected[0]} elements of {expected[1]}",

@@ -1,15 +1,14 @@
 """Keep an optimizer from changing state that is still being copied.
 
-One global step pre-hook of torch.optim, for every optimizer in the process. While a lazy capture is
-under way, the hook blocks the host until all its copies are enqueued (waiting for an event that was
-never recorded would be a no-op), then makes the stream that is current at every firing wait for
-them. It also keeps the evidence that it fires at all: steps replayed from a CUDA graph, traced by
-Dynamo or taken by foreign optimizers never call it, and lazy capture is only chosen where it was
-seen to fire.
+One global step pre-hook of torch.optim serves every optimizer in the process. During a lazy capture
+the hook blocks the host until all copies are enqueued (waiting for an event that was never recorded
+would be a no-op), then makes the current stream wait for them. It also records that it fires at
+all: steps replayed from a CUDA graph, traced by Dynamo or taken by foreign optimizers never call
+it, so lazy capture is chosen only after it was seen to fire.
 
-Optimizers that step inside of backward call the hook from a thread per device, so what the fence
-keeps is kept under a lock. A fence belongs to the process that made it: in a forked child, whose
-copies nobody makes, it is gone.
+Optimizers that step inside backward call the hook from one thread per device, so a lock guards the
+fence. A fence belongs to the process that made it and is gone in a forked child, where nobody makes
+the copies.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class Fenced(Protocol):
         """Block the host, and the current stream, until the state may change."""
 
     def is_over(self) -> bool:
-        """Whether all copies have ended, so that nobody needs to wait any more."""
+        """Return whether all copies have ended."""
 
 
 class Fence:
-    """The hook, whom it waits for, and whether it has been seen to fire."""
+    """The hook, the captures it waits for, and whether it has been seen to fire."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,13 +51,13 @@ class Fence:
             self._fenced.append(capture)
 
     def at_step(self, number: int, errand: Callable[[], bool]) -> None:
-        """Run an errand at that firing of the hook; when it says False, again after twice as
+        """Run an errand at that firing of the hook; if it returns False, again after twice as
         many."""
         with self._lock:
             self._errands.append((number, errand))
 
     def take_evidence(self) -> bool:
-        """Whether the hook fired since this was last asked."""
+        """Return whether the hook fired since the last call."""
         with self._lock:
             fired, self._fired = self._fired, False
             return fired
@@ -67,7 +66,7 @@ class Fence:
         _Hook.fences.pop(id(self), None)
 
     def before_step(self) -> None:
-        """An optimizer is about to step."""
+        """Run before an optimizer steps."""
         with self._lock:
             self._fired = True
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
@@ -81,7 +80,7 @@ class Fence:
             capture.hold_back()
 
     def _take_due(self) -> list[Callable[[], bool]]:
-        """The errands of this firing, which are its own now; with the lock held."""
+        """Remove and return the errands due at this firing; call with the lock held."""
         if not self._errands:
             return []
         due = [errand for number, errand in self._errands if number <= self._count]
@@ -90,8 +89,8 @@ class Fence:
 
 
 class _Hook:
-    """The one hook of all fences. It is never taken away again: torch walks over its hooks while
-    they run, and a fence may be closed at any moment, by any thread."""
+    """The one hook of all fences. It is never removed: torch iterates over its hooks while they
+    run, and any thread may close a fence at any moment."""
 
     fences: ClassVar[dict[int, Fence]] = {}
     _registered = False

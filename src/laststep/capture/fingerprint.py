@@ -1,9 +1,9 @@
-"""A fingerprint of ranges of device memory, to prove that a copy is what was there at `save()`.
+"""Fingerprints of device memory, to prove that a copy is what was there at `save()`.
 
-Every word is mixed with its position in its range by a non-linear bijection before it is summed, so
-that sign flips, swaps and shifts cannot cancel, which they do under a plain multiply-and-sum. Two
-64-bit sums per stretch; made on the current stream without synchronising. It depends on the bytes
-alone, not on where they lie. It detects accidents, not attackers.
+Every word is mixed with its position by a non-linear bijection before it is summed, so that sign
+flips, swaps and shifts cannot cancel, as they do under a plain multiply-and-sum. Two 64-bit sums
+per range, computed on the current stream without synchronising. Depends on the bytes alone, not on
+their address. Detects accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Fingerprint:
-    """How some ranges are fingerprinted; holds on to none of the memory. Two fingerprints can be
-    compared if their ranges have the same sizes and both have kernels or both have none."""
+    """Fingerprints a fixed list of ranges; holds none of the memory. Two fingerprints are
+    comparable if their ranges have equal sizes and both or neither use kernels."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Fingerprint:
         which kernels need."""
         self._tiles: Tiles | None = None
         self.owners = list(range(len(ranges)))
-        """Of each row: the range that it is of."""
+        """The range of each row."""
         if kernels is not None and stream is not None and ranges:
             self._tiles = Tiles(kernels, ranges, stream)
             self.owners = self._tiles.owners
@@ -42,8 +42,9 @@ class Fingerprint:
     def sums(
         self, first: int, last: int, bytes_of: Callable[[int], torch.Tensor]
     ) -> tuple[slice, torch.Tensor]:
-        """Rows of two sums for the ranges [first, last), on the current stream, and which of all
-        rows these are; `bytes_of` gives the bytes of a range where there are no kernels."""
+        """Return rows of two sums for the ranges [first, last), computed on the current stream, and
+        their positions among all rows; `bytes_of` returns the bytes of a range if there are no
+        kernels."""
         if self._tiles is not None:
             return self._tiles.rows(first, last), self._tiles.sums(first, last)
         rows = [mixed(bytes_of(number)) for number in range(first, last)]
@@ -51,8 +52,8 @@ class Fingerprint:
 
 
 def mixed(raw: torch.Tensor) -> torch.Tensor:
-    """The same idea in plain operations, of a flat tensor of bytes: several passes, and temporaries
-    of several times its size. A range is never larger than a chunk."""
+    """Compute the same in plain torch operations on a flat byte tensor: several passes, and
+    temporaries of several times its size. A range is never larger than a chunk."""
     whole = raw.numel() // 8 * 8
     odd = raw.data_ptr() % 8 or raw.storage_offset() % 8
     words = (raw[:whole].clone() if odd else raw[:whole]).view(torch.int64)

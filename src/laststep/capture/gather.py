@@ -42,7 +42,8 @@ _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in row-major order as one dimension; a copy only if they do not lie so."""
+    """Return all elements in row-major order as one dimension; copies only if they are not
+    contiguous."""
     if not tensor.is_contiguous():
         return tensor.contiguous().view(-1)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
@@ -65,7 +66,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def strided_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same of a tensor of any strides; complex ones, which every copy takes, as they are."""
+    """View a tensor of any strides as a type that every copy kernel takes; complex types, which all
+    take, stay."""
     plain = _AS_INTEGERS.get(tensor.dtype, tensor.dtype)
     return tensor.view(plain) if plain.itemsize == tensor.dtype.itemsize else tensor
 
@@ -88,7 +90,8 @@ def elements(source: torch.Tensor, span: ElementRange) -> torch.Tensor:
 
 
 def _elements_of_all(group: StagingGroup, sources: Tensors) -> list[torch.Tensor]:
-    """The elements of each span; what most are, whole and plain, without a call for each."""
+    """Return the elements of each span, without a call per span for the common case of whole, plain
+    tensors."""
     tensors = [sources[span.piece] for span in group.spans]
     if (
         TORCH_DTYPES[group.dtype] in _AS_INTEGERS
@@ -120,9 +123,8 @@ def gather(buffer: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensor
 
 
 def _gather_scalars(buffer: torch.Tensor, group: StagingGroup, sources: Tensors) -> bool:
-    """The same for tensors without dimensions, such as an optimizer's counts of steps, of which
-    there is one for each parameter: no view of each is needed. False where others are among
-    them."""
+    """Gather zero-dimensional tensors, such as an optimizer's step counts (one per parameter),
+    without a view of each. Return False if there are others among them."""
     dtype = TORCH_DTYPES[group.dtype]
     tensors = [sources[span.piece] for span in group.spans]
     # The first one that has a dimension ends the look at dimensions.
@@ -137,8 +139,8 @@ def _gather_scalars(buffer: torch.Tensor, group: StagingGroup, sources: Tensors)
 
 
 class Gatherer:
-    """Gathers the same pieces again and again; where there are kernels, by one of them over a table
-    of addresses, which costs the training thread no call per tensor."""
+    """Gathers the same pieces repeatedly; with kernels, by one of them over an address table,
+    without a call per tensor on the training thread."""
 
     def __init__(self, groups: Sequence[StagingGroup]) -> None:
         self._groups = groups
@@ -163,8 +165,8 @@ class Gatherer:
             gather(buffer, self._strided, sources)
 
     def prepare(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> bool:
-        """Make the table of addresses, unless it is there already and right; False where there are
-        no kernels."""
+        """Build the address table unless it exists and is valid; return False if there are no
+        kernels."""
         kernels = kernels_on(stream.device)
         if kernels is None:
             return False
@@ -182,7 +184,7 @@ class Gatherer:
             self._copies.run(buffer)
 
     def can_run_again(self) -> bool:
-        """Whether a table of addresses is all that is needed."""
+        """Return whether an address table is all that is needed."""
         return self._copies is not None and not self._strided
 
     def _tabulate(

@@ -1,24 +1,23 @@
-"""Copy state of the host into slots at memory speed, on several threads.
+"""Copy host state into slots at memory speed, on several threads.
 
 One copy call of torch splits its work evenly over its threads and waits for the slowest, which on a
-busy machine is the one whose core the flusher has. Here every thread takes the next chunk when it
-is done with one, and a large piece is a plain memmove, outside the GIL.
+busy machine is the one that shares its core with the flusher. Here every thread takes the next
+chunk when it has finished one, and a large piece is a plain memmove outside the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Self
 
 from laststep.capture.exact import changed, copy_each
 from laststep.capture.gather import gather, strided_bits
 from laststep.capture.layout import ElementRange, StagingGroup
-from laststep.process.threads import refused
+from laststep.constants import DTYPES
+from laststep.process.threads import WorkerPool
 from laststep.state.boxes import boxes_of_range
-from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,39 +35,23 @@ class HostCopier:
     """A few threads for copies; started when first needed."""
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: WorkerPool | None = None
 
     def batch(self) -> Batch:
         """Copies that belong together."""
         if self._threads is None:
-            self._threads = _started(min(_MAX_THREADS, os.cpu_count() or 1))
+            self._threads = WorkerPool("copy", min(_MAX_THREADS, os.cpu_count() or 1)).start()
         return Batch(self._threads)
 
     def close(self) -> None:
         if self._threads is not None:
-            self._threads.shutdown()
-
-
-def _started(count: int) -> ThreadPoolExecutor:
-    """So many threads, all of which run: one that could not be started later would fail a task that
-    is queued already, and that another thread then takes, into memory that is not its own."""
-    made = ThreadPoolExecutor(count, thread_name_prefix="laststep-copy")
-    all_run = threading.Event()
-    try:
-        for _ in range(count):
-            made.submit(all_run.wait)
-    except RuntimeError as error:
-        all_run.set()
-        made.shutdown()
-        raise refused("laststep-copy", error) from error
-    all_run.set()
-    return made
+            self._threads.close()
 
 
 class Batch:
-    """Runs what is added; on leaving, all of it has ended, and the first error is raised."""
+    """Runs the copies that are added; on exit all have ended, and the first error is raised."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: WorkerPool) -> None:
         self._threads = threads
         self._running: list[Future[None]] = []
 
@@ -100,8 +83,8 @@ class Batch:
 
 
 def fill(target: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors) -> None:
-    """Fill a buffer of bytes of the host from pieces of the host, which MUST be as large as they
-    were planned: what is large is copied by its address."""
+    """Fill a host buffer from host pieces, which MUST have their planned sizes: large ones are
+    copied by address."""
     for group in groups:
         if group.stop > target.nbytes:
             raise changed((group.stop, "bytes"), (target.nbytes, "bytes"))
@@ -127,7 +110,7 @@ def fill(target: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors)
 
 
 def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: ElementRange) -> None:
-    """Straight from where the elements lie: a contiguous copy would not be within any cap."""
+    """Copy strided elements directly: a contiguous copy would not be counted by any memory cap."""
     source = strided_bits(source.detach())
     typed = target.view(source.dtype)
     for box in boxes_of_range(tuple(source.shape), span.first, span.last):

@@ -1,7 +1,7 @@
-"""One capture on its way: what is copied, from where, how far it is, and how it ended.
+"""One capture in progress: its sources, its progress and its outcome.
 
 The training thread makes a job and fills `staging`; then the capture thread owns it, except for the
-events, which anybody may wait for. The first error wins and is final.
+events, for which any thread may wait. The first error is final.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from laststep.capture.sources import LiveTensor
     from laststep.capture.unchanged import ChunkLooks
     from laststep.errors import LaststepError
-    from laststep.memory.filled import Filled
+    from laststep.memory.slots import Filled
     from laststep.plan.files import SavePlan
 
 
 class Sink(Protocol):
-    """Where a capture's chunks go: the flusher's client. Called from any thread."""
+    """Receives a capture's chunks: the flusher's client. Called from any thread."""
 
     @property
     def number(self) -> int:
-        """Of the save, by which later ones refer to it."""
+        """The number of the save, by which later ones refer to it."""
 
     @property
     def since(self) -> int:
         """The number of the last save that is committed; 0: none."""
 
     def chunks(self, filled: list[Filled]) -> None:
-        """These slots are filled and no longer the capture's."""
+        """Take over filled slots from the capture."""
 
     def unchanged(
         self, of: int, chunks: Sequence[tuple[int, int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Of chunks (file, start, bytes) that hold what they held in that save, those (file, start)
-        that need not be handed over."""
+        """Given chunks (file, start, bytes) that equal those of that save, return those (file,
+        start) that need not be handed over."""
 
     def captured(self, timing: CaptureTiming) -> None:
         """All bytes have been handed over."""
@@ -57,7 +57,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class CaptureTiming:
-    """What a capture cost training, as far as it is known."""
+    """The measured cost of a capture to training."""
 
     stall_s: float = 0.0
     """The training thread, in save()."""
@@ -70,11 +70,11 @@ class CaptureTiming:
     drained_s: float = 0.0
     """From save() until all bytes were in host memory."""
     unchanged_bytes: int = 0
-    """What stayed on the device, because the last checkpoint has it."""
+    """Bytes that stayed on the device because the last checkpoint has them."""
 
 
 class _Nobody:
-    """The sink of a job that is over."""
+    """The sink of a finished job."""
 
     number = since = 0
 
@@ -92,7 +92,7 @@ class _Nobody:
 
 @dataclass(slots=True)
 class Job:
-    """A capture; see the module for who owns what when."""
+    """A capture; the module docstring says which thread owns what."""
 
     plan: SavePlan
     layout: Layout
@@ -100,10 +100,10 @@ class Job:
     sink: Sink
     began_s: float
     looks: ChunkLooks | None = None
-    """What was found of the chunks of this layout in earlier saves."""
+    """Digests of the chunks of this layout in earlier saves."""
     timing: CaptureTiming = field(default_factory=CaptureTiming)
     direct: dict[int, LiveTensor] = field(default_factory=dict)
-    """What is copied after the planning, by piece: held as it was at `save()`."""
+    """Tensors that are copied after planning, by piece, held as they were at `save()`."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: set[tuple[int, int]] = field(default_factory=set)
     """(file, start) of chunks that the training thread has filled and handed over."""
@@ -123,15 +123,16 @@ class Job:
     """Digests at save() of host spans that are copied lazily."""
     copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
     host_held_s: float = 0.0
-    """For so long the training thread waited in the fence."""
+    """How long the training thread waited in the fence."""
     cancelled: bool = False
-    """Set by the training thread: nobody wants the outcome any more."""
+    """Set by the training thread if the outcome is no longer wanted."""
     enqueued: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     error: LaststepError | None = None
 
     def hold_back(self) -> None:
-        """Called by the fence: nobody may change the state before its copy is ordered."""
+        """Called by the fence: block until the copies of the state are ordered before any
+        change."""
         began = time.perf_counter()
         signals.wait(self.enqueued)
         if not self.copied:
@@ -147,33 +148,33 @@ class Job:
             self.fence_began.setdefault(device, []).append((start, end))
 
     def read_fence_timers(self) -> None:
-        """Add up how long the fence held host and streams back, in waits that have ended."""
+        """Add up how long the fence delayed host and streams, for waits that have ended."""
         total = self.host_held_s
         for waits in list(self.fence_began.values()):
             total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3
         self.timing.fence_s = total
 
     def forget(self) -> None:
-        """Once it is over, only its figures are of interest; a report may be kept for long."""
+        """Drop everything but the figures; a report may be kept for long."""
         self.sink = _Nobody()
         self.let_go()
         self.host_before.clear()
         self.aside.clear()
 
     def let_go(self) -> None:
-        """The copies have ended: hold no memory of the state any more."""
+        """Release all memory of the state after the copies have ended."""
         self.sources = ()
         self.direct.clear()
         self.rings.clear()
         self.staging.clear()
 
     def full_name(self, piece: int) -> str:
-        """A piece as a person knows it: `item/name`."""
+        """Return the name of a piece for people: `item/name`."""
         names = (f"{item.name}/{one.name}" for item in self.plan.items for one in item.pieces)
         return next(itertools.islice(names, piece, None))
 
     def urgent(self) -> bool:
-        """Whether training waits, or will: what is staged can take its time."""
+        """Return whether training waits or will wait; staged state can take its time."""
         return bool(self.layout.direct)
 
     def is_over(self) -> bool:

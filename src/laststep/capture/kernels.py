@@ -1,9 +1,9 @@
-"""Copies and fingerprints over tables of addresses, as kernels of our own: one launch, one pass.
+"""Copies and fingerprints over tables of addresses, as CUDA kernels: one launch, one pass.
 
-`gather` and `fingerprint` fall back to plain torch operations where there are no kernels. They are
-compiled and tried out in the background, per device, before they are needed. A table is uploaded on
-a side stream, because an upload on the training stream would wait for all that training has
-enqueued; whoever launches waits for it in stream order.
+`gather` and `fingerprint` fall back to plain torch operations without them. Kernels are compiled
+and tested in the background, per device, before they are needed. A table is uploaded on a side
+stream, because an upload on the training stream would wait for everything that training has
+enqueued; a launch waits for it in stream order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def kernels_on(device: torch.device) -> Kernels | None:
 
 
 def prepare_kernels(device: torch.device) -> None:
-    """Compile the kernels and try them on a few bytes; what fails is said once and done without."""
+    """Compile the kernels and test them on a few bytes; log a failure once and continue without
+    them."""
     index = _index(device)
     if index in _ready:
         return
@@ -96,8 +97,8 @@ def _copies_are_exact(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
 
 
 def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
-    """Equal bytes have equal sums, at even and odd addresses; a changed one, a swap and a changed
-    last byte are seen, in their tile."""
+    """Return whether equal bytes have equal sums at even and odd addresses, and whether a changed
+    byte, a swap and a changed last byte are detected in their tile."""
     size = _TILE_BYTES + 4099  # two tiles, the second ending within a word
 
     def sums_of(sample: np.ndarray, at: int = 0) -> np.ndarray:
@@ -151,12 +152,12 @@ def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _before_each(counts: np.ndarray) -> list[int]:
-    """How many tiles come before each range, and before the end."""
+    """Return how many tiles come before each range, and before the end."""
     return [0, *np.cumsum(counts).tolist()]
 
 
 class Tiles:
-    """Fingerprints of ranges of memory, which MUST be there whenever they are taken."""
+    """Fingerprints of ranges of memory, which MUST be valid whenever they are computed."""
 
     def __init__(
         self, kernels: Kernels, ranges: Sequence[tuple[int, int]], stream: torch.cuda.Stream
@@ -189,13 +190,13 @@ class Tiles:
         return kernels.mix
 
     def rows(self, first: int, last: int) -> slice:
-        """Where the sums of these ranges are among those of all."""
+        """Return the rows of these ranges among those of all."""
         return slice(self._before[first], self._before[last])
 
 
 class Digests(Tiles):
-    """The same with sums that tell tiles apart for good: two that differ have equal ones by a
-    chance of 2**-128. They take twice as long."""
+    """Like `Tiles`, with sums strong enough to tell contents apart: two that differ collide with
+    probability 2**-128. Takes twice as long."""
 
     @staticmethod
     def _kernel(kernels: Kernels) -> Kernel:
@@ -203,7 +204,7 @@ class Digests(Tiles):
 
 
 class CopyTable:
-    """Many copies into one buffer, by a launch for each width that occurs."""
+    """Many copies into one buffer, with one launch per element width."""
 
     def __init__(
         self, kernels: Kernels, rows: list[tuple[int, int, int]], stream: torch.cuda.Stream

@@ -1,8 +1,8 @@
-"""Lower a save plan to copies: which bytes are gathered at once, which chunk takes what from where.
+"""Lower a save plan to copies: which bytes are gathered together, and what each chunk takes from
+where.
 
-Pure but for the vocabulary: it moves nothing and looks at no tensor, only at specs and at the way
-that was chosen for each piece. A layout depends on plan and ways alone, so it is made once and
-reused while the state keeps its shape.
+Pure: it moves nothing and looks at no tensor, only at specs and at the capture mode of each piece.
+A layout depends on plan and modes alone, so it is reused while the state keeps its shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import compress, groupby, repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from laststep.terms import CHUNK_BYTES, DTYPES, align_up
+from laststep.constants import CHUNK_BYTES, DTYPES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,8 @@ class Way(Enum):
     STAGED = "staged"
     """Gathered at `save()` into one buffer on its own device, moved to the pool afterwards."""
     DIRECT = "direct"
-    """Copied straight into the pool: the host's by the training thread, others in background."""
+    """Copied straight into the pool: host state by the training thread, the rest in the
+    background."""
 
 
 class ElementRange(NamedTuple):
@@ -119,7 +120,8 @@ class _CopyRun(NamedTuple):
         return self.bounds[-1]
 
     def within(self, low: int, high: int) -> tuple[ElementRange, ...]:
-        """What lies in bytes [low, high) of the file: only the first and the last can be cut."""
+        """Return what lies in bytes [low, high) of the file; only the first and last span can be
+        cut."""
         first, last = bisect_right(self.bounds, low) - 1, bisect_left(self.bounds, high)
         spans = self.spans[first:last]
         size = DTYPES[self.dtype].size_bytes
@@ -133,7 +135,7 @@ class _CopyRun(NamedTuple):
 
 
 def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
-    """The copies that carry out `plan` when every piece goes its way."""
+    """Return the copies that carry out `plan` with these capture modes."""
     gathers: dict[str, list[StagingGroup]] = defaultdict(list)
     direct: dict[str, list[int]] = defaultdict(list)
     chunks: list[ChunkLayout] = []
@@ -156,8 +158,8 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
 
 
 def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_CopyRun]:
-    """The pieces of a file in order, as runs, which are long: a file is sorted by device and dtype.
-    There are perhaps 100,000 pieces, so none gets a Python call of its own."""
+    """Yield the pieces of a file in order, as long runs: a file is sorted by device and dtype.
+    There may be 100,000 pieces, so none gets a Python call of its own."""
     full = [start != stop for _, _, _, start, stop in file.layout.tensors]
     numbers, placed = list(compress(file.pieces, full)), list(compress(file.layout.tensors, full))
     chosen = [ways[number] for number in numbers]
@@ -173,8 +175,8 @@ def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Co
 
 
 def _stage(run: _CopyRun, parts: list[_StagedRange | _CopyRun], groups: list[StagingGroup]) -> None:
-    """Give a run its place in the staging buffer of its device, of which `groups` is what is there
-    already, and enter it into the parts of its file."""
+    """Assign a run its place in the staging buffer of its device, whose present content is
+    `groups`, and add it to the parts of its file."""
     end = groups[-1].stop if groups else 0
     before = parts[-1] if parts else None
     if isinstance(before, _StagedRange) and before.device == run.device:

@@ -1,9 +1,9 @@
-"""Move one capture's bytes into slots of the pool, prove them, and hand the slots over.
+"""Copy one capture's bytes into slots of the pool, prove them, and hand the slots over.
 
-Knows nothing of how a way is chosen or of other captures. Runs on the capture thread, except that
-copying threads lease and hand over the chunks that they fill. A slot is handed over only when the
-copies into it have ended. What is lazy is proven by the bytes that landed: those of a device in its
-ring, those of the host in their slots.
+Knows nothing of other captures or of how modes are chosen. Runs on the capture thread; copying
+threads also lease and hand over the chunks that they fill. A slot is handed over only after the
+copies into it have ended. Lazy copies are proven by the bytes that landed: in the ring for a
+device, in the slot for the host.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from laststep.capture.exact import copy_each
 from laststep.capture.gather import gather
 from laststep.capture.sources import Views
 from laststep.codecs.digests import digest
+from laststep.constants import DTYPES
 from laststep.errors import AbortedError, StorageError, TornCaptureError
-from laststep.memory.filled import Filled
-from laststep.terms import DTYPES
+from laststep.memory.slots import Filled
 
 if TYPE_CHECKING:
     from laststep.capture.device import SideStreams
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from laststep.memory.pool import Pool
 
 _BATCH = 8
-"""Chunks that are copied, waited for and handed over together: what the capture thread does in
-Python takes the GIL from training, so it does little."""
+"""Chunks that are copied, waited for and handed over together: Python work of the capture thread
+takes the GIL from training."""
 
 
 _READ = 0x100
@@ -52,7 +52,7 @@ class Mover:
         self._streams = streams
 
     def lease(self, job: Job, at_most: int = 1) -> list[int]:
-        """Slots for this job, in order: one that is waited for, and more if there are any. They
+        """Lease slots for this job, in order: wait for one, and take more if they are free. They
         are held until they are handed over."""
         slot = self._pool.lease(for_save=True, urgent=job.urgent())
         if slot is None:
@@ -62,7 +62,7 @@ class Mover:
         return slots
 
     def settle(self, job: Job) -> None:
-        """After an error: no copy may still run into a slot that is given back."""
+        """After an error, wait until no copy runs into a slot that is given back."""
         for device in job.ready:
             for stream in self._streams.both(device):
                 stream.synchronize()
@@ -106,8 +106,8 @@ class Mover:
         self._read_timers(job)
 
     def _unchanged(self, job: Job) -> frozenset[tuple[int, int]]:
-        """The chunks that the last checkpoint has: they stay on their device. Not where something
-        is lazy, for then training waits for what is moved here."""
+        """Return the chunks that the last checkpoint already has; they stay on their device. Not
+        used with lazy copies, because training then waits for this thread."""
         if job.looks is None or job.layout.direct:
             return frozenset()
         found, since = job.looks.look(job, self._streams), job.sink.since
@@ -122,7 +122,7 @@ class Mover:
         return stay
 
     def _fill(self, job: Job, batch: Batch) -> list[torch.cuda.Event]:
-        """Enqueue the copies into these slots; the events that say when they have ended."""
+        """Enqueue the copies into these slots; return the events that signal their end."""
         used: set[str] = set()
         staged: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for chunk, slot in batch:
@@ -144,8 +144,8 @@ class Mover:
         return [record(self._streams.stream(device)) for device in used]
 
     def _fill_direct(self, job: Job, chunk: ChunkLayout, slot: int) -> set[str]:
-        """Copy, or enqueue the copies of, pieces that are neither staged nor pass through a ring;
-        the devices that they come from."""
+        """Copy, or enqueue copies of, pieces that are neither staged nor pass through a ring;
+        return their devices."""
         used: set[str] = set()
         aside = job.aside.pop((chunk.file, chunk.start), None)
         for group in chunk.direct:
@@ -162,8 +162,8 @@ class Mover:
         return used
 
     def _pass_through(self, job: Job, device: str, batch: Batch) -> set[str]:
-        """Enqueue the copies of chunks that pass through the ring of a device; the device, if there
-        are any."""
+        """Enqueue the copies of chunks that pass through a device's ring; return the device, if
+        there are any."""
         ring = job.rings[device]
         numbers = ring.route.numbers
         through = [
@@ -190,7 +190,8 @@ class Mover:
         job.sink.chunks([Filled(c.file, c.start, c.size_bytes, slot) for c, slot in batch])
 
     def _prove(self, job: Job) -> None:
-        """Copies through a ring count only if they are what was there at `save()`."""
+        """Raise unless the bytes that passed through rings are those that were there at
+        `save()`."""
         for device, ring in job.rings.items():
             with torch.cuda.device(device), torch.cuda.stream(self._streams.filling(device)):
                 changed = ring.changed()
@@ -203,8 +204,8 @@ class Mover:
 
 
 def _let_others_copy(events: list[torch.cuda.Event]) -> None:
-    """Leave the device without a copy for a moment, by waiting for those under way. It takes copies
-    of another stream only then: a `loss.item()` of training's would wait for the whole capture."""
+    """Leave a gap without copies on the device by waiting for those in flight. The copy engine
+    serves another stream only then: a `loss.item()` would otherwise wait for the whole capture."""
     for event in events:
         event.synchronize()
 
@@ -229,13 +230,13 @@ def land(pool: Pool, job: Job, group: StagingGroup, slot: int) -> None:
 
 
 def host_digest(address: int, size_bytes: int) -> bytes:
-    """The digest of memory of the host. By its address: a tensor that is asked for an array can
+    """Return the digest of host memory by its address: a tensor that was converted to an array can
     never be resized again."""
     return digest(_look_at(address, size_bytes, _READ))
 
 
 def torn(job: Job, changed: list[int], *, found: str | None = None) -> TornCaptureError:
-    """The error for pieces whose copies are not what they were at `save()`."""
+    """Return the error for pieces whose copies differ from the state at `save()`."""
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return TornCaptureError(
         "the state changed while it was captured lazily",

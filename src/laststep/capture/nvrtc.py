@@ -1,8 +1,8 @@
-"""Compile CUDA C++ at run time and launch it, through the libraries that torch has loaded already.
+"""Compile CUDA C++ at run time and launch it, through the libraries that torch has already loaded.
 
-Knows nothing of what is compiled. Every call leaves the GIL alone while it runs: compiling takes a
-few hundred milliseconds on some other core, and training does not notice. CUDA only; any failure is
-a `CompilerMissing` or a `LaunchFailed`, for the caller to do without.
+Knows nothing of what is compiled. Every call releases the GIL: compiling takes a few hundred
+milliseconds on another core. CUDA only; any failure raises `CompilerMissing` or `LaunchFailed`, and
+the caller continues without kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LaunchFailed(RuntimeError):
 
 
 def compile_source(source: str, device: int) -> bytes:
-    """The machine code of a source for one device."""
+    """Return the machine code of a source for one device."""
     nvrtc = _load_compiler()
     major, minor = torch.cuda.get_device_capability(device)
     program = ctypes.c_void_p()

@@ -1,9 +1,9 @@
-"""Copy pieces straight from a device to the host through a little private memory on that device.
+"""Copy pieces from a device to the host through a small private buffer on that device.
 
-A lazy copy reads memory that training also has. So each chunk is first copied into a ring that
-nobody else knows; what goes to the host and what is fingerprinted are both read from there, and so
-the fingerprint is one of the very bytes that land. It must equal that of the live memory at
-`save()`, span by span. The live memory is read once, and may change as soon as it is in the ring.
+A lazy copy reads memory that training also uses. So each chunk is first copied into a ring that
+nothing else touches; the copy to the host and the fingerprint both read the ring, so the
+fingerprint is one of the very bytes that land. It must equal that of the live memory at `save()`,
+span by span. The live memory is read once and may change as soon as it is in the ring.
 
 Two streams: one fills the ring, the other empties it, so that copies to the host never wait.
 `Route` and `Ring` are made on the training thread; then the capture thread owns the ring.
@@ -21,7 +21,7 @@ from laststep.capture.fingerprint import Fingerprint
 from laststep.capture.gather import bytes_of, gather
 from laststep.capture.kernels import CopyTable, kernels_on
 from laststep.capture.sources import LiveTensor, Views
-from laststep.terms import CHUNK_BYTES, DTYPES
+from laststep.constants import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -34,12 +34,12 @@ _LEAST_CHUNKS = 2
 
 
 def chunks_through(layout: Layout, device: str) -> list[ChunkLayout]:
-    """The chunks that pass through the ring of a device, in order."""
+    """Return the chunks that pass through the ring of a device, in order."""
     return [c for c in layout.chunks if any(group.device == device for group in c.direct)]
 
 
 def ring_chunks(wanted: int, room_bytes: int) -> int:
-    """How many chunks the ring for so many is to hold; 0 where there is no room for any ring."""
+    """Return how many chunks the ring should hold; 0 if there is no room for a ring."""
     for count in (min(wanted, RING_CHUNKS), min(wanted, _LEAST_CHUNKS)):
         if count * CHUNK_BYTES <= room_bytes:
             return count
@@ -57,8 +57,8 @@ class _Row(NamedTuple):
 
 
 class Route:
-    """How the pieces of one device pass through a ring, span by span: made once while nothing
-    moves. Holds no memory of the state, nor the ring."""
+    """How the pieces of one device pass through a ring, span by span. Built once while addresses
+    stay the same; holds neither the state nor the ring."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Route:
             self._copies = CopyTable(kernels, copies, stream)
 
     def fits(self, layout: Layout, sources: Mapping[int, LiveTensor], ring: torch.Tensor) -> bool:
-        """Whether it is the way of these sources through this ring."""
+        """Return whether it is valid for these sources and this ring."""
         return (
             layout is self._layout
             and ring.data_ptr() == self._base
@@ -101,23 +101,23 @@ class Route:
         )
 
     def fingerprint(self, sources: Mapping[int, LiveTensor]) -> torch.Tensor:
-        """Of the live memory as it is now, on the current stream."""
+        """Return the fingerprint of the live memory now, computed on the current stream."""
         return self.live.sums(0, len(self.rows), lambda number: self._bytes(number, sources))[1]
 
     def place(self, number: int) -> int:
-        """Where in the ring that chunk lies."""
+        """Return the place of a chunk in the ring."""
         return number % self._count * CHUNK_BYTES
 
     def pieces(self, first: int, last: int) -> set[int]:
-        """Those that the chunks [first, last) take something from."""
+        """Return the pieces that the chunks [first, last) contain."""
         low, high = self._rows_before[first], self._rows_before[last]
         return {row.piece for row in self.rows[low:high]}
 
     def fill(
         self, ring: torch.Tensor, first: int, last: int, sources: Mapping[int, LiveTensor]
     ) -> tuple[slice, torch.Tensor]:
-        """Copy the chunks [first, last) into the ring, on the current stream; the fingerprints of
-        the copies, and which of all rows these are."""
+        """Copy the chunks [first, last) into the ring on the current stream; return the
+        fingerprints of the copies and their positions among all rows."""
         low, high = self._rows_before[first], self._rows_before[last]
         if self._copies is not None:
             self._copies.run(ring, low, high)
@@ -135,7 +135,7 @@ class Route:
         return ((group.start, group.stop) for group in self._groups[number])
 
     def changed(self, same: Iterable[bool]) -> list[int]:
-        """The pieces of which not all rows are the same."""
+        """Return the pieces of which not all rows are equal."""
         owners = zip(self.live.owners, same, strict=True)
         return list(dict.fromkeys(self.rows[owner].piece for owner, ok in owners if not ok))
 
@@ -163,7 +163,7 @@ class Route:
 
 
 class Ring:
-    """The private memory of one capture on one device, and what is known of its copies."""
+    """The private buffer of one capture on one device, and the state of its copies."""
 
     def __init__(
         self, route: Route, memory: torch.Tensor, sources: Mapping[int, LiveTensor]
@@ -178,7 +178,7 @@ class Ring:
 
     @property
     def at_once(self) -> int:
-        """How many chunks to pass through together, so that filling and emptying overlap."""
+        """How many chunks pass through together, so that filling and emptying overlap."""
         return max(self.memory.nbytes // CHUNK_BYTES // 2, 1)
 
     def pass_through(
@@ -188,7 +188,7 @@ class Ring:
         filling: torch.cuda.Stream,
         emptying: torch.cuda.Stream,
     ) -> None:
-        """Enqueue the way of some chunks, numbered one after the other, into their slots."""
+        """Enqueue the copies of consecutive chunks into their slots."""
         first, last = into[0][0], into[-1][0] + 1
         with torch.cuda.stream(filling):
             for number in range(first, last):
@@ -211,7 +211,7 @@ class Ring:
         self._busy.update((self.route.place(number), emptied) for number in range(first, last))
 
     def changed(self) -> list[int]:
-        """The pieces whose copies are not what was there at `save()`; waits for the current
+        """Return the pieces whose copies differ from the state at `save()`. Waits for the current
         stream, which MUST be the one that filled the ring."""
         same = (self.before == self._after).all(dim=1).cpu().tolist()
         return self.route.changed(same)

@@ -1,9 +1,8 @@
-"""What is copied after the planning, held as it was at `save()`.
+"""Tensors that are copied after planning, held as they were at `save()`.
 
-A live tensor is a name for memory, which anybody can point elsewhere (`.data = …`, `set_`).
-A source is a view of our own: its sizes stay, and its storage lives. What can still happen is that
-its storage is freed or moved (`untyped_storage().resize_`), which shows, and that somebody writes
-into it, which only the bytes tell.
+A live tensor is a name for memory that anybody can redirect (`.data = …`, `set_`). A source is a
+view of our own: its sizes stay fixed and its storage stays alive. Its storage can still be freed or
+moved (`untyped_storage().resize_`), which is detected, and written to, which only the bytes show.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LiveTensor(NamedTuple):
     storage_bytes: int
 
     def in_place(self) -> bool:
-        """Whether its memory is still where it was, and as large."""
+        """Return whether its memory has the same address and size as at `save()`."""
         return (
             self.tensor.data_ptr() == self.address
             and self.tensor.untyped_storage().nbytes() == self.storage_bytes
@@ -57,8 +56,8 @@ def hold(tensor: torch.Tensor, piece: Piece) -> LiveTensor:
 
 
 def hold_all(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[LiveTensor] | None:
-    """The same of many, each question asked of all; None if one is not what was planned. What is
-    asked is our view, which nobody changes afterwards."""
+    """Hold many tensors, with one query for all; return None if any is not what was planned. The
+    query reads our view, which nobody changes afterwards."""
     held = list(map(torch.Tensor.detach, tensors))
     if (
         list(map(_NBYTES, held)) != list(map(_SIZE_BYTES, pieces))

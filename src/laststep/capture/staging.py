@@ -1,9 +1,9 @@
-"""Memory on a device that staged copies land in: set aside early, never in training's way.
+"""Device memory for staged copies: reserved early, never at training's expense.
 
-A memory pool of its own keeps what is set aside from being split up by training's allocations, so
-that a save finds one block and does not wait for cudaMalloc, which waits for the device. The pool
-is one that the allocator falls back on when training runs out of memory: what is set aside and not
-in use serves any request that fits into it, and the next save does with what is left.
+A separate memory pool keeps training's allocations from fragmenting the reserve, so that a save
+finds one block and does not wait for cudaMalloc, which synchronises the device. The allocator falls
+back on this pool when training runs out of memory: reserved but unused memory serves any request
+that fits, and the next save uses what is left.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class DeviceShort(StorageError):
-    """There was less device memory than there seemed to be."""
+    """Less device memory was available than reported."""
 
 
 class DeviceStaging:
-    """Staging memory of one device. Used on the training thread only."""
+    """Staging memory of one device. Used only on the training thread."""
 
     def __init__(self, device: str, margin_bytes: int) -> None:
         self._device = device
@@ -38,8 +38,8 @@ class DeviceStaging:
         self._pool = _make_pool()
 
     def set_aside(self, size_bytes: int) -> bool:
-        """Take memory from the driver now, if it is spare, and keep it in the pool. Returns whether
-        there is so much to count on."""
+        """Take memory from the driver now, if it is spare, and keep it in the pool. Return whether
+        that much is available."""
         if size_bytes <= self._set_aside:
             return True
         if spare_bytes(self._device, self._margin) < size_bytes:
@@ -55,18 +55,18 @@ class DeviceStaging:
         return True
 
     def room(self) -> int:
-        """Bytes that may be taken now without training missing them."""
+        """Return the bytes that may be taken now without affecting training."""
         return self._room(self._margin)
 
     def room_for_little(self) -> int:
-        """The same for a little memory, which may be out of the margin."""
+        """Return the same for small requests, which may use the margin."""
         return self._room(0)
 
     def _room(self, margin_bytes: int) -> int:
         return spare_bytes(self._device, margin_bytes) + max(self._set_aside - self._out, 0)
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """A buffer of bytes, on the current stream; give it back with `give_back`."""
+        """Return a byte buffer on the current stream; return it with `give_back`."""
         try:
             with self._from_pool():
                 buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -84,11 +84,11 @@ class DeviceStaging:
         return buffer
 
     def forget(self) -> None:
-        """Training has taken what was set aside: count on none of it."""
+        """Stop counting on the reserve, which training has taken."""
         self._set_aside = 0
 
     def give_back(self, size_bytes: int) -> None:
-        """The buffer has been let go of; it may be called from any thread."""
+        """Return a buffer after it was released; any thread may call it."""
         self._out -= size_bytes
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Find out on the device which chunks hold what they held in an earlier save.
+"""Find on the device which chunks are equal to those of an earlier save.
 
-Such a chunk need not cross to the host at all: its blocks are borrowed of that save's files. Only
-chunks are looked at that lie whole in one staging buffer, whose bytes nobody changes any more; so
-what is compared is what would be stored. Digests of 128 bits for every 256 KiB, made on a side
+Such a chunk need not be copied to the host: its blocks are reused from that save's files. Only
+chunks that lie entirely in one staging buffer are compared; nobody changes those bytes any more, so
+what is compared is what would be stored. Digests of 128 bits per 256 KiB, computed on a side
 stream; a few are kept on the host. Belongs to the capture thread.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laststep.capture.kernels import Digests, kernels_on
-from laststep.terms import BLOCK_BYTES
+from laststep.constants import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from laststep.capture.device import SideStreams
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from laststep.capture.layout import ChunkLayout, Layout
 
 _KEPT = 8
-"""Saves whose digests are kept: as many as may be under way."""
+"""Saves whose digests are kept: as many as may be in progress."""
 _LEAST_BYTES = 16 * BLOCK_BYTES
-"""Of less it pays to look only in the flusher, which does in any case."""
+"""Smaller states are compared only in the flusher, which compares anyway."""
 
 Place = tuple[int, int]
 """A chunk: its file, and where it begins there."""
 
 
 class ChunkLooks:
-    """What chunks of one layout held in the last saves."""
+    """The contents of one layout's chunks in the last saves."""
 
     def __init__(self, layout: Layout) -> None:
         self._chunks: dict[str, list[ChunkLayout]] = {}
@@ -41,11 +41,11 @@ class ChunkLooks:
         self._tables: dict[str, tuple[int, Digests]] = {}
         """Per device: the address of the staging buffer that they are for, and the tables."""
         self._seen: dict[int, dict[Place, bytes]] = {}
-        """By the numbers of saves."""
+        """Digests by save number."""
 
     def look(self, job: Job, streams: SideStreams) -> dict[Place, bytes]:
-        """What the chunks of a job hold, as far as that can be told on its devices. What is staged
-        MUST be there, in the order of the side streams."""
+        """Return digests of a job's chunks, where its devices can compute them. Staged bytes MUST
+        be complete in the order of the side streams."""
         found: dict[Place, bytes] = {}
         for device, chunks in self._chunks.items():
             staging = job.staging.get(device)
@@ -68,7 +68,7 @@ class ChunkLooks:
         return found
 
     def unchanged(self, found: dict[Place, bytes], since: int) -> list[Place]:
-        """The chunks that hold what they held in that save."""
+        """Return the chunks that are equal to those of that save."""
         before = self._seen.get(since, {})
         return [place for place, sums in found.items() if before.get(place) == sums]
 

@@ -1,6 +1,6 @@
-"""Choose how each piece is captured, from what there is to spare.
+"""Choose how each piece is captured, from the memory that is spare.
 
-Pure: pieces and room in, ways out.
+Pure: pieces and room in, capture modes out.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ if TYPE_CHECKING:
     from laststep.state.provider import Piece
 
 HOST_STAGING_BYTES = 64 << 20
-"""Up to this much host state is copied aside at save(), outside the pool, and not into slots."""
+"""Up to this much host state is copied aside at `save()`, outside the pool, instead of into
+slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The way of each piece, and what of each device's memory that takes."""
+    """The capture mode of each piece, and the device memory that this needs."""
 
     ways: tuple[Way, ...]
     needs: dict[str, int]
 
 
 def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> Choice:
-    """Device pieces are staged as far as there is room; the host's too, if they are small.
-
-    Some have no choice: what forward changes, and on a device what needs gathering, cannot wait.
-    """
+    """Stage device pieces while there is room, and host pieces if they are small. State that
+    forward changes, and device state that needs gathering, cannot be lazy."""
     host_bytes = sum(piece.size_bytes for piece in pieces if piece.device == "cpu")
     small = host_bytes <= HOST_STAGING_BYTES
     needs = dict.fromkeys(rooms, 0)

@@ -1,5 +1,6 @@
-"""What a run holds: its checkpoints, who may write, what commits, what is kept.
+"""The catalog of a run: its checkpoints, its writers, commits and retention.
 
-`run` is the way in. `names`, `lineage` and `retention` are pure; `epochs`, `decision`, `listing`,
-`cleaning` and `prune` work on a store. Nothing here knows what is in a data file.
+`run` is the entry point. `lineage` is pure, and `retention` decides purely before it deletes
+anything; `terms`, `decision`, `attempt`, `listing` and `cleaning` work on a store. Nothing here
+knows the content of a data file.
 """

@@ -1,11 +1,11 @@
-"""Find and remove what crashes leave behind in a run.
+"""Find and remove the files that crashes leave behind in a run.
 
-That is only what no live writer can still want: attempts that were given up or whose writer is
-dead, copies that nobody works on and that a later checkpoint has overtaken, or nobody has gone on
-with for a week, folders that somebody has deleted by half, and temporary names and free witnesses
-older than an hour. Committed checkpoints are never touched, and nothing that lies behind a link is.
-A free lock proves death only under the same kernel, or where the store says so; else an attempt
-must also have been quiet for an hour.
+Only files that no live writer can still need are removed: attempts that were aborted or whose
+writer is dead; copies in which no process is active and which are either older than a later
+checkpoint or unchanged for a week; half-deleted folders; temporary names and unlocked liveness
+locks older than an hour. Committed checkpoints and everything behind a symbolic link are never
+touched. A free lock proves that a writer is dead only under the same kernel, or if the store
+guarantees it; otherwise an attempt must also have been unchanged for an hour.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision
-from laststep.catalog.epochs import Epochs, is_here
-from laststep.catalog.lineage import EPOCHS_FOLDER, parse_folder, parse_witness
+from laststep.catalog.attempt import abort
+from laststep.catalog.lineage import TERMS_FOLDER, parse_folder, parse_liveness_lock
+from laststep.catalog.terms import Terms, is_here
 from laststep.errors import CorruptError, StorageError
 from laststep.format.manifest import Abort
 
@@ -33,28 +34,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 QUIET_S = 3600.0
-"""How long nothing must have changed, where nothing better shows that a writer is dead."""
+"""A writer counts as dead after this time without any change, unless there is better evidence."""
 
 COPY_QUIET_S = 7 * 86400.0
-"""The same for a copy that was interrupted: until then, whoever copies again goes on with it. Once
-a later checkpoint is there, nobody is expected to."""
+"""An interrupted copy may be removed after this time without any change; until then the next copy
+resumes it. `QUIET_S` applies instead once there is a later checkpoint, because then the copy is
+unlikely to be resumed."""
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
-"""What a store names files that it makes, and folders that it deletes; a user's names are his."""
+"""Temporary names that a store gives to files it creates and folders it deletes."""
 
 
 class RemovalReason(enum.Enum):
-    """Why a file or folder may be removed."""
-
     ABORTED = "given up"
     DEAD_WRITER = "no manifest, and its writer is dead"
-    STALE_COPY = "a copy that nobody goes on with"
-    DEBRIS = "a temporary name that was left behind"
+    STALE_COPY = "an abandoned copy"
+    DEBRIS = "a leftover temporary name"
     DEAD_WITNESS = "of a start that is over"
 
 
 class Orphan(msgspec.Struct, frozen=True, kw_only=True):
-    """One file or folder that nobody needs, by its name within the run."""
+    """A file or folder that is no longer needed. `name` is relative to the run."""
 
     name: str
     why: RemovalReason
@@ -63,27 +63,27 @@ class Orphan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def orphans(
-    store: Store, epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float
+    store: Store, terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
-    """All that may be removed now; removes nothing. The scan MUST have looked through attempts. It
-    need not look through checkpoints: data files never have temporary names."""
-    result = attempts_of_the_dead(epochs, scanned, now_s=now_s, locks_tell=store.locks_tell())
+    """Return everything that may be removed now. The scan MUST include the subfolders of attempts.
+    It need not include those of checkpoints, because data files never have temporary names."""
+    result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell())
     for item in scanned:
         if item.is_committed and not item.is_link:
             result += _debris(item.entries, item.name.folder, now_s)
     result += _debris(store.list(""), "", now_s)
-    entries = store.list(EPOCHS_FOLDER)
-    result += _debris(entries, EPOCHS_FOLDER, now_s) + _witnesses(store, entries, now_s)
+    entries = store.list(TERMS_FOLDER)
+    result += _debris(entries, TERMS_FOLDER, now_s) + _liveness_locks(store, entries, now_s)
     return tuple(result)
 
 
 def attempts_of_the_dead(
-    epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float, locks_tell: bool = False
+    terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float, locks_tell: bool = False
 ) -> list[Orphan]:
-    """The scanned attempts that were given up or never decided, and whose writer is known to be
-    dead, or silent for long. Copies that others have overtaken are told only where checkpoints were
-    scanned too."""
-    liveness = functools.cache(lambda epoch: _liveness(epochs, epoch))
+    """Return the scanned attempts that were aborted or never decided and whose writer is dead or
+    has been silent for long. Copies that are older than a later checkpoint are found only if
+    checkpoints were scanned too."""
+    liveness = functools.cache(lambda term: _liveness(terms, term))
     newest = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
     result = []
     for item in scanned:
@@ -91,7 +91,7 @@ def attempts_of_the_dead(
             continue
         quiet_s = now_s - item.changed_s
         why = RemovalReason.DEAD_WRITER
-        if item.is_copy:  # the writer of its epoch is that of another place, and proves nothing
+        if item.is_copy:  # its term belongs to the writer of the original, so proves nothing
             why = RemovalReason.STALE_COPY
             is_overtaken = item.name.point < newest
             is_dead = not item.is_copied_now and (
@@ -99,8 +99,10 @@ def attempts_of_the_dead(
                 or quiet_s > (QUIET_S if is_overtaken else COPY_QUIET_S)
             )
         else:
-            writer = liveness(item.name.epoch)
-            is_dead = writer is _Liveness.DEAD or (writer is _Liveness.SILENT and quiet_s > QUIET_S)
+            writer = liveness(item.name.term)
+            is_dead = writer is _WriterState.DEAD or (
+                writer is _WriterState.SILENT and quiet_s > QUIET_S
+            )
         if is_dead:
             why = RemovalReason.ABORTED if isinstance(item.decided, Abort) else why
             result.append(
@@ -110,12 +112,13 @@ def attempts_of_the_dead(
 
 
 def remove(store: Store, orphan: Orphan) -> bool:
-    """Remove one orphan; returns False where it turned out to be committed.
+    """Remove one orphan. Return False if it turned out to be committed.
 
-    An undecided attempt is given up first, so a writer that was wrongly taken for dead loses. The
-    abort must not go before the rest: without it the attempt would be undecided again, and that
-    writer could commit what is half gone. `delete_folder` takes the folder's name away first, the
-    abort with it, and in a folder without a name nobody can commit.
+    An undecided attempt is aborted first, so a writer that was wrongly considered dead cannot
+    commit it. The abort must not be deleted before the other files: the attempt would be undecided
+    again, and that writer could commit a half-deleted checkpoint. `delete_folder` therefore renames
+    the folder first, together with the abort; nothing can be committed in a folder without its
+    name.
     """
     undecided = orphan.why in (RemovalReason.DEAD_WRITER, RemovalReason.STALE_COPY)
     if undecided and not _gave_up(store, orphan):
@@ -130,42 +133,42 @@ def remove(store: Store, orphan: Orphan) -> bool:
 
 
 def _gave_up(store: Store, orphan: Orphan) -> bool:
-    """Give an undecided attempt up; returns False where it turned out to be committed."""
+    """Abort an undecided attempt. Return False if it turned out to be committed."""
     try:
-        decided = decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up")
+        decided = abort(store, orphan.name, f"{orphan.why.value}; cleaned up")
     except StorageError:
-        # A full disk has no room for a decision either; without its folder nobody can commit.
+        # A full disk has no room for an abort either. Deleting the folder also prevents a commit.
         decided = decision.read(store, orphan.name) or Abort(reason=orphan.why.value, by="")
     return isinstance(decided, Abort)
 
 
-class _Liveness(enum.Enum):
+class _WriterState(enum.Enum):
     ALIVE = enum.auto()
     SILENT = enum.auto()
     DEAD = enum.auto()
 
 
-def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
-    if epochs.is_alive(epoch):
-        return _Liveness.ALIVE
+def _liveness(terms: Terms, term: int) -> _WriterState:
+    if terms.is_alive(term):
+        return _WriterState.ALIVE
     try:
-        record = epochs.read(epoch)
+        record = terms.read(term)
     except CorruptError:
         record = None
-    return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
+    return _WriterState.DEAD if record is not None and is_here(record) else _WriterState.SILENT
 
 
-def _witnesses(store: Store, entries: Iterable[StoreEntry], now_s: float) -> list[Orphan]:
-    """The old witnesses that nobody holds. A free one may belong to a live start on another
-    machine, to which it is of no use."""
+def _liveness_locks(store: Store, entries: Iterable[StoreEntry], now_s: float) -> list[Orphan]:
+    """Return the old liveness locks that no process holds. An unlocked one may belong to a live job
+    instance on another machine, but is of no use to it."""
     return [
         Orphan(
             name=name, why=RemovalReason.DEAD_WITNESS, is_folder=False, size_bytes=entry.size_bytes
         )
         for entry in entries
-        if parse_witness(entry.name)
+        if parse_liveness_lock(entry.name)
         and now_s - entry.modified_s > QUIET_S
-        and not store.is_locked(name := f"{EPOCHS_FOLDER}/{entry.name}")
+        and not store.is_locked(name := f"{TERMS_FOLDER}/{entry.name}")
     ]
 
 
@@ -184,8 +187,8 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
 
 
 def _is_half_deleted(entry: StoreEntry, folder: str) -> bool:
-    """Whether it is a checkpoint or an attempt whose deletion has begun. Nobody wants it back, and
-    whoever may still be deleting it does not mind help."""
+    """Return True for a checkpoint or an attempt whose deletion has begun. It is no longer needed,
+    and two processes may delete it at the same time."""
     name = _TEMPORARY.fullmatch(entry.name)
     named = None if name is None else parse_folder(name[1])
     return not folder and entry.is_folder and not entry.is_link and named is not None

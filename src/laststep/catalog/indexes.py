@@ -1,9 +1,10 @@
-"""Read the indexes of a checkpoint, verified, and find out which checkpoints share files.
+"""Read and verify the indexes of a checkpoint, and find the files that checkpoints share.
 
-An index that is not as it was written is `CorruptError` after a second look past every cache;
-`NotFoundError` where the whole checkpoint has been deleted since its manifest was read. A shared
-file is known by the checkpoint that it was written for, the name that it has there, and its size.
-In a copy of a run whose links became files of their own, deleting frees more than this says.
+A damaged index is read a second time, bypassing every cache, before `CorruptError` is raised;
+`NotFoundError` is raised if the whole checkpoint has been deleted since its manifest was read. A
+shared file is identified by the checkpoint that it was written for, its name there, and its size.
+If a run was copied in a way that turned hard links into separate files, deleting frees more than is
+computed here.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class Holding(NamedTuple):
-    """What lies in the folder of a checkpoint."""
+    """The files in a checkpoint's folder."""
 
     folder: str
     stored_bytes: int
-    """Of all files there, the manifest too."""
+    """The size of all files in the folder, including the manifest."""
     files: tuple[StoredFile, ...]
-    """Its data files."""
+    """The data files of the checkpoint."""
 
 
 class FileId(NamedTuple):
-    """What files have in common that are one."""
+    """The identity of a file that several checkpoints share."""
 
     written_for: str
     name: str
@@ -63,33 +64,34 @@ class Sharing:
                 self._folders.setdefault(file, []).append(folder)
 
     def freed_bytes(self, folders: Iterable[str]) -> int:
-        """What deleting all of these folders gives back: a file goes with the last that has it."""
+        """Return the bytes that deleting all of these folders frees. A shared file is freed only
+        when the last folder that contains it is deleted."""
         chosen = set(folders)
         names = Counter(file for folder in chosen for file in self._files[folder])
         kept = sum(
             file.size_bytes * (count - (count == len(self._folders[file])))
             for file, count in names.items()
         )
-        # A file that is missing was not stored: there may be less than the manifests say.
+        # Missing files are not in stored_bytes, so the difference may be negative.
         return max(sum(self._stored_bytes[folder] for folder in chosen) - kept, 0)
 
     def stored_bytes(self) -> int:
-        """What all of them take together."""
+        """Return the bytes that all checkpoints occupy together."""
         return self.freed_bytes(self._stored_bytes)
 
     def shared_bytes(self, folder: str) -> int:
-        """Of the files in this folder, those that lie in others too."""
+        """Return the bytes of the files in this folder that are also in another folder."""
         files = self._files[folder]
         return sum(file.size_bytes for file in files if len(self._folders[file]) > 1)
 
     def sharers(self, folder: str) -> tuple[str, ...]:
-        """The other folders that have a file of this one, in the order of checkpoints."""
+        """Return the other folders that share a file with this one, in the order of checkpoints."""
         others = {other for file in self._files[folder] for other in self._folders[file]}
         return tuple(sorted(others - {folder}, key=self._order.__getitem__))
 
 
 def file_id(file: StoredFile, folder: str) -> FileId:
-    """Which file that is, which lies in `folder`."""
+    """Return the identity of a file in `folder`."""
     return FileId(file.origin or folder, file.own_name, file.size_bytes)
 
 
@@ -97,7 +99,7 @@ LIMIT_BYTES = 4 << 30
 
 
 def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
-    """The index of a rank, which the manifest vouches for."""
+    """Read the index of a rank and verify it against the manifest."""
     data, where = read_bytes(store, folder, commit, rank)
     index = index_format.decode(data, where=where)
     if index.rank != rank:
@@ -114,13 +116,13 @@ def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
 def read_indexes(
     store: Store, folder: str, commit: Commit, ranks: Iterable[int] | None = None
 ) -> list[Index]:
-    """The indexes of these ranks, or of all."""
+    """Read and verify the indexes of these ranks, or of all ranks."""
     wanted = range(commit.index_count) if ranks is None else sorted(ranks)
     return [read_index(store, folder, commit, rank) for rank in wanted]
 
 
 def read_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[bytes, str]:
-    """The bytes of an index, whose digest is right, and where they lie."""
+    """Return the verified bytes of an index and their URL."""
     name = name_of(commit, rank)
     where, expected = f"{store.url}/{folder}/{name}", commit.index_digest(rank)
     try:
@@ -147,7 +149,6 @@ def read_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[by
 
 
 def name_of(commit: Commit, rank: int) -> str:
-    """The name of the file of a rank's index."""
     return index_name(rank, commit.ranks)
 
 
@@ -174,8 +175,8 @@ def _read_once(store: Store, name: str, where: str) -> bytes:
 
 
 def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
-    """Which files lie in which of these checkpoints. Indexes are read only where any checkpoint
-    shares files; one whose indexes cannot be read counts as sharing none."""
+    """Return which files each of these checkpoints contains. Indexes are read only if any
+    checkpoint shares files; a checkpoint whose indexes cannot be read counts as sharing none."""
     any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
 
     def held(item: Listed) -> Holding:

@@ -1,11 +1,11 @@
-"""Which commits the present state of a run descends from, and in what order.
+"""The lineage of a run: the ordered commits that its present state descends from.
 
-Pure: from the points (epoch, attempt) from which epochs continue, and the names of the committed
-checkpoints. The order of commits is the order of points. A run without any record has only the
-order of its steps.
+Pure: computed from the points (term, attempt) from which terms continue and from the names of the
+committed checkpoints. Commits are ordered by their points. In a run without any term record they
+are ordered by step.
 
-Also has the names within a run, to and from values: every attempt has exactly one name, and every
-name at most one attempt.
+This module also converts names within a run to values and back. The mapping is one to one: every
+attempt has exactly one name, and every name at most one attempt.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 RUN_NAME = "run.json"
-EPOCHS_FOLDER = "epochs"
+TERMS_FOLDER = "terms"
 PIN_NAME = "pinned"
-FATE_NAME = "fate"
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
 _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
@@ -35,95 +34,96 @@ _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
 class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What names an attempt or a checkpoint everywhere: the step that it saves, the epoch of its
-    writer, and the number of the attempt in that epoch."""
+    """The name of an attempt or a checkpoint: the step, the term of the writer, and the number of
+    the attempt in that term."""
 
     step: int
-    epoch: int
+    term: int
     attempt: int
 
     @property
     def point(self) -> tuple[int, int]:
-        """Its place in the order of commits."""
-        return self.epoch, self.attempt
+        """The position in the order of commits."""
+        return self.term, self.attempt
 
     @property
     def folder(self) -> str:
-        """The name of its folder."""
-        return f"step-{self.step:08d}.{self.epoch}-{self.attempt}"
+        return f"step-{self.step:08d}.{self.term}-{self.attempt}"
 
 
-def format_folder(*, step: int, epoch: int, attempt: int) -> str:
-    """The folder of an attempt; `UsageError` for numbers that cannot be."""
-    if step < 0 or epoch < 1 or attempt < 1 or max(step, epoch, attempt) >= 10**20:
+def name_attempt(*, step: int, term: int, attempt: int) -> AttemptName:
+    """Return the name of an attempt. Raise `UsageError` if a number is out of range."""
+    if step < 0 or term < 1 or attempt < 1 or max(step, term, attempt) >= 10**20:
         raise UsageError(
             "cannot name a checkpoint",
-            expected="step from 0, epoch and attempt from 1, at most 20 digits",
-            found=f"step {step}, epoch {epoch}, attempt {attempt}",
+            expected="step from 0, term and attempt from 1, at most 20 digits",
+            found=f"step {step}, term {term}, attempt {attempt}",
         )
-    return AttemptName(step=step, epoch=epoch, attempt=attempt).folder
+    return AttemptName(step=step, term=term, attempt=attempt)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def parse_folder(folder: str) -> AttemptName | None:
-    """The attempt of that folder, or None where it is not the name of one. Remembered: every look
-    at a run asks for each of its folders, more than once."""
+    """Return the attempt whose folder has this name, or None if it is not an attempt's folder.
+    Cached, because every scan of a run parses each folder name more than once."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
-    step, epoch, attempt = (int(digits) for digits in match.groups())
-    name = AttemptName(step=step, epoch=epoch, attempt=attempt)
-    return name if epoch >= 1 and attempt >= 1 and name.folder == folder else None
+    step, term, attempt = (int(digits) for digits in match.groups())
+    name = AttemptName(step=step, term=term, attempt=attempt)
+    return name if term >= 1 and attempt >= 1 and name.folder == folder else None
 
 
-def epoch_record_name(epoch: int) -> str:
-    """The record of an epoch, within the run."""
-    return f"{EPOCHS_FOLDER}/{epoch:08d}.json"
+def term_record_name(term: int) -> str:
+    """Return the name of a term's record, relative to the run."""
+    return f"{TERMS_FOLDER}/{term:08d}.json"
 
 
-def epoch_lock_name(epoch: int) -> str:
-    """The lock of an epoch, within the run."""
-    return f"{EPOCHS_FOLDER}/{epoch:08d}.lock"
+def term_lock_name(term: int) -> str:
+    """Return the name of a term's lock, relative to the run."""
+    return f"{TERMS_FOLDER}/{term:08d}.lock"
 
 
-def parse_epoch(name: str, kind: str) -> int | None:
-    """The epoch of a file in `epochs/` that ends in `kind`, or None where it is not one."""
+def parse_term(name: str, kind: str) -> int | None:
+    """Return the term of a file in `terms/` with the extension `kind`, or None."""
     match = _EPOCH.fullmatch(name)
     if match is None or match.group(2) != kind:
         return None
-    epoch = int(match.group(1))
-    return epoch if epoch >= 1 and name == f"{epoch:08d}.{kind}" else None
+    term = int(match.group(1))
+    return term if term >= 1 and name == f"{term:08d}.{kind}" else None
 
 
-def witness_name(start: str, pid: int) -> str:
-    """The witness of a start, within the run."""
-    return f"{EPOCHS_FOLDER}/start-{start}-{pid}.lock"
+def liveness_lock_name(start: str, pid: int) -> str:
+    """Return the name of a job instance's liveness lock, relative to the run."""
+    return f"{TERMS_FOLDER}/start-{start}-{pid}.lock"
 
 
-def parse_witness(name: str) -> int | None:
-    """The process whose witness a file in `epochs/` is, or None where it is not one."""
+def parse_liveness_lock(name: str) -> int | None:
+    """Return the process id in the name of a liveness lock in `terms/`, or None for other names."""
     match = _WITNESS.fullmatch(name)
     return None if match is None else int(match.group(1))
 
 
 def copying_name(first_rank: int | None = None) -> str:
-    """What lies in the folder of an attempt that is a copy, until it is committed; `first_rank`
-    where only the files of some ranks are brought."""
+    """Return the name of the lock in the folder of an uncommitted copy. `first_rank` is given if
+    only the files of some ranks are copied."""
     return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
 
 
 def is_copying_name(name: str) -> bool:
-    """Whether a file in an attempt's folder says that it is a copy."""
+    """Return True if a file of this name marks an attempt's folder as a copy."""
     return _COPYING.fullmatch(name) is not None
 
 
 def ending_name(start: str) -> str:
-    """What a start leaves that ends well, within the run."""
-    return f"{EPOCHS_FOLDER}/start-{start}.ended"
+    """Return the name of the file that a job instance writes when it ends well, relative to the
+    run."""
+    return f"{TERMS_FOLDER}/start-{start}.ended"
 
 
 def parse_ending(name: str) -> str | None:
-    """The start that left a file in `epochs/` when it ended, or None where it is not such a one."""
+    """Return the job instance that wrote this file in `terms/` when it ended, or None for other
+    names."""
     match = _ENDING.fullmatch(name)
     return None if match is None else match.group(1)
 
@@ -132,26 +132,27 @@ Point = tuple[int, int]
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What there was when it was decided to continue from somewhere; 0 for what there is not."""
+    """The state of a run at the time a job chose where to continue from; 0 where nothing
+    existed."""
 
-    epoch: int = 0
-    """The newest epoch, by its record or by what it saved."""
+    term: int = 0
+    """The newest term, by its record or by its attempts."""
     commit: Point = (0, 0)
-    """The last commit of all: the newest epoch need not have one."""
+    """The last commit of the run, which may belong to an older term."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch and the point from which it continues (None: it starts fresh)."""
+    """A term and the point from which it continues; None if it starts from scratch."""
 
-    epoch: int
+    term: int
     continues: Point | None
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """The epochs of the lineage, newest first.
+    """The terms of the lineage, newest first.
 
-    `unrecorded_below` says that there is no record of any epoch below the last link: what was
-    committed there (folders copied by hand) counts up to the point from which that link continues.
+    `unrecorded_below` is True if no term below the last link has a record. Checkpoints of such
+    terms (folders copied by hand) count up to the point from which the last link continues.
     """
 
     links: tuple[Link, ...]
@@ -159,15 +160,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]:
-    """The commits on the lineage, oldest first."""
+    """Return the commits on the lineage, oldest first."""
     listed = list(names)
     if not chain.links:
-        return tuple(sorted(listed, key=lambda name: (name.step, name.epoch, name.attempt)))
+        return tuple(sorted(listed, key=lambda name: (name.step, name.term, name.attempt)))
     limits = _limits(chain)
     chosen = [
-        name
-        for name in listed
-        if name.epoch in limits and _within(name.attempt, limits[name.epoch])
+        name for name in listed if name.term in limits and _within(name.attempt, limits[name.term])
     ]
     if chain.unrecorded_below:
         chosen += _unrecorded(listed, chain.links[-1].continues)
@@ -177,7 +176,7 @@ def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]
 def superseded(
     on_lineage: Sequence[AttemptName], sound: frozenset[AttemptName]
 ) -> Mapping[AttemptName, AttemptName]:
-    """Which commit replaced which: a later one of the same step, if that one is whole."""
+    """Map each replaced commit to the later, complete commit of the same step that replaced it."""
     latest: dict[int, AttemptName] = {}
     replaced: dict[AttemptName, AttemptName] = {}
     for name in reversed(on_lineage):
@@ -189,12 +188,12 @@ def superseded(
 
 
 def _limits(chain: Chain) -> dict[int, int | None]:
-    """The last attempt that counts of each epoch of the lineage; None where all of them count."""
-    limits: dict[int, int | None] = {chain.links[0].epoch: None}
+    """Return the last attempt that counts in each term of the lineage, or None if all count."""
+    limits: dict[int, int | None] = {chain.links[0].term: None}
     for link in chain.links:
         if link.continues is not None:
-            epoch, attempt = link.continues
-            limits[epoch] = attempt
+            term, attempt = link.continues
+            limits[term] = attempt
     return limits
 
 
@@ -205,10 +204,10 @@ def _within(attempt: int, limit: int | None) -> bool:
 def _unrecorded(names: Sequence[AttemptName], continues: Point | None) -> list[AttemptName]:
     if continues is None:
         return []
-    # Nothing but the step tells what such folders were to each other: what is beyond the step that
-    # was taken up again was left behind.
+    # Without records only the step gives an order: checkpoints beyond the step from which the run
+    # continued were abandoned.
     steps = [name.step for name in names if name.point == continues]
     last = steps[0] if steps else None
     return [
-        name for name in names if name.epoch < continues[0] and (last is None or name.step <= last)
+        name for name in names if name.term < continues[0] and (last is None or name.step <= last)
     ]

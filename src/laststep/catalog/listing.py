@@ -1,20 +1,19 @@
-"""What there is in a run: committed checkpoints, attempts, and what was given up.
+"""List a run: committed checkpoints, undecided attempts and aborted ones.
 
-Reads names, sizes and manifests, never data files. A manifest never changes while it exists, so one
-that was read is remembered; whether it still exists is looked up each time. What somebody deletes
-while it is looked at is left out. Any thread may call.
+Only names, sizes and manifests are read, never data files. A manifest never changes while it
+exists, so its content is cached; its existence is checked every time. Checkpoints that are deleted
+during a scan are left out. Thread-safe.
 
-In a job of many ranks the files lie in folders within that of the checkpoint. Every rank looks at
-the run when it restores, so the folders of very many files, and of attempts, are passed over unless
-a `ScanDepth` says otherwise. Of a checkpoint of very many files a scan then counts names, since the
-manifest knows their bytes; it asks for all sizes only where names are missing. A linked folder is
-not looked into: what is in there is not in the run.
+In a job of many ranks, files are stored in subfolders of the checkpoint's folder. Every rank scans
+the run when it restores, so the subfolders of attempts, and of checkpoints with very many files,
+are skipped unless a `ScanDepth` includes them. For a checkpoint with very many files even a deep
+scan only counts names, since the manifest has the sizes; sizes are listed only if names are
+missing. A linked subfolder is not scanned, because its content is not part of the run.
 """
 
 from __future__ import annotations
 
 import enum
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,55 +21,47 @@ import msgspec
 from laststep.catalog import decision, lineage
 from laststep.catalog.decision import list_checked
 from laststep.catalog.indexes import read_index
-from laststep.catalog.lineage import (
-    FATE_NAME,
-    PIN_NAME,
-    RUN_NAME,
-    AttemptName,
-    is_copying_name,
-    parse_folder,
-)
+from laststep.catalog.lineage import PIN_NAME, RUN_NAME, AttemptName, is_copying_name, parse_folder
+from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError, StorageError
 from laststep.format.manifest import Abort, Commit
 from laststep.plan.files import folder_of, index_name
 from laststep.storage.store import StoreEntry
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from laststep.catalog.epochs import Epochs
+    from laststep.catalog.terms import Terms
     from laststep.storage.store import Store
 
 _NEAREST = 6
 _VERY_MANY = 4096
-"""A scan passes over the folders of ranks of a checkpoint that has more files."""
+"""A scan skips the rank subfolders of a checkpoint with more files than this."""
 _DATA_FILES = (".safetensors", ".pack")
 _LOOKED_INTO = 100
-"""So many folders are looked into for a run that was meant."""
-SCAN_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4)
-"""Before each scan of a run, until one has missed nothing. After the last one its result counts:
-some filesystems list files that cannot be read yet."""
+"""The most folders that are searched for a run when the given path is not one."""
 _LOOKS_AT_ONCE = 16
-"""In an object store, where each of them is two requests or three."""
+"""The most folders of an object store that are scanned in parallel; each takes two or three
+requests."""
 
 
 class ScanDepth(enum.Enum):
-    """What a scan looks through completely, even folders of very many files."""
+    """The attempts that a scan reads completely, even if they have very many files."""
 
     NOTHING = enum.auto()
     ATTEMPTS = enum.auto()
-    """All that is not committed; for callers that remove it, and have to know what is in it."""
+    """Everything that is not committed, for callers that remove it and need to know its content."""
     ALL = enum.auto()
 
 
 class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
-    """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
+    """A committed checkpoint. If its manifest cannot be read, `commit` is None and `error` has the
+    reason.
 
-    `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
-    `superseded_by` names. `incomplete` says which file is missing or has another size than the
-    manifest says; bytes that have changed are for `verify` to find.
+    `on_lineage` is False for a checkpoint on an abandoned branch and for one whose step was
+    committed again; `superseded_by` names the later one. `incomplete` describes a file that is
+    missing or whose size differs from the manifest. Changed bytes are detected only by `verify`.
     """
 
     commit: Commit | None
@@ -79,92 +70,96 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     superseded_by: str | None
     pinned: bool
     size_bytes: int
-    """The bytes of its data files by its manifest; of all its files where that cannot be read."""
+    """The size of its data files by the manifest, or of all its files if the manifest cannot be
+    read."""
 
     stored_bytes: int
-    """The bytes of all files in its folder, also of those that it shares with others (`sharing`).
-    For very many files that are all there, or were not looked through, as the manifest counts
-    them."""
+    """The size of all files in its folder, including files shared with other checkpoints (see
+    `Sharing`). If there are very many files and all are present or were not scanned, this is
+    computed from the manifest."""
 
     created_s: float
     incomplete: str | None = None
     is_link: bool = False
-    """Whether its folder lies elsewhere."""
+    """True if its folder is a symbolic link."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is all that a restore needs, as far as names and sizes tell."""
+        """Return True if, judging by names and sizes, a restore would find everything it needs."""
         return self.commit is not None and self.incomplete is None
 
 
 class OpenAttempt(AttemptName, frozen=True, kw_only=True):
-    """An undecided attempt, and whether its writer is alive. Its bytes are those that the scan saw:
-    in a job of many ranks most lie in folders, which only a deep scan looks through."""
+    """An undecided attempt. `size_bytes` covers only the files that the scan saw: in a job of many
+    ranks most are in subfolders, which only a deep scan reads. `alive` is True if its writer is
+    alive."""
 
     alive: bool
     size_bytes: int
     is_copy: bool = False
-    """Whether it comes from another place: then `alive` tells of who copies it."""
+    """True for a copy of a checkpoint from another place; `alive` then refers to the process that
+    copies it."""
 
 
 class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt's folder as it was found; `decided` is None where there is no manifest."""
+    """The folder of one attempt as a scan found it; `decided` is None if there is no manifest."""
 
     name: AttemptName
     touched_s: float
-    """When a name in the folder was made or removed last."""
+    """The time at which a name was last created or removed in the folder."""
 
     entries: tuple[StoreEntry, ...]
-    """What is in the folder, and in the folders within it that were looked through; the names of
-    the latter have a `/`."""
+    """The content of the folder and of the subfolders that were scanned; names from a subfolder
+    contain a `/`."""
 
     decided: Commit | Abort | LaststepError | None
     passed_over: tuple[str, ...] = ()
-    """The folders within it that were not looked through."""
+    """The subfolders that were skipped."""
 
     is_link: bool = False
-    """Whether the folder lies elsewhere."""
+    """True if the folder is a symbolic link."""
 
     incomplete: str | None = None
-    """Which file is not there as the manifest lists it, in words; None where all are."""
+    """A description of the first file that is missing or whose size differs from the manifest; None
+    if there is none."""
 
     is_copied_now: bool = False
-    """Whether it is undecided, and somebody is copying it."""
+    """True if it is undecided and a process is copying it."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether it was brought here from another place, and not committed yet."""
+        """Return True if it is an uncommitted copy of a checkpoint from another place."""
         return self.decided is None and any(is_copying_name(entry.name) for entry in self.entries)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all its files: as they are, and as the manifest says of those that were
-        passed over."""
+        """The size of all its files: as listed, or by the manifest for skipped subfolders."""
         here = [entry for entry in self.entries if not entry.is_folder]
         if isinstance(self.decided, Commit) and self.passed_over:
-            # A data file may lie beside the folders: it is among those that the manifest counts.
+            # The manifest's total includes data files beside the subfolders: count them once.
             here = [entry for entry in here if not entry.name.endswith(_DATA_FILES)]
             return sum(entry.size_bytes for entry in here) + self.decided.size_bytes
         return sum(entry.size_bytes for entry in here)
 
     @property
     def changed_s(self) -> float:
-        """When anything in it changed last."""
+        """The time of the last change in the folder."""
         return max((self.touched_s, *(entry.modified_s for entry in self.entries)))
 
     @property
     def is_committed(self) -> bool:
-        """Whether it counts as a checkpoint: an unreadable manifest does, it is evidence."""
+        """Return True if it counts as a checkpoint. An unreadable manifest counts as committed, so
+        that it is kept as evidence."""
         return self.decided is not None and not isinstance(self.decided, Abort)
 
 
 def _is_deep(commit: Commit) -> bool:
-    """Whether it has very many data files, in folders."""
+    """Return True if the checkpoint has very many data files in subfolders."""
     return commit.file_count > _VERY_MANY and bool(folder_of(0, commit.ranks))
 
 
 def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
-    """Which indexes are not among these names, in words; None where all are."""
+    """Return a description of the indexes that are missing from `names`; None if there are none."""
     indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
     missing = [name for name in indexes if name not in names]
     if not missing:
@@ -174,23 +169,23 @@ def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
 
 
 class Scanner:
-    """Looks through the attempts of one run."""
+    """Scans the attempts of one run and caches their manifests."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._read: dict[AttemptName, tuple[int, float, Commit | Abort]] = {}
 
     def names(self) -> tuple[AttemptName, ...]:
-        """All attempts that have a folder, decided or not."""
+        """Return all attempts that have a folder, decided or not."""
         if self._store.same_everywhere:
             return tuple(name for name, _ in self.folders())
         parsed = map(parse_folder, self._store.folder_names(""))
         return tuple(name for name in parsed if name is not None)
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
-        """Every attempt and what was decided about it."""
-        for pause_s in SCAN_PAUSES_S:
-            time.sleep(pause_s)
+        """Return every attempt with its decision."""
+        scanned: tuple[ScannedAttempt, ...] = ()
+        for _ in decision.looks():  # the last scan counts in any case
             folders = self.folders()
             scanned = self._look_at(folders, through)
             if not self.missed_commit(scanned, {name for name, _ in folders}):
@@ -205,10 +200,10 @@ class Scanner:
     def missed_commit(
         self, scanned: Collection[ScannedAttempt], listed: AbstractSet[AttemptName]
     ) -> bool:
-        """Return whether the last checkpoint may be one that was committed during the scan.
+        """Return True if a checkpoint may have been committed during the scan and missed.
 
-        Retention may then have deleted the one before it, so that the scan has seen neither.
-        `listed` are the folders that there were when the scan began.
+        Retention may then have deleted the checkpoint before it, so that the scan has seen neither.
+        `listed` are the folders that existed when the scan began.
         """
         last = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
         newer = {item.name for item in scanned if item.decided is None and item.name.point > last}
@@ -222,18 +217,18 @@ class Scanner:
     def _look_at(
         self, folders: Sequence[tuple[AttemptName, StoreEntry]], through: ScanDepth
     ) -> tuple[ScannedAttempt, ...]:
-        """Look at all of these; at several at once where each look waits for a server."""
+        """Scan these folders; in parallel if each requires a server's answer."""
         if not self._store.same_everywhere or len(folders) < 2:
             return tuple(self.look(name, entry, through) for name, entry in folders)
-        from laststep.process.threads import Workers  # every start waits for what is imported
+        from laststep.process.threads import WorkerPool  # imported late: startup waits for imports
 
-        with Workers(min(len(folders), _LOOKS_AT_ONCE), "laststep-look") as workers:
+        with WorkerPool("look", min(len(folders), _LOOKS_AT_ONCE)) as workers:
             looks = [workers.submit(self.look, name, entry, through) for name, entry in folders]
         return tuple(look.result() for look in looks)
 
     def scan_undecided(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
-        """The attempts that nothing was decided about. Of the others only names are read, which a
-        run of thousands of checkpoints has time for."""
+        """Return the undecided attempts. Of the others only names are read, so this is fast even
+        with thousands of checkpoints."""
         scanned = (
             self.look(name, entry, through)
             for name, entry in self.folders()
@@ -242,15 +237,14 @@ class Scanner:
         return self._still_there(tuple(item for item in scanned if item.decided is None))
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
-        """The scanned attempts without those that somebody deletes: they have no manifest, and by
-        now no name."""
+        """Return the scanned attempts without those that are being deleted: they have no manifest,
+        and by now no name."""
         if all(item.decided is not None for item in scanned):
             return scanned
         there = set(self.names())
         return tuple(item for item in scanned if item.decided is not None or item.name in there)
 
     def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
-        """The folders of all attempts, to be looked at one by one."""
         # Object stores list names in order, and `run.json` sorts after the markers of folders: its
         # presence also shows that no later page of the listing is missing.
         listed = list_checked(self._store, "", RUN_NAME)
@@ -261,7 +255,7 @@ class Scanner:
     def look(
         self, name: AttemptName, folder: StoreEntry, through: ScanDepth = ScanDepth.NOTHING
     ) -> ScannedAttempt:
-        """One attempt and what was decided about it."""
+        """Return one attempt with its decision."""
         scanned = self._look_once(name, folder, fully=False)
         wanted = through is ScanDepth.ALL or (
             through is ScanDepth.ATTEMPTS and not scanned.is_committed
@@ -269,7 +263,7 @@ class Scanner:
         if wanted and scanned.passed_over and not self._has_all_names(scanned):
             scanned = self._look_once(name, folder, fully=True)
         if scanned.incomplete is not None:
-            # Files that are being deleted look the same; then the manifest is gone by now.
+            # A checkpoint that is being deleted looks the same, but then has no manifest by now.
             scanned = self._look_once(name, folder, fully=not scanned.passed_over)
         return scanned
 
@@ -277,8 +271,6 @@ class Scanner:
         entries = list_checked(self._store, folder.name, MANIFEST_NAME)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name, manifest)
-        if isinstance(decided, Commit) and any(entry.name == FATE_NAME for entry in entries):
-            decided = decision.as_fated(self._store, folder.name, decided)
         fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
         passed_over = []
         for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
@@ -306,7 +298,8 @@ class Scanner:
         decided: Commit | Abort | LaststepError | None,
         entries: Iterable[StoreEntry],
     ) -> str | None:
-        """Which file is not there as a commit says, in words; None where all are."""
+        """Return a description of the first file that differs from the commit; None if there is
+        none."""
         if not isinstance(decided, Commit):
             return None
         sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
@@ -319,8 +312,9 @@ class Scanner:
         return self._wrong_file(folder, decided, sizes)
 
     def _wrong_file(self, folder: str, commit: Commit, sizes: Mapping[str, int]) -> str | None:
-        """Which data file is not there as its index says, in words. Indexes are read only where the
-        sums in the manifest do not fit: a file is wrong, or somebody has put one there."""
+        """Return a description of the first data file that differs from its index; None if there is
+        none. Called, and indexes are read, only if the totals in the manifest do not match: a file
+        is wrong or was added."""
         wrong = []
         for rank in range(commit.index_count):
             try:
@@ -342,7 +336,8 @@ class Scanner:
         return any(map(self._store.is_locked, locks))
 
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
-        """Whether there are all indexes, and as many data files as the manifest counts."""
+        """Return True if all indexes and at least as many data files as the manifest counts are
+        present."""
         commit = scanned.decided
         if not isinstance(commit, Commit):
             return False
@@ -363,18 +358,18 @@ class Scanner:
             return known[2]
         folder = name.folder
         try:
-            decided = decision.read_manifest(self._store, folder)
+            decided = decision.read(self._store, folder)
         except StorageError:
-            raise  # The store cannot be reached: that says nothing about the checkpoint.
+            raise  # The store is unreachable, which is no evidence about the checkpoint.
         except LaststepError as error:
-            return error  # Not remembered: a second read may be better.
+            return error  # Not cached: a second read may succeed.
         if decided is not None:
             self._read[name] = (entry.size_bytes, entry.modified_s, decided)
         return decided
 
 
 def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
-    """The committed ones in the order of commits. Pure."""
+    """Return the committed attempts in the order of commits. Pure."""
     committed = {item.name: item for item in scanned if item.is_committed}
     on_lineage = lineage.order(committed, chain)
     sound = frozenset(
@@ -389,20 +384,20 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tu
     return tuple(_listed(committed[name], among, replaced) for name in ordered)
 
 
-def attempts(scanned: tuple[ScannedAttempt, ...], epochs: Epochs) -> tuple[OpenAttempt, ...]:
-    """The undecided ones in the order of attempts. A link is none: no writer has made it, and
-    what is behind it is not the run's to decide about."""
+def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAttempt, ...]:
+    """Return the undecided attempts in order. Links are left out: no writer created them, and the
+    run does not decide about their targets."""
     undecided = sorted(
         (item for item in scanned if item.decided is None and not item.is_link),
         key=lambda item: item.name.point,
     )
-    alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}
+    alive = {term: terms.is_alive(term) for term in {item.name.term for item in undecided}}
     return tuple(
         OpenAttempt(
             step=item.name.step,
-            epoch=item.name.epoch,
+            term=item.name.term,
             attempt=item.name.attempt,
-            alive=item.is_copied_now if item.is_copy else alive[item.name.epoch],
+            alive=item.is_copied_now if item.is_copy else alive[item.name.term],
             size_bytes=item.size_bytes,
             is_copy=item.is_copy,
         )
@@ -421,7 +416,7 @@ def _listed(
     written = (entry.modified_s for entry in item.entries if entry.name == MANIFEST_NAME)
     return Listed(
         step=name.step,
-        epoch=name.epoch,
+        term=name.term,
         attempt=name.attempt,
         commit=commit,
         error=item.decided if isinstance(item.decided, LaststepError) else None,
@@ -437,7 +432,8 @@ def _listed(
 
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:
-    """What there is instead of a step that is not there, for the message of an error."""
+    """Return a description, for an error message, of the existing steps nearest to a missing
+    one."""
     there = sorted(set(steps))
     near = sorted(sorted(there, key=lambda step: abs(step - wanted))[:_NEAREST])
     if not near:
@@ -448,7 +444,8 @@ def nearest_steps(steps: Iterable[int], wanted: int) -> str:
 
 
 def remedy_for_no_run(store: Store) -> str | None:
-    """What a person probably meant who named the folder above a run; None where there is none."""
+    """Return a remedy for a user who passed the parent folder of a run; None if the folder contains
+    no run."""
     folders = store.folder_names("")[:_LOOKED_INTO]
     runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
     if not runs:

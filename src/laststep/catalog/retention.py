@@ -1,20 +1,23 @@
-"""Which checkpoints to keep: the one record of the rules, for users, the flusher and `prune`.
+"""Retention: decide which checkpoints to keep. The only implementation of the rules, used by users,
+the flusher and `prune`.
 
-Pure: from what is listed and a `Keep` to one verdict each. Whatever that says, these stay: the
-newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, all that a
-kept manifest refers to, and the replacement of a kept checkpoint, without which the replaced one
-would count again; and everything in a run in which a later laststep has written, whose manifests
-may refer to others in a way that is not known here. Rules count only good checkpoints on the
-lineage: those whose manifest can be read and whose files are all there in full length. What is off
-it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a checkpoint
-whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a misspelt
-one, deletes nothing.
+`decide` is pure: it maps the listed checkpoints and a `Keep` to one verdict each. Regardless of the
+rules, these are kept: the newest good checkpoint of the lineage, the one that the run was resumed
+from, pinned ones, links, and the replacement of a kept checkpoint, without which the replaced one
+would count again. Everything is kept in a run in which a later version of laststep has written,
+because its manifests may refer to other checkpoints in an unknown way.
+
+Rules count only good checkpoints on the lineage: those with a readable manifest and all files
+present at full length. Other checkpoints are evidence and are kept unless `abandoned=False`; only a
+checkpoint whose step was committed again is deleted without that. If no checkpoint has the metric
+of a rule (it may be misspelt), nothing is deleted.
 
 A prune is planned first (`PrunePlan`), purely, and then executed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
@@ -25,9 +28,9 @@ from laststep.catalog.indexes import sharing_of
 from laststep.catalog.lineage import PIN_NAME
 from laststep.catalog.listing import Listed
 from laststep.checks import Checked
-from laststep.errors import UsageError
+from laststep.constants import MANIFEST_NAME
+from laststep.errors import NotFoundError, UsageError
 from laststep.storage.store import Store
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,26 +43,28 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Keep(Checked, frozen=True, kw_only=True):
-    """Retention: a checkpoint stays if any rule wants it; pinned ones, the newest good one and the
-    one that the run was resumed from always do. Without any rule everything stays."""
+    """Retention rules: a checkpoint is kept if any rule matches it. Pinned checkpoints, the newest
+    good one and the one that the run was resumed from are always kept. Without any rule everything
+    is kept."""
 
     last: _Count | None = None
-    """The last so many."""
+    """Keep the last N checkpoints."""
     every: _Count | None = None
-    """Those whose step is a multiple of this."""
+    """Keep checkpoints whose step is a multiple of N."""
     best: _Count | None = None
-    """The best so many by `metric`; of equals the later. All while none has it as a number."""
+    """Keep the best N checkpoints by `metric`; of equal ones the later. All are kept as long as
+    none has the metric as a number."""
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
-    """Whether the best metric is the smallest (`min`) or the largest (`max`)."""
+    """Smaller (`min`) or larger (`max`) values of the metric are better."""
     abandoned: bool = True
-    """Whether abandoned branches, unreadable manifests and incomplete checkpoints stay."""
+    """Keep abandoned branches, unreadable manifests and incomplete checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.best is None) != (self.metric is None):
             raise UsageError(
-                "Keep needs best and metric together",
+                "Keep needs both best and metric",
                 found=repr(self),
                 remedy=f"pass Keep(best={self.best or 1}, metric={self.metric or 'loss'!r})",
             )
@@ -71,18 +76,19 @@ class Keep(Checked, frozen=True, kw_only=True):
     @staticmethod
     def advice(name: str, value: object) -> str:
         if value == 0:
-            return f"leave {name} out for no such rule; Keep(last=1) keeps the fewest, the newest"
+            return f"leave {name} out to disable the rule; Keep(last=1) keeps only the newest"
         return Checked.advice(name, value)
 
     def bound(self) -> int | None:
-        """How many are kept at most; None where that grows with the run."""
+        """Return the largest number of checkpoints that these rules keep; None if it grows with the
+        run."""
         if self.every is not None or (self.last is None and self.best is None):
             return None
         return (self.last or 0) + (self.best or 0) + 1
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of one checkpoint, and all the reasons for it."""
+    """The decision to keep or delete one checkpoint, with all reasons."""
 
     folder: str
     step: int
@@ -97,7 +103,7 @@ def decide(
     resumed_from: str | None = None,
     pinned: frozenset[str] = frozenset(),
 ) -> tuple[Verdict, ...]:
-    """One verdict for each of `listed`, which come in the order of commits."""
+    """Return one verdict per checkpoint. `listed` MUST be in the order of commits."""
     reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
     good = [item for item in listed if item.on_lineage and item.is_whole]
     _always(reasons, listed, good, resumed_from, pinned)
@@ -134,15 +140,15 @@ def _always(
         if item.pinned or item.folder in pinned:
             reasons[item.folder].append("pinned")
         if item.is_link:
-            reasons[item.folder].append("a link: what it points to is not the run's to delete")
+            reasons[item.folder].append("a symbolic link, which is never deleted")
     later = [item.folder for item in listed if isinstance(item.error, UsageError)]
     if later:
-        _add(reasons, listed, f"{later[-1]} is of a later format, and may need it")
+        _add(reasons, listed, f"{later[-1]} is of a later format and may need it")
 
 
 def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], keep: Keep) -> None:
     if keep.last is None and keep.every is None and keep.best is None:
-        _add(reasons, good, "no rule says which to drop")
+        _add(reasons, good, "no retention rule")
     if keep.last is not None:
         _add(reasons, good[-keep.last :], f"one of the last {keep.last}")
     if keep.every is not None:
@@ -155,7 +161,8 @@ def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], keep: Keep) 
 
 
 def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
-    """What to say where no good checkpoint has the metric of a best-k rule as a number."""
+    """Return a warning if no good checkpoint has the metric of a best-k rule as a number, else
+    None."""
     metric = keep.metric
     good = [item for item in listed if item.on_lineage and item.is_whole]
     if metric is None or not good or _best(good, metric, keep):
@@ -168,7 +175,7 @@ def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
 
 
 def _best(good: Sequence[Listed], metric: str, keep: Keep) -> list[Listed]:
-    """The checkpoints with a number as that metric, best first; nan is no number."""
+    """Return the checkpoints that have the metric as a number (NaN is not one), best first."""
     sign = 1 if keep.mode == "min" else -1
     ranked = []
     for place, item in enumerate(good):
@@ -180,14 +187,14 @@ def _best(good: Sequence[Listed], metric: str, keep: Keep) -> list[Listed]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a metric can be compared. Whole numbers may be larger than any float."""
+    """Return True if a metric can be compared. Integers may be larger than any float."""
     if isinstance(value, float):
         return not math.isnan(value)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _by_need(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
-    """Keep what kept checkpoints need, and what those need in turn, so that each stays whole, or
+    """Also keep, transitively, the replacements of kept checkpoints, so that a replaced checkpoint
     stays replaced."""
     by_folder = {item.folder: item for item in listed}
     waiting = [item for item in listed if reasons[item.folder]]
@@ -216,7 +223,7 @@ def _why_not(item: Listed) -> str:
 
 
 def _flaw(item: Listed) -> str:
-    """Why no rule counts that checkpoint; "" for a good one on the lineage."""
+    """Return the reason why no rule counts this checkpoint; "" for a good one on the lineage."""
     if item.error is not None:
         return "its manifest cannot be read"
     if item.incomplete is not None:
@@ -228,45 +235,50 @@ _log = logging.getLogger(__name__)
 
 
 class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays and what goes, in the order of commits."""
+    """The checkpoints to keep and to delete, in the order of commits."""
 
     store: Store
     listed: tuple[Listed, ...]
     verdicts: tuple[Verdict, ...]
     deletions: tuple[str, ...]
-    """The folders that go, in the order in which they do."""
+    """The folders to delete, in the order of deletion."""
 
     lacking: str | None
-    """Says, in words, that no checkpoint has the metric of a best-k rule, which then keeps all."""
+    """A warning that no checkpoint has the metric of a best-k rule, which then keeps all; else
+    None."""
 
     @property
     def freed_bytes(self) -> int:
-        """What the execution gives back."""
+        """The bytes that `execute` frees."""
         return self.sharing().freed_bytes(self.deletions)
 
     def sharing(self) -> Sharing:
-        """Which of the checkpoints have files in common; may read indexes."""
+        """Return the files that the checkpoints share. May read indexes."""
         return sharing_of(self.store, self.listed)
 
     def execute(
         self, *, before: Callable[[], None] | None = None, each: Callable[[str], None] | None = None
     ) -> tuple[str, ...]:
-        """Delete what goes, and return it; one that was pinned since the plan was made stays.
+        """Delete the planned folders and return those that were deleted. A checkpoint that was
+        pinned after planning is kept.
 
-        `before` is asked before each deletion, and raises where the plan no longer holds.
+        `before` is called before each deletion and raises if the plan is no longer valid; `each` is
+        called with the name of each deleted folder.
         """
         deleted: list[str] = []
         replacements = {item.folder: item.superseded_by for item in self.listed}
         kept: set[str | None] = set()
+        if self.deletions:
+            self._sync_newest()
         for folder in self.deletions:
             if before is not None:
                 before()
             if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
-                _log.info("kept %s: pinned meanwhile", folder)
+                _log.info("kept %s: pinned in the meantime", folder)
                 kept.add(replacements[folder])
                 continue
             if folder in kept:
-                _log.info("kept %s: it replaces one that was pinned meanwhile", folder)
+                _log.info("kept %s: it replaces one that was pinned in the meantime", folder)
                 continue
             self.store.delete_folder(folder, first=MANIFEST_NAME)
             deleted.append(folder)
@@ -275,11 +287,21 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
                 each(folder)
         return tuple(deleted)
 
+    def _sync_newest(self) -> None:
+        """Make the name of the newest kept checkpoint durable. Its writer may have died before
+        that, and the deletions may remove every other checkpoint."""
+        gone = set(self.deletions)
+        whole = [item.folder for item in self.listed if item.is_whole and item.folder not in gone]
+        for folder in whole[-1:]:
+            with contextlib.suppress(NotFoundError):  # deleted meanwhile
+                self.store.sync_folder(folder)
+
 
 def plan_prune(
     run: Run, keep: Keep, *, resumed_from: str | None = None, in_use: frozenset[str] = frozenset()
 ) -> PrunePlan:
-    """What the rules would delete now; `in_use` are folders that a save under way refers to."""
+    """Return the deletions that the rules call for now. `in_use` are folders that a save in
+    progress refers to."""
     listed, _ = run.look()
     return plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
 
@@ -292,7 +314,7 @@ def plan(
     resumed_from: str | None = None,
     pinned: frozenset[str] = frozenset(),
 ) -> PrunePlan:
-    """The plan for what is listed. Pure: `store` is only kept for the execution."""
+    """Return the plan for these checkpoints. Pure: `store` is only kept for the execution."""
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
     points = {item.folder: item.point for item in listed}
     replaced = {item.folder for item in listed if item.superseded_by}

@@ -1,15 +1,16 @@
-"""A run: the way to its checkpoints, its writers, its commits and its cleaning.
+"""A run: access to its checkpoints, writers, attempts and cleanup.
 
-Ties `epochs`, `listing`, `decision` and `cleaning` to one store and adds only the order in which
-they act. Knows nothing of tensors, data files or processes. What it remembers never changes on
-disk, so any thread may call any method.
+Connects `terms`, `listing`, `attempt` and `cleaning` to one store and defines only the order of
+their operations. Knows nothing of tensors, data files or processes. It caches only what never
+changes on disk, so all methods are thread-safe.
 
-The identity of a run is the id in `run.json` or, without that file, in its manifests.
+A run is identified by the id in `run.json` or, without that file, in its manifests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -19,35 +20,29 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from laststep.catalog import cleaning, decision, lineage, listing
+from laststep.catalog.attempt import Attempt, abort
 from laststep.catalog.decision import exists
-from laststep.catalog.epochs import (
-    RECORD_LIMIT_BYTES,
-    EpochRecord,
-    Epochs,
-    shares_pids,
-    this_writer,
-    trainer_is_gone,
-)
 from laststep.catalog.lineage import (
     PIN_NAME,
     RUN_NAME,
     AttemptName,
     Seen,
-    epoch_lock_name,
-    epoch_record_name,
-    format_folder,
+    name_attempt,
     parse_folder,
+    term_lock_name,
+    term_record_name,
 )
-from laststep.catalog.listing import (
-    SCAN_PAUSES_S,
-    Listed,
-    OpenAttempt,
-    ScanDepth,
-    Scanner,
-    remedy_for_no_run,
+from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
+from laststep.catalog.terms import (
+    RECORD_LIMIT_BYTES,
+    TermRecord,
+    Terms,
+    shares_pids,
+    this_writer,
+    trainer_is_gone,
 )
+from laststep.constants import FORMAT_VERSION
 from laststep.errors import (
-    AbortedError,
     AlreadyExistsError,
     CorruptError,
     LaststepError,
@@ -56,15 +51,14 @@ from laststep.errors import (
     UsageError,
 )
 from laststep.format.manifest import Abort, Commit, Versioned, refuse_later
-from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from laststep.catalog.cleaning import Orphan
-    from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
+    from laststep.catalog.terms import Trainer
     from laststep.storage.store import Lock, Store, StoreEntry
 
 
@@ -72,7 +66,7 @@ _ID = re.compile("[0-9a-f]{32}")
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `run.json`, by which a run is known."""
+    """The content of `run.json`, which identifies a run."""
 
     format: int
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -80,7 +74,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def run_id(store: Store) -> str:
-    """Return the id of the run in a store; "" if neither `run.json` nor a manifest tells it."""
+    """Return the id of the run in a store; "" if neither `run.json` nor a manifest has one."""
     record = read_record(store)
     return id_in_manifests(store) if record is None else record.run
 
@@ -90,18 +84,19 @@ def id_in_manifests(store: Store) -> str:
     attempts = [name for name in map(parse_folder, store.folder_names("")) if name is not None]
     for attempt in sorted(attempts, key=lambda name: name.point, reverse=True):
         try:
-            decided = decision.read_manifest(store, attempt.folder)
+            decided = decision.read(store, attempt.folder)
         except StorageError:
             raise
         except LaststepError:
-            continue  # damaged, or of a later format; an older manifest has the same id
+            continue  # damaged or of a later format; older manifests have the same id
         if isinstance(decided, Commit) and _ID.fullmatch(decided.run):
             return decided.run
     return ""
 
 
 def read_record(store: Store) -> RunRecord | None:
-    """Return the content of `run.json`; None if there is none, `CorruptError` if it is damaged."""
+    """Return the content of `run.json`, or None if there is none. Raise `CorruptError` if it is
+    damaged."""
     where = f"{store.url}/{RUN_NAME}"
     try:
         data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
@@ -135,31 +130,32 @@ _log = logging.getLogger(__name__)
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
-    """An epoch whose writer is alive, and the attempts it has not decided yet."""
+    """A term whose writer is alive, with its undecided attempts."""
 
-    epoch: int
+    term: int
     host: str
     pid: int
-    """Of the trainer, which may be dead while its flusher finishes."""
+    """The process id of the trainer, which may be dead while its flusher finishes."""
     shares_pids: bool
-    """Whether `pid` means the same process here."""
+    """True if `pid` refers to the same process here."""
     trainer_is_gone: bool
-    """Whether that process is known to be dead."""
+    """True if the trainer is known to be dead."""
     attempts: tuple[str, ...]
 
 
 class Run:
-    """One run in one store. Made by `open` or `open_or_create`."""
+    """A run in a store. Create it with `open` or `open_or_create`."""
 
     def __init__(self, store: Store, record: RunRecord | None) -> None:
         self.store = store
         self.record = record
-        self._epochs = Epochs(store)
+        self._terms = Terms(store)
         self._scanner = Scanner(store)
 
     @classmethod
     def open(cls, store: Store) -> Run:
-        """An existing run; `NotFoundError` where there is neither a record nor any checkpoint."""
+        """Open an existing run. Raise `NotFoundError` if there is neither a record nor any
+        checkpoint."""
         record = read_record(store)
         run = cls(store, record)
         if record is None and not run._scanner.names():
@@ -173,7 +169,7 @@ class Run:
 
     @classmethod
     def open_or_create(cls, store: Store) -> Run:
-        """The run, which is made where there is none."""
+        """Open the run, or create it if there is none."""
         record = read_record(store)
         if record is None:
             # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
@@ -189,93 +185,99 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The random id of the run; "" if neither `run.json` nor a manifest tells it."""
+        """The random id of the run; "" if neither `run.json` nor a manifest has one."""
         return id_in_manifests(self.store) if self.record is None else self.record.run
 
-    # What there is
+    # Reading
 
     def checkpoints(self) -> tuple[Listed, ...]:
-        """All committed checkpoints in the order of commits, on the lineage or not."""
+        """Return all committed checkpoints in the order of commits, on the lineage or not."""
         return self._listed(self._scanner.scan())
 
     def _listed(
-        self, scanned: tuple[ScannedAttempt, ...], epoch: int | None = None
+        self, scanned: tuple[ScannedAttempt, ...], term: int | None = None
     ) -> tuple[Listed, ...]:
-        """The checkpoints among them, on the lineage of the run or on that of an `epoch`."""
-        if epoch is not None:
-            return listing.checkpoints(scanned, self._epochs.chain(epoch))
+        """Return the checkpoints among scanned attempts, placed on the lineage of the run, or of
+        `term` if given."""
+        if term is not None:
+            return listing.checkpoints(scanned, self._terms.chain(term))
         committed = [item.name for item in scanned if item.is_committed]
         return listing.checkpoints(scanned, self._chain(committed, lambda _: True))
 
     def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
     ) -> Chain:
-        """The epochs of the lineage, given the attempts that there are: what the newest epoch that
-        has a commit descends from. One that has none has decided nothing: its writer may have died
-        before it knew what it would leave behind. Asks of as few attempts as possible whether they
-        are committed, newest first."""
-        numbers = self._epochs.numbers()
+        """Return the terms that the newest term with a commit descends from. `names` are the
+        attempts that exist.
+
+        A term without a commit does not count: its writer may have died before it knew which
+        checkpoints it would abandon. `is_committed` is called for as few attempts as possible,
+        newest first.
+        """
+        numbers = self._terms.numbers()
         recorded = frozenset(numbers)
-        own = [name for name in names if name.epoch in recorded]
+        own = [name for name in names if name.term in recorded]
         newest_first = sorted(own, key=lambda name: name.point, reverse=True)
         last = next((name for name in newest_first if is_committed(name)), None)
-        beyond = [name for name in names if numbers and name.epoch > numbers[-1]]
+        beyond = [name for name in names if numbers and name.term > numbers[-1]]
         self._tell_unrecorded(filter(is_committed, beyond))
         if last is None:
-            return self._epochs.chain(None)
-        if numbers[-1] > last.epoch:
+            return self._terms.chain(None)
+        if numbers[-1] > last.term:
             self._tell_undecided(numbers[-1], last)
-        return self._epochs.chain(last.epoch)
+        return self._terms.chain(last.term)
 
     def _tell_unrecorded(self, committed: Iterable[AttemptName]) -> None:
-        """Say so where a checkpoint is newer than every epoch that there is a record of."""
+        """Warn about a checkpoint that is newer than every recorded term. Raise `StorageError` if
+        its record exists and was only missing from the listing."""
         for name in sorted(committed, key=lambda name: name.point)[-1:]:
-            if exists(self.store, epoch_record_name(name.epoch)):
+            if exists(self.store, term_record_name(name.term)):
                 error = StorageError(
-                    "a listing lacks the record of an epoch",
+                    "a listing omits the record of a term",
                     where=self.store.url,
-                    expected=epoch_record_name(name.epoch),
+                    expected=term_record_name(name.term),
                     remedy="try again",
                 )
                 error.transient = True
                 raise error
-            why = "does not count, as there is no record of its epoch; restore(%d) takes it"
+            why = "is ignored because the record of its term is missing; restore(%d) restores it"
             _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
-    def _tell_undecided(self, epoch: int, last: AttemptName) -> None:
-        """Say so where the newest epoch, which has no commit, continues another than the last."""
+    def _tell_undecided(self, term: int, last: AttemptName) -> None:
+        """Warn if the newest term has no commit and does not continue from the last checkpoint."""
         with contextlib.suppress(CorruptError):
-            record = self._epochs.read(epoch)
+            record = self._terms.read(term)
             if record is not None and record.continues != last.point:
                 _log.warning(
-                    "epoch %d of %s continues from %s and has committed nothing: %s is still the "
+                    "term %d of %s continues from %s and has committed nothing: %s is still the "
                     "last checkpoint",
-                    epoch,
+                    term,
                     self.store.url,
                     record.continues,
                     last.folder,
                 )
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
-        """The committed checkpoints and the undecided attempts, as they were at one look, which
-        goes through all folders: for a person, or before a deletion."""
+        """Scan all folders once, and return the committed checkpoints and the undecided attempts.
+        For display, or before a deletion."""
         scanned = self._scanner.scan(ScanDepth.ALL)
-        return self._listed(scanned), listing.attempts(scanned, self._epochs)
+        return self._listed(scanned), listing.attempts(scanned, self._terms)
 
     def lineage(self) -> tuple[Listed, ...]:
-        """The checkpoints that the present state descends from, oldest first; also those that are
-        unreadable or incomplete."""
+        """Return the checkpoints that the present state descends from, oldest first, including
+        unreadable and incomplete ones."""
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
     def would_descend(self, names: Iterable[AttemptName]) -> tuple[AttemptName, ...]:
-        """Of these commits, if all of them and no others were here, those of the lineage."""
+        """Return the lineage as it would be if the run had exactly these commits."""
         known = list(names)
         return lineage.order(known, self._chain(known, lambda _: True))
 
     def newest(self) -> Listed | None:
-        """The last whole one of the lineage, by manifests and sizes; looks into few folders."""
-        for pause_s in SCAN_PAUSES_S:
-            time.sleep(pause_s)
+        """Return the last checkpoint of the lineage that is complete by its manifest and file
+        sizes, or None. Scans few folders."""
+        newest = None
+        for _ in decision.looks():
             folders = dict(self._scanner.folders())
             looked: dict[AttemptName, ScannedAttempt] = {}
             newest = self._newest_of(folders, looked)
@@ -286,7 +288,8 @@ class Run:
     def _newest_of(
         self, folders: dict[AttemptName, StoreEntry], looked: dict[AttemptName, ScannedAttempt]
     ) -> Listed | None:
-        """The same of these folders; adds those that it looks into to `looked`."""
+        """Return the last complete checkpoint among these folders, or None. Scanned folders are
+        added to `looked`."""
 
         def look(name: AttemptName) -> ScannedAttempt:
             if name not in looked:
@@ -303,24 +306,24 @@ class Run:
         return None
 
     def attempts(self) -> tuple[OpenAttempt, ...]:
-        """The undecided attempts."""
-        return listing.attempts(self._scanner.scan_undecided(), self._epochs)
+        return listing.attempts(self._scanner.scan_undecided(), self._terms)
 
-    def epoch(self, number: int) -> EpochRecord | None:
-        """The record of one epoch."""
-        return self._epochs.read(number)
+    def term(self, number: int) -> TermRecord | None:
+        """Return the record of a term, or None."""
+        return self._terms.read(number)
 
     def live_writer(self, *, below: int | None = None) -> LiveWriter | None:
-        """The newest epoch (below that number) whose writer is alive, or None.
+        """Return the newest term (below `below`) whose writer is alive, or None.
 
-        Before a restore this is whoever still finishes the last save of an earlier start.
+        Before a restore, this is a writer that still finishes the last save of an earlier job
+        instance.
         """
-        for number in self._epochs.locked():
+        for number in self._terms.locked():
             if below is None or number < below:
-                record = self._epochs.read(number)
-                pending = tuple(item.folder for item in self.attempts() if item.epoch == number)
+                record = self._terms.read(number)
+                pending = tuple(item.folder for item in self.attempts() if item.term == number)
                 return LiveWriter(
-                    epoch=number,
+                    term=number,
                     host="" if record is None else record.host,
                     pid=0 if record is None else record.pid,
                     shares_pids=record is not None and shares_pids(record),
@@ -332,10 +335,11 @@ class Run:
     # Writing
 
     def newest_point(self) -> Seen:
-        """See `newest_point`. A listing made after this call holds that commit, or a newer one."""
+        """Return the newest term and the last commit. A listing made after this call contains that
+        commit or a newer one."""
         return newest_point(self.store)
 
-    def claim_epoch(
+    def claim_term(
         self,
         continues: Point | None,
         *,
@@ -343,179 +347,152 @@ class Run:
         writer: Trainer | None = None,
         orphan: bool = False,
     ) -> int:
-        """Become the writer: take the next epoch, then give up what older writers left open, none
-        of which can be committed after that. What the dead left is removed: it may be what fills
-        the disk.
+        """Become the writer: claim the next term, then abort the undecided attempts of older
+        writers, so that none of them can be committed any more. Attempts of dead writers are
+        removed, because they may be what fills the disk.
 
-        `AbortedError` unless the newest epoch and the last commit are those that were `seen` when
-        it was decided to continue from there (None: that was just now); see `epochs`. `writer` is
-        the trainer that this is done for; this process where none is named. The lock of the epoch
-        MUST be taken (`lock_epoch`) before the first attempt begins."""
+        Raise `AbortedError` unless the newest term and the last commit are still those in `seen`,
+        the state in which the caller chose to continue from `continues` (None: the present state);
+        see `terms`. `writer` is the trainer on whose behalf the term is claimed; by default this
+        process. The lock of the term MUST be taken (`lock_term`) before the first attempt begins.
+        """
         seen, writer = seen or self.newest_point(), writer or this_writer()
         if continues is not None:
-            # Who continues from a commit has seen it, though it may have come after the first look.
-            seen = Seen(epoch=max(seen.epoch, continues[0]), commit=max(seen.commit, continues))
+            # A writer has seen the commit that it continues from, even if it came after `seen`.
+            seen = Seen(term=max(seen.term, continues[0]), commit=max(seen.commit, continues))
         self._check_missed_nothing(seen.commit, writer)
-        number = self._claim(continues, seen=seen.epoch, writer=writer, orphan=orphan)
+        number = self._claim(continues, seen=seen.term, writer=writer, orphan=orphan)
         self._end_older(number)
-        # Somebody may have been told of a commit before he could know of this epoch. Whoever fails
-        # or dies before this second look has committed nothing, so that commit is still the last.
+        # An older writer may have committed before it could see this term. If this process fails
+        # or dies before the second check, it has committed nothing, so that commit is still last.
         self._check_missed_nothing(seen.commit, writer)
-        _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
+        _log.info("term %d of %s continues from %s", number, self.store.url, continues)
         return number
 
     def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:
         try:
-            return self._epochs.claim(continues, seen=seen, writer=writer, orphan=orphan)
+            return self._terms.claim(continues, seen=seen, writer=writer, orphan=orphan)
         except StorageError:
-            # There may be no room for a record beside what the dead have left.
+            # The attempts of dead writers may leave no room for a record.
             scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
-            dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
+            dead = cleaning.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
             if not self._remove(dead):
                 raise
-            return self._epochs.claim(continues, seen=seen, writer=writer, orphan=orphan)
+            return self._terms.claim(continues, seen=seen, writer=writer, orphan=orphan)
 
     def _end_older(self, successor: int) -> None:
-        """Remove the attempts of dead writers, and give up those of others. A live one that looked
-        for newer epochs before this one was there finds that when it commits."""
+        """Remove the attempts of dead writers and abort those of other older writers. A live writer
+        that checked for newer terms before this one existed finds the abort when it commits."""
         scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
-        dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
+        dead = cleaning.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
         self._remove(dead)
         of_the_dead = {orphan.name for orphan in dead}
-        for item in listing.attempts(scanned, self._epochs):
-            # A copy is no writer's, and settles nothing: it is as old as its original.
-            if item.epoch < successor and item.folder not in of_the_dead and not item.is_copy:
+        for item in listing.attempts(scanned, self._terms):
+            # A copy belongs to no writer of this run, and committing it cannot move the lineage
+            # forward: it has the point of its original.
+            if item.term < successor and item.folder not in of_the_dead and not item.is_copy:
                 self._give_up_for(successor, item.folder)
 
     def _give_up_for(self, successor: int, folder: str) -> None:
-        """Give up an attempt of an older epoch; a commit that came first stands."""
-        reason = f"the run was taken over by {self._epochs.described(successor)}"
+        """Abort an attempt of an older term, unless it has been committed."""
+        reason = f"the run was taken over by {self._terms.described(successor)}"
         try:
-            decided = decision.abort(self.store, folder, reason)
+            decided = abort(self.store, folder, reason)
         except LaststepError as error:
-            if self.decision(folder) is not None:
+            if decision.read(self.store, folder) is not None:
                 return
             raise StorageError(
-                "cannot take the run over: a save of another job, which may live, cannot be given "
-                "up",
+                (
+                    "cannot take over the run: cannot abort a save of another job, which may still "
+                    "be alive"
+                ),
                 where=f"{self.store.url}/{folder}",
                 found=error.without_remedy(),
-                remedy="end that job and delete this folder, or let this job write to it; the next "
-                "save tries again",
+                remedy=(
+                    "stop that job and delete this folder, or give this job write access; the next "
+                    "save tries again"
+                ),
             ) from error
         if isinstance(decided, Abort):
-            _log.warning("gave up %s, which was under way in an older epoch", folder)
+            _log.warning("aborted %s, which was in progress in an older term", folder)
 
     def _check_missed_nothing(self, seen: Point, writer: Trainer) -> None:
-        """`AbortedError` if another start has committed anything after `seen`: who goes on from
-        there would abandon it, and what he continues may be pruned by now."""
+        """Raise `AbortedError` if another job instance has committed anything after `seen`.
+        Continuing from `seen` would abandon that commit, and `seen` itself may have been pruned by
+        now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
         for name in reversed(later):
-            if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
-                raise self._epochs.superseded(
-                    name.epoch,
-                    expected="nothing to be saved since this job looked at the run",
+            if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
+                raise self._terms.superseded(
+                    name.term,
+                    expected="no save since this job opened the run",
                     before=True,
                     saved=name.folder,
                 )
 
-    def check_newest(self, epoch: int) -> None:
-        """`AbortedError` if another writer has taken a newer epoch."""
-        newest = max(self._epochs.numbers(), default=0)
-        if newest > epoch:
-            raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
+    def check_newest(self, term: int) -> None:
+        """Raise `AbortedError` if another writer has claimed a newer term."""
+        newest = max(self._terms.numbers(), default=0)
+        if newest > term:
+            raise self._terms.superseded(newest, expected=f"term {term} to be the newest")
 
-    def lock_epoch(self, number: int) -> Lock:
-        """Show that the writer of that epoch is alive, until this is closed or the process ends."""
-        return self.store.lock(epoch_lock_name(number))
+    def lock_term(self, number: int) -> Lock:
+        """Lock a term to show that its writer is alive, until the lock is closed or the process
+        ends."""
+        return self.store.lock(term_lock_name(number))
 
-    def check_step_free(self, step: int, *, epoch: int | None = None) -> None:
-        """`AlreadyExistsError` where that step is committed on the lineage and whole; on that of a
-        writer's
-        `epoch`, which may have no commit yet."""
-        # One that is not committed may be that of the very save which asks. All are looked at only
-        # where there is one: every save asks, and a run may have thousands.
+    def check_step_free(self, step: int, *, term: int | None = None) -> None:
+        """Raise `AlreadyExistsError` if the step is committed and complete on the lineage of the
+        run, or of `term` if given (a writer's term, which may have no commit yet)."""
+        # Only commits count: an undecided attempt may belong to the calling save. The full scan
+        # runs only if there is one, because every save calls this and a run may have thousands.
         there = [name for name in self._scanner.names() if name.step == step]
         if not any(_is_committed(self.store, name) for name in there):
             return
         scanned = self._scanner.scan(ScanDepth.ALL)
-        for item in self._listed(scanned, epoch):
+        for item in self._listed(scanned, term):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise AlreadyExistsError(
-                    f"step {step} has been saved already",
+                    f"step {step} has already been saved",
                     where=f"{self.store.url}/{item.folder}",
                     remedy="save with overwrite=True to replace it, or restore an earlier step",
                 )
 
-    def begin(self, *, step: int, epoch: int, attempt: int) -> str:
-        """Make the folder of an attempt, then see whether this writer is still the newest.
-
-        In that order: a newer writer either shows up here, or finds the folder and gives it up.
-        """
-        if epoch not in self._epochs.numbers():
+    def begin(self, *, step: int, term: int, attempt: int) -> Attempt:
+        """Begin an attempt in a new folder. Raise `NotFoundError` if the run was deleted or
+        replaced."""
+        if term not in self._terms.numbers():
             raise NotFoundError(
-                f"cannot save step {step}: the run is not there, or not the one that was saved to",
+                f"cannot save step {step}: the run is missing or was replaced",
                 where=self.store.url,
-                expected=f"its record of epoch {epoch}",
-                found="none: the run was deleted or renamed, or a link to it points elsewhere",
-                remedy="bring it back to this path, or make a new Checkpointer",
+                expected=f"its record of term {term}",
+                found="nothing: the run was deleted, renamed or relinked",
+                remedy="move it back to this path, or create a new Checkpointer",
             )
-        folder = format_folder(step=step, epoch=epoch, attempt=attempt)
-        self.store.make_folder(folder)
-        try:
-            self.check_newest(epoch)
-        except AbortedError as error:
-            decision.abort(self.store, folder, f"the run was taken over by {error.found}")
-            raise
-        return folder
-
-    def commit(self, folder: str, commit: Commit) -> None:
-        """Make a checkpoint visible; see `decision.commit`."""
-        decision.commit(self.store, folder, commit)
-
-    def abort(self, folder: str, reason: str) -> Commit | Abort:
-        """Give an attempt up; returns the decision that stands, a `Commit` if it came too late."""
-        _check_folder(folder)
-        return decision.abort(self.store, folder, reason)
-
-    def decision(self, folder: str) -> Commit | Abort | None:
-        """What was decided about an attempt."""
-        _check_folder(folder)
-        return decision.read(self.store, folder)
+        name = name_attempt(step=step, term=term, attempt=attempt)
+        begun = Attempt(self.store, name, functools.partial(self.check_newest, term))
+        begun.begin()
+        return begun
 
     # Removing
 
-    def discard(self, folder: str) -> None:
-        """Delete an attempt that was given up; for its own writer, once it writes no more. One that
-        somebody else has deleted is fine."""
-        decided = self.decision(folder)
-        if decided is None and parse_folder(folder) not in self._scanner.names():
-            return
-        if not isinstance(decided, Abort):
-            raise UsageError(
-                "refused to delete an attempt that was not given up",
-                where=f"{self.store.url}/{folder}",
-                remedy="abort it first, or prune if it is committed",
-            )
-        self.store.delete_folder(folder)
-
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
-        """What crashes left behind and no live writer can want."""
+        """Return the files and folders that crashes left behind and that no live writer needs."""
         now = time.time() if now_s is None else now_s
         scanned = self._scanner.scan(ScanDepth.ATTEMPTS)
-        return cleaning.orphans(self.store, self._epochs, scanned, now_s=now)
+        return cleaning.orphans(self.store, self._terms, scanned, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
-        """Remove the orphans; returns those that are gone. Failing costs disk space and is logged:
-        whoever cleans has something better to do, and the next writer tries again."""
+        """Remove the orphans and return those that were removed. A failure only costs disk space,
+        so it is logged and not raised; the next writer tries again."""
         try:
             return self._remove(self.orphans(now_s=now_s))
         except LaststepError as error:
-            _log.warning("cannot look for what crashes left behind: %s", error)
+            _log.warning("cannot look for orphaned snapshots: %s", error)
             return ()
 
     def _remove(self, orphans: Iterable[Orphan]) -> tuple[Orphan, ...]:
-        """Remove what can be removed; returns that."""
+        """Remove as many of these as possible and return those that were removed."""
         gone = []
         for orphan in orphans:
             try:
@@ -526,32 +503,34 @@ class Run:
         return tuple(gone)
 
     def pin(self, folder: str) -> None:
-        """Keep that checkpoint whatever the rules say."""
-        if not isinstance(self.decision(folder), Commit):
+        """Protect a checkpoint from retention. Raise `NotFoundError` if it does not exist."""
+        _check_folder(folder)
+        if not isinstance(decision.read(self.store, folder), Commit):
             raise NotFoundError(
-                "cannot pin, there is no such checkpoint", where=f"{self.store.url}/{folder}"
+                "cannot pin: the checkpoint does not exist", where=f"{self.store.url}/{folder}"
             )
         try:
             self.store.create(f"{folder}/{PIN_NAME}", b"")
         except AlreadyExistsError:
-            self.store.sync_folder(folder)  # who made it may have failed to
+            self.store.sync_folder(folder)  # its creator may have failed to sync it
 
     def unpin(self, folder: str) -> None:
-        """Leave that checkpoint to the rules again."""
+        """Make a checkpoint subject to retention again."""
         _check_folder(folder)
         self.store.delete(f"{folder}/{PIN_NAME}")
 
 
 def newest_point(store: Store) -> Seen:
-    """The newest epoch of the run in a store, and its last commit."""
+    """Return the newest term and the last commit of the run in a store."""
     names = sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True)
-    newest = max((*Epochs(store).numbers(), *(name.epoch for name in names)), default=0)
+    newest = max((*Terms(store).numbers(), *(name.term for name in names)), default=0)
     last = next((name.point for name in names if _is_committed(store, name)), (0, 0))
-    return Seen(epoch=newest, commit=last)
+    return Seen(term=newest, commit=last)
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:
-    """Whether an attempt counts as a checkpoint; as in a listing, an unreadable manifest does."""
+    """Return True if an attempt counts as a checkpoint. An unreadable manifest counts as committed,
+    as in a listing."""
     try:
         return isinstance(decision.read(store, name.folder), Commit)
     except StorageError:

@@ -1,35 +1,60 @@
-"""The command line: `laststep ls | show | du | verify | copy | prune | pin | rescue | export | …`.
+"""The command line: `laststep ls | show | du | verify | copy | prune | pin | recover | export | …`.
 
-Each command is a module of its own, imported here; none of them imports torch before it runs, and
-only `import`, `export` (in this process) and `demo` (in others) run it at all. Errors of the
-library become one message on stderr and the statuses of `status`; anything else is a bug and shows
-its traceback.
+No command imports torch before it runs, and only `import` and `export` need it at all. Errors of
+the library are printed as one message on stderr, with the exit statuses of `output`; any other
+exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from laststep.cli import status
-from laststep.cli.benching import bench
-from laststep.cli.copying import copy
-from laststep.cli.demo import demo
-from laststep.cli.exporting import export
-from laststep.cli.importing import import_
-from laststep.cli.listing import ls
-from laststep.cli.pinning import pin, unpin
-from laststep.cli.pruning import prune
-from laststep.cli.rescuing import rescue
+import laststep
+from laststep.cli import output
+from laststep.cli.changing import copy, pin, prune, recover, unpin
+from laststep.cli.foreign import export, import_
+from laststep.cli.listing import du, ls
 from laststep.cli.showing import show
-from laststep.cli.using import du
 from laststep.cli.verifying import verify
-from laststep.errors import LaststepError, UsageError
+from laststep.errors import LaststepError, NotFoundError, UsageError
 from laststep.version import VERSION
 
 __all__ = ["app", "main"]
+
+
+def bench(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed on to it.")
+    ] = None,
+) -> None:
+    """Run the benchmarks of the source tree on this machine."""
+    root = _source_tree()
+    if root is None:
+        raise NotFoundError(
+            "the benchmarks are not installed",
+            where=str(Path.cwd()),
+            expected="the folder `bench` of laststep's sources",
+            remedy="get the sources of this version and run `make bench` in them",
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *(arguments or ())], cwd=root, check=False
+    )
+    raise typer.Exit(done.returncode)
+
+
+def _source_tree() -> Path | None:
+    """Return the source tree of an editable install, or the working folder if it is one."""
+    package = Path(laststep.__path__[0])
+    for folder in (package.parent.parent, Path.cwd()):
+        if (folder / "bench" / "__init__.py").is_file() and (folder / "pyproject.toml").is_file():
+            return folder
+    return None
+
 
 app = typer.Typer(
     name="laststep",
@@ -40,10 +65,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, du, verify, copy, prune, pin, unpin, rescue, export, demo):
+for command in (ls, show, du, verify, copy, prune, pin, unpin, recover, export):
     app.command()(command)
 app.command("import")(import_)
-# Whatever is typed after `bench` belongs to the benchmarks, options too.
+# All arguments after `bench`, options too, are passed to the benchmarks.
 app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})(bench)
 
 
@@ -67,9 +92,9 @@ def _laststep(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong is one message, not a traceback."""
+    """Run the command line; print errors as one message instead of a traceback."""
     try:
         app()
     except LaststepError as error:
         print(f"laststep: {error}", file=sys.stderr)
-        sys.exit(status.MISUSED if isinstance(error, UsageError) else status.FAILED)
+        sys.exit(output.MISUSED if isinstance(error, UsageError) else output.FAILED)

@@ -1,29 +1,25 @@
-"""`laststep ls`: the checkpoints of a run, the last committed at the bottom.
-
-With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
-`size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier ones; null
-where the manifest cannot be read), `lossy` (how tensors in it were rounded, none where it is
-exact), `left_out` (the items that it lacks, if it is an excerpt), `metrics`, `lineage` ("current",
-"abandoned" or "superseded"), `superseded_by`, `pinned`, `epoch`, `attempt`, `error` (null, or why
-its manifest cannot be read) and `incomplete` (null, or which data file is missing or has the wrong
-size). An attempt, a save that is not committed, has `step`, `folder`, `size_bytes`, `alive` and
-`is_copy` (whether `laststep copy` brings it). With --tiers, `standings` says what is printed.
-"""
+"""`laststep ls` and `du`: the checkpoints of a run, the status of its tiers, and shared files."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laststep.catalog.indexes import sharing_of
 from laststep.cli import output, places
-from laststep.cli.standings import print_tiers
+from laststep.constants import duration_text
 from laststep.errors import UsageError
+from laststep.tiers.replicas import replica_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed, OpenAttempt
+    from laststep.catalog.run import Run
+    from laststep.tiers.replicas import ReplicaStatus
 
 
 def ls(
@@ -61,36 +57,37 @@ def ls(
 
 
 def lineage_of(listed: Listed) -> str:
-    """One word for the place of a checkpoint: current, superseded or abandoned."""
+    """Return the position of a checkpoint in one word: current, superseded or abandoned."""
     if listed.on_lineage:
         return "current"
     return "abandoned" if listed.superseded_by is None else "superseded"
 
 
 def is_in_progress(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
-    """Whether a writer that is alive may still commit it."""
+    """Return True if a living writer may still commit the attempt."""
     return attempt.alive and (attempt.is_copy or not _is_overtaken(attempt, checkpoints))
 
 
 def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
-    """What a folder without a manifest may be, where it is not in progress: the folder alone does
-    not tell what never had one from what lost it."""
+    """Explain a folder without a manifest that is not in progress. The folder alone does not show
+    whether it never had a manifest or has lost it."""
     if attempt.is_copy:
-        return "a copy that was interrupted; `laststep copy` goes on with it if its source has it"
+        return "an interrupted copy; `laststep copy` resumes it if the source still has it"
     if _is_overtaken(attempt, checkpoints):
         return "a checkpoint that is partly deleted, or one whose manifest was lost"
     return "an unfinished save, or one whose manifest was lost"
 
 
 def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
-    """Whether a folder without a manifest had one: it loses that first when it is deleted.
+    """Return True if a folder without a manifest once had one: deletion removes the manifest first.
 
-    A writer commits in the order of its attempts, and a new one gives up what the dead left open.
+    A writer commits in the order of its attempts, and a new writer aborts the open attempts of dead
+    ones. So the attempt is overtaken if there is a later commit.
     """
     return any(
         later.attempt > attempt.attempt
-        if later.epoch == attempt.epoch
-        else later.epoch > attempt.epoch and not attempt.alive
+        if later.term == attempt.term
+        else later.term > attempt.term and not attempt.alive
         for later in checkpoints
     )
 
@@ -100,19 +97,20 @@ def _document(item: Listed) -> dict[str, object]:
         **output.fields(item, "step", "folder", "created_s", "size_bytes"),
         "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
         "lossy": () if item.commit is None else item.commit.lossy,
-        "left_out": () if item.commit is None else item.commit.left_out,
+        "omitted_items": () if item.commit is None else item.commit.omitted_items,
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
-        **output.fields(item, "superseded_by", "pinned", "epoch", "attempt", "incomplete"),
+        **output.fields(item, "superseded_by", "pinned", "term", "attempt", "incomplete"),
         "error": None if item.error is None else str(item.error),
     }
 
 
-_NUMBERS = ("step", "size", "new")
+_NUMBERS = ("step", "size", "new", "only here", "files")
 
 
 def _row(item: Listed, *, share: bool) -> dict[str, str]:
-    """What the table says of it, by column; with `share`, what of it was new."""
+    """Return the table cells of a checkpoint by column; with `share`, also the size of its new
+    files."""
     new = {"new": "" if item.commit is None else output.size_text(item.commit.new_bytes)}
     return {
         "step": str(item.step),
@@ -127,25 +125,31 @@ def _row(item: Listed, *, share: bool) -> dict[str, str]:
 
 
 def _status(item: Listed) -> str:
-    """Its place on the lineage, and what is wrong with it."""
+    """Return its position on the lineage and its defects."""
     place = "●" if item.on_lineage else lineage_of(item)
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
     place += f" rounded to {', '.join(item.commit.lossy)}" if item.commit.lossy else ""
-    if item.commit.left_out:
+    if item.commit.omitted_items:
         place += f" only {', '.join(record.name for record in item.commit.items)}"
     return place if item.incomplete is None else f"{place} incomplete"
 
 
 def _unreadable(item: Listed) -> str:
-    """Why its manifest cannot be read, in a word or two."""
+    """Return in a few words why its manifest cannot be read."""
     return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
 def _print_table(checkpoints: Sequence[Listed]) -> None:
     share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
-    rows = [_row(item, share=share) for item in checkpoints]
-    output.print_checkpoints(rows, _NUMBERS, dim=[not item.on_lineage for item in checkpoints])
+    _print_checkpoints(checkpoints, [_row(item, share=share) for item in checkpoints])
+
+
+def _print_checkpoints(checkpoints: Sequence[Listed], rows: list[dict[str, str]]) -> None:
+    """Print a row for each checkpoint; those off the lineage are dimmed."""
+    styles = [None if item.on_lineage else "dim" for item in checkpoints]
+    cells = [tuple(row.values()) for row in rows]
+    output.print_table(tuple(rows[0]), cells, right=_NUMBERS, styles=styles)
 
 
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
@@ -167,3 +171,114 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttem
             text = f"has no manifest: {why_no_manifest(attempt, checkpoints)}"
             text += f" ({attempt.folder}, {size})"
         console.print(f"step {attempt.step} {text}")
+
+
+def print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
+    """Print the status of each tier: the run's primary, the replicas recorded in the run, and
+    `urls`."""
+    found, now_s = replica_status(run, urls), time.time()
+    if as_json:
+        documents = [_tier_document(one, now_s) for one in found]
+        output.print_json({"run": run.store.url, "tiers": documents})
+    else:
+        columns = ("tier", "step", "age", "checkpoints", "at risk")
+        rows = [_tier_row(one, now_s) for one in found]
+        output.print_table(columns, rows, right=("step", "age", "checkpoints"))
+        for one in found:
+            if one.error is not None:
+                output.console().print(f"cannot read {one.tier}: {one.error}")
+    if any(one.error is not None for one in found):
+        raise typer.Exit(output.FAILED)
+
+
+def _tier_document(one: ReplicaStatus, now_s: float) -> dict[str, object]:
+    newest = one.newest
+    return {
+        "tier": one.tier,
+        "step": None if newest is None else newest.name.step,
+        "folder": None if newest is None else newest.name.folder,
+        "created_s": None if newest is None else newest.created_s,
+        "age_s": None if newest is None else now_s - newest.created_s,
+        **output.fields(one, "checkpoints", "behind_steps", "behind_s", "omitted_items", "error"),
+    }
+
+
+def _tier_row(one: ReplicaStatus, now_s: float) -> tuple[str, ...]:
+    if one.newest is None:
+        return one.tier, "", "", "?" if one.error else "0", "unknown" if one.error else "everything"
+    age = duration_text(max(now_s - one.newest.created_s, 0.0))
+    return one.tier, str(one.newest.name.step), age, f"{one.checkpoints:,}", _at_risk(one)
+
+
+def _at_risk(one: ReplicaStatus) -> str:
+    """Describe the work that is lost if all nearer tiers are lost, apart from training since the
+    last save."""
+    text = ""
+    if one.behind_s or one.behind_steps:
+        steps = output.count_text(one.behind_steps or 0, "step")
+        text = f"{steps}, {duration_text(one.behind_s or 0)}"
+    if one.omitted_items:  # the replica has partial checkpoints
+        rest = f"; of {', '.join(one.items)} {text}" if text else ""
+        return f"all of {', '.join(one.omitted_items)}{rest}"
+    return text or "nothing"
+
+
+def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
+    """Show the disk space that checkpoints take, and how much of it they share."""
+    opened = places.open_run(run)
+    checkpoints = opened.checkpoints()
+    sharing = sharing_of(opened.store, checkpoints)
+    apart_bytes = sum(item.stored_bytes for item in checkpoints)
+    stored_bytes = sharing.stored_bytes()
+    saved_bytes = apart_bytes - stored_bytes
+    if as_json:
+        output.print_json(
+            {
+                "run": opened.store.url,
+                "checkpoints": [_usage_document(item, sharing) for item in checkpoints],
+                "apart_bytes": apart_bytes,
+                "stored_bytes": stored_bytes,
+                "saved_bytes": saved_bytes,
+            }
+        )
+        return
+    console = output.console()
+    if not checkpoints:
+        console.print(f"{run} has no checkpoint yet")
+        return
+    _print_checkpoints(checkpoints, [_usage_row(item, sharing) for item in checkpoints])
+    total = f"{output.count_text(len(checkpoints), 'checkpoint')}: "
+    if saved_bytes:
+        apart = output.size_text(apart_bytes)
+        total += f"{apart} if each stood alone, {output.size_text(saved_bytes)} saved, "
+    console.print(f"{total}{output.size_text(stored_bytes)} on the disk")
+
+
+def _new_bytes(item: Listed) -> int:
+    return item.stored_bytes - (0 if item.commit is None else item.commit.shared_bytes)
+
+
+def _usage_document(item: Listed, sharing: Sharing) -> dict[str, object]:
+    return {
+        **output.fields(item, "step", "folder"),
+        "size_bytes": item.stored_bytes,
+        "new_bytes": _new_bytes(item),
+        "alone_bytes": sharing.freed_bytes([item.folder]),
+        "shared_with": sharing.sharers(item.folder),
+        "files": None if item.commit is None else item.commit.file_count,
+        "error": None if item.error is None else str(item.error),
+    }
+
+
+def _usage_row(item: Listed, sharing: Sharing) -> dict[str, str]:
+    """Return the table cells of a checkpoint by column."""
+    others = sharing.sharers(item.folder)
+    return {
+        "step": str(item.step),
+        "size": output.size_text(item.stored_bytes),
+        "new": output.size_text(_new_bytes(item)),
+        "only here": output.size_text(sharing.freed_bytes([item.folder])),
+        "files": "" if item.commit is None else f"{item.commit.file_count:,}",
+        "shared with": output.count_text(len(others), "checkpoint") if others else "",
+        "folder": item.folder,
+    }

@@ -1,4 +1,4 @@
-"""What the paths on the command line stand for: a run, or the folder of one checkpoint."""
+"""Resolve the paths on the command line: a run, or the folder of one checkpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.lineage import EPOCHS_FOLDER, RUN_NAME, parse_folder
+from laststep.catalog.lineage import RUN_NAME, TERMS_FOLDER, parse_folder
 from laststep.catalog.listing import nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
 from laststep.cli import output
+from laststep.constants import MANIFEST_NAME
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
-from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ StepOption = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPath:
-    """A checkpoint's folder, and what its run says of it where it lies in one."""
+    """A checkpoint's folder, and its entry in the listing of its run, if it is in one."""
 
     store: Store
     folder: str
@@ -53,7 +53,8 @@ class CheckpointPath:
 
 
 def open_or_lost(path: str) -> Run:
-    """The same, and where there is none, one without any checkpoint: other places may have some."""
+    """Open a run; if it is missing, return one without checkpoints, since replicas may have
+    some."""
     try:
         return open_run(path)
     except NotFoundError:
@@ -61,7 +62,7 @@ def open_or_lost(path: str) -> Run:
 
 
 def open_run(path: str) -> Run:
-    """The run in that folder; `NotFoundError` where there is none."""
+    """Open the run in that folder. Raise `NotFoundError` if there is none."""
     local = local_path(path)
     if local is None:
         return Run.open(open_store(path))
@@ -84,21 +85,21 @@ def open_run(path: str) -> Run:
             where = f"its run may be {above}" if is_of_run else f"`laststep show {path}` shows it"
             remedy = f"this is one checkpoint; {where}"
         raise NotFoundError(
-            "there is no run", where=path, found="a folder that is none", remedy=remedy
+            "there is no run", where=path, found="something that is not a folder", remedy=remedy
         )
     return Run.open(open_store(path))
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether the path is the folder of one checkpoint, in a run or on its own."""
+    """Return True if the path is the folder of one checkpoint, in a run or on its own."""
     return decision.is_checkpoint(open_store(path))
 
 
 def find(run: Run, step: int | None) -> Listed:
-    """The checkpoint of that step, or the newest of the lineage; `NotFoundError` where there is
-    none.
+    """Return the checkpoint of that step, or the newest of the lineage. Raise `NotFoundError` if
+    there is none.
 
-    Of several with one step that on the lineage is meant, else the last committed.
+    If several have the same step, the one on the lineage is preferred, else the last committed.
     """
     return _choose(run, *run.look(), step)
 
@@ -112,7 +113,7 @@ def _choose(
             "the run has no checkpoint yet",
             where=run.store.url,
             found=left if attempts else None,
-            remedy="`laststep ls` says more" if attempts else None,
+            remedy="see `laststep ls`" if attempts else None,
         )
     choice = [item for item in listed if step in (None, item.step)]
     choice = [item for item in choice if item.on_lineage] or choice
@@ -127,10 +128,10 @@ def _choose(
 
 
 def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) -> _Result:
-    """Call `use` with the one checkpoint that a path and a step mean.
+    """Call `use` with the one checkpoint that a path and a step refer to.
 
-    If that is the newest of a run and it is deleted meanwhile, call `use` again with the new
-    newest. So `use` may print only after it has read everything.
+    If that is the newest of a run and is deleted meanwhile, call `use` again with the new newest.
+    So `use` may print only after it has read everything.
     """
     if step is not None or is_checkpoint(path):
         return use(resolve(path, step))
@@ -138,14 +139,16 @@ def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) 
 
 
 def resolve(path: str, step: int | None) -> CheckpointPath:
-    """The one checkpoint that a path and a step mean."""
+    """Return the one checkpoint that a path and a step refer to."""
     if not is_checkpoint(path):
         run = open_run(path)
         among, attempts = run.look()
         listed = _choose(run, among, attempts, step)
         return CheckpointPath(store=run.store, folder=listed.folder, listed=listed, among=among)
     if step is not None:
-        raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
+        raise typer.BadParameter(
+            "the folder of a checkpoint holds a single step", param_hint="--step"
+        )
     local = local_path(path)
     store, folder = open_parent(path if local is None else Path(local).resolve())
     if parse_folder(folder) is not None:
@@ -157,6 +160,6 @@ def resolve(path: str, step: int | None) -> CheckpointPath:
 
 
 def _is_run(folder: Path) -> bool:
-    if (folder / RUN_NAME).exists() or (folder / EPOCHS_FOLDER).is_dir():
+    if (folder / RUN_NAME).exists() or (folder / TERMS_FOLDER).is_dir():
         return True
     return any(parse_folder(entry.name) is not None for entry in folder.iterdir())

@@ -1,35 +1,27 @@
-"""`laststep show`: what one checkpoint holds.
+"""`laststep show`: the contents of one checkpoint, from its manifest and indexes; reads no data.
 
-With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
-`size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier
-checkpoints), `shared_with` (the folders of this run that have a file of it), `lossy` (how tensors
-in it were rounded, none where it is exact), `left_out` (the items of its original that it lacks, if
-it is an excerpt), `format`, `laststep` (the version that wrote it), `metrics`, `metadata`,
-`lineage` (as in `ls`; null outside a run), `pinned`, `continues`; `items` (`name`, `kind`,
-`per_rank`, `tensors`, `size_bytes`, `files`, the names of those that hold tensors of it); `files`
-(`name`, `rank`, `size_bytes`, `origin`, the folder that it was written for, null for this one,
-`sharers`, how many checkpoints had it before, `used_by`, the data files whose blocks lie in it,
-`codecs`, by which blocks in it are encoded, `error`); `tensors` (`name`, as `Checkpoint.tensor`
-takes it; `rank`, whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`;
-`missing_bytes`, of ranks whose indexes are damaged; `lossy`, how it was rounded, or null; `parts`,
-each with `start`, an index, `shape`, `size_bytes`, `file`); and `values` (`name`, `rank`,
-`size_bytes`). Reads manifest and indexes, never data; `verify` does that.
+An index or a file that cannot be read is marked as such; the others are still shown.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import math
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.indexes import sharing_of
-from laststep.cli import holdings, output, places
+from laststep.catalog.indexes import read_index, sharing_of
+from laststep.cli import output, places
 from laststep.cli.listing import lineage_of
-from laststep.errors import NotFoundError
+from laststep.constants import DTYPES, MANIFEST_NAME
+from laststep.errors import CorruptError, NotFoundError
 from laststep.format import manifest
-from laststep.read.files import box_text
-from laststep.terms import MANIFEST_NAME
+from laststep.format.index import RAW, Index
+from laststep.read.blocks import BlockReader
+from laststep.read.content import stored_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,14 +29,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laststep.catalog.indexes import Sharing
-    from laststep.cli.holdings import Holdings, ShownFile, ShownTensor
+    from laststep.format.index import StoredFile, StoredLayout
     from laststep.format.manifest import Commit
+    from laststep.read.blocks import Damage
+    from laststep.state.boxes import Box
+    from laststep.state.tree import TensorSpec
+    from laststep.storage.store import Store
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
     "step",
-    "epoch",
+    "term",
     "attempt",
     "run",
     "ranks",
@@ -52,7 +48,7 @@ _COMMIT_FIELDS = (
     "size_bytes",
     "shared_bytes",
     "lossy",
-    "left_out",
+    "omitted_items",
     "format",
     "laststep",
     "metrics",
@@ -74,9 +70,9 @@ def show(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds.
+    """Show the contents of a checkpoint.
 
-    The newest of a run, or that of --step.
+    Takes the newest checkpoint of a run, or that of --step.
     """
     place, held = places.read(path, step, _read)
     commit = held.commit
@@ -86,16 +82,16 @@ def show(
         return
     console = output.console()
     limit = None if all_ else _SHOWN
-    _print_facts(console, place, commit, sharing)
+    _print_facts(place, commit, sharing)
     _print_items(console, held)
     _print_files(console, held.files, limit=limit)
-    _print_tensors(console, holdings.tensors_of(held), limit=limit, parts=parts)
+    _print_tensors(console, tensors_of(held), limit=limit, parts=parts)
     for error in held.unreadable:
-        console.print(f"damaged, and what its rank wrote is not listed: {error}")
+        console.print(f"damaged, so the tensors of its rank are not listed: {error}")
 
 
 def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings]:
-    return place, holdings.read_holdings(place.store, place.folder, _commit(place))
+    return place, read_holdings(place.store, place.folder, _commit(place))
 
 
 def _commit(place: places.CheckpointPath) -> Commit:
@@ -107,7 +103,7 @@ def _commit(place: places.CheckpointPath) -> Commit:
     decided = manifest.decode(data, where=f"{place.store.url}/{name}")
     if isinstance(decided, manifest.Abort):
         raise NotFoundError(
-            "there is no checkpoint: the attempt was given up",
+            "there is no checkpoint: the attempt was aborted",
             where=f"{place.store.url}/{place.folder}",
             found=decided.reason,
         )
@@ -116,7 +112,7 @@ def _commit(place: places.CheckpointPath) -> Commit:
 
 def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) -> dict[str, object]:
     listed, commit = place.listed, held.commit
-    held_by = holdings.files_by_item(held)
+    held_by = files_by_item(held)
     return {
         **output.fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
@@ -136,7 +132,7 @@ def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) ->
             }
             for file in held.files
         ],
-        "tensors": [_tensor_document(tensor) for tensor in holdings.tensors_of(held)],
+        "tensors": [_tensor_document(tensor) for tensor in tensors_of(held)],
         "values": [
             {"name": name, "rank": index.rank, "size_bytes": len(data)}
             for index in held.indexes
@@ -157,7 +153,8 @@ def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
 
 
 def _size_text(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -> str:
-    """How much there is, and how much of it others have too; or had, if they are gone by now."""
+    """Return the size, and how much of it is shared with other checkpoints or, if those are gone,
+    was."""
     count = output.count_text(commit.file_count, "data file")
     text = f"{output.size_text(commit.size_bytes)} in {count}"
     others = () if place.listed is None else sharing.sharers(place.folder)
@@ -171,15 +168,13 @@ def _size_text(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -
     return text
 
 
-def _print_facts(
-    console: Console, place: places.CheckpointPath, commit: Commit, sharing: Sharing
-) -> None:
+def _print_facts(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -> None:
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
     if listed is not None and listed.superseded_by is not None:
         lineage += f" by {listed.superseded_by}"
     facts = {
-        "step": f"{commit.step} (epoch {commit.epoch}, attempt {commit.attempt})",
+        "step": f"{commit.step} (term {commit.term}, attempt {commit.attempt})",
         "folder": f"{place.store.url}/{place.folder}",
         "saved": f"{output.time_text(commit.created_s)} by "
         f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
@@ -191,49 +186,48 @@ def _print_facts(
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
         "continues": commit.continues or "nothing, it is the first",
     }
-    if commit.left_out:
-        facts["excerpt"] = f"of the run {commit.run}, without {', '.join(commit.left_out)}"
-    table = output.table("", "")
-    table.show_header = False
-    for name, value in facts.items():
-        table.add_row(name, value)
-    console.print(table)
+    if commit.omitted_items:
+        facts["partial checkpoint"] = (
+            f"of the run {commit.run}, without {', '.join(commit.omitted_items)}"
+        )
+    output.print_table(("", ""), list(facts.items()))
 
 
 def _print_items(console: Console, held: Holdings) -> None:
     commit = held.commit
-    columns = ("item", "kind", "tensors", "size", "files", "")
-    table = output.table(*columns, right=("tensors", "size", "files"))
-    held_by = holdings.files_by_item(held)
-    for item in commit.items:
-        own = item.per_rank and commit.ranks > 1
-        table.add_row(
+    held_by = files_by_item(held)
+    own = f"each of {commit.ranks:,} ranks has its own, all are counted"
+    rows = [
+        (
             item.name,
             item.kind,
             f"{item.tensors:,}",
             output.size_text(item.size_bytes),
             f"{len(held_by[item.name]):,}",
-            f"each of {commit.ranks:,} ranks has its own, all are counted" if own else "",
+            own if item.per_rank and commit.ranks > 1 else "",
         )
+        for item in commit.items
+    ]
     console.print()
-    console.print(table)
+    columns = ("item", "kind", "tensors", "size", "files", "")
+    output.print_table(columns, rows, right=("tensors", "size", "files"))
 
 
 def _print_files(console: Console, files: tuple[ShownFile, ...], *, limit: int | None) -> None:
-    """Those that are damaged are always listed."""
+    """Print up to `limit` files; damaged ones are always listed."""
     shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.damage]
-    table = output.table("file", "size", "", right=("size",))
-    for file in shown:
-        table.add_row(
-            file.file.name, output.size_text(file.file.size_bytes), "; ".join(_notes(file))
-        )
+    rows = [
+        (file.file.name, output.size_text(file.file.size_bytes), "; ".join(_notes(file)))
+        for file in shown
+    ]
     console.print()
-    console.print(table)
+    output.print_table(("file", "size", ""), rows, right=("size",))
     _print_rest(console, len(files) - len(shown), "file")
 
 
 def _notes(file: ShownFile) -> Iterator[str]:
-    """What is to be said of a file: whose it was first, for whom it is here, what is wrong."""
+    """Yield notes about a file: the layouts that use it, the checkpoint it was written for, its
+    codecs and damage."""
     if file.used_by != (file.file.name,):
         yield f"has blocks of {', '.join(file.used_by)}"
     if file.file.origin:
@@ -248,17 +242,18 @@ def _notes(file: ShownFile) -> Iterator[str]:
 def _print_tensors(
     console: Console, tensors: list[ShownTensor], *, limit: int | None, parts: bool
 ) -> None:
-    # Where files are named, what ranks have alike is not one line.
+    # With --parts, files are named, so equal tensors of several ranks get a line each.
     alike = [[tensor] for tensor in tensors] if parts else _alike(tensors)
-    columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
-    table = output.table(*columns, right=("bytes", "parts"))
+    rows: list[tuple[str, ...]] = []
     for same in alike[:limit]:
-        table.add_row(*_row(same, parts=parts))
+        rows.append(_row(same, parts=parts))
         for part in same[0].parts if parts and len(same[0].parts) > 1 else ():
-            box = f"  [{box_text(part.box)}]"
-            table.add_row(box, "", _shape(part.box.shape), f"{part.size_bytes:,}", "", part.file)
+            box = f"  [{part.box.text}]"
+            size = f"{part.size_bytes:,}"
+            rows.append((box, "", _shape(part.box.shape), size, "", part.file))
     console.print()
-    console.print(table)
+    columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
+    output.print_table(columns, rows, right=("bytes", "parts"))
     _print_rest(console, sum(map(len, alike)) - sum(map(len, alike[:limit])), "tensor")
 
 
@@ -268,7 +263,7 @@ def _print_rest(console: Console, left: int, what: str) -> None:
 
 
 def _alike(tensors: list[ShownTensor]) -> list[list[ShownTensor]]:
-    """Tensors that differ only in the rank that has them, together."""
+    """Group tensors that differ only in the rank that has them."""
     by_look: dict[object, list[ShownTensor]] = {}
     for tensor in tensors:
         look = (tensor.name, tensor.spec, len(tensor.parts), tensor.missing_bytes)
@@ -302,7 +297,8 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Ranks in ascending order: `of rank 3`, `each of ranks 0-3, 8`, `each of 512 ranks`."""
+    """Format ranks, given in ascending order: `of rank 3`, `each of ranks 0-3, 8`, `each of 512
+    ranks`."""
     if len(ranks) == 1:
         return f"of rank {ranks[0]}"
     spans: list[list[int]] = []
@@ -315,3 +311,151 @@ def _ranks_text(ranks: list[int]) -> str:
         return f"each of {len(ranks):,} ranks"
     texts = (str(first) if first == last else f"{first}-{last}" for first, last in spans)
     return f"each of ranks {', '.join(texts)}"
+
+
+class ShownPart(NamedTuple):
+    """A box of a tensor, and the data file that it belongs to."""
+
+    box: Box
+    size_bytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTensor:
+    """A whole tensor, with all of its known parts."""
+
+    name: str
+    rank: int | None
+    """The rank that it belongs to, for per-rank items."""
+    spec: TensorSpec
+    lossy: str | None = None
+    """The rounding applied to it."""
+    parts: list[ShownPart] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.spec.shape) * DTYPES[self.spec.dtype].size_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of ranks whose indexes cannot be read."""
+        return self.size_bytes - sum(part.size_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFile:
+    """A data file of a checkpoint."""
+
+    file: StoredFile
+    rank: int
+    used_by: tuple[str, ...]
+    """Layouts with blocks in it."""
+    codecs: tuple[str, ...]
+    """Codecs of the encoded blocks in it."""
+    damage: tuple[Damage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """The readable part of a checkpoint's indexes."""
+
+    commit: Commit
+    indexes: tuple[Index, ...]
+    files: tuple[ShownFile, ...]
+    unreadable: tuple[CorruptError, ...]
+    """Errors of the indexes that cannot be read."""
+
+
+def read_holdings(store: Store, folder: str, commit: Commit) -> Holdings:
+    """Read the indexes of a checkpoint and check the sizes of its files. Raise `NotFoundError` if
+    all of it was deleted."""
+    indexes, files, unreadable = list[Index](), list[ShownFile](), list[CorruptError]()
+    for rank in range(commit.index_count):
+        try:
+            index = read_index(store, folder, commit, rank)
+        except CorruptError as error:
+            unreadable.append(error)
+            continue
+        indexes.append(index)
+        with closing(BlockReader(store, folder, index, cached=True)) as reader:
+            damage = tuple(damage for file in reader.files() for damage in file.damage)
+        files += _shown_files(index, damage)
+    if unreadable or any(file.damage for file in files):
+        gone = decision.deleted(store, folder)
+        if gone is not None:
+            raise gone
+    return Holdings(
+        commit=commit, indexes=tuple(indexes), files=tuple(files), unreadable=tuple(unreadable)
+    )
+
+
+def _shown_files(index: Index, damage: tuple[Damage, ...]) -> list[ShownFile]:
+    used_by: list[dict[str, None]] = [{} for _ in index.files]
+    codecs: list[set[str]] = [set() for _ in index.files]
+    for stored in index.layouts:
+        for number in files_of(stored, index):
+            used_by[number][stored.layout.name] = None
+        for run in stored.runs:
+            for part in (run, *run.bases):
+                if part.encoding != RAW:
+                    codecs[part.file].add(index.encodings[part.encoding - 1].codec)
+    return [
+        ShownFile(
+            file=file,
+            rank=index.rank,
+            used_by=tuple(used_by[number]),
+            codecs=tuple(sorted(codecs[number])),
+            damage=tuple(wrong for wrong in damage if wrong.file == file.name),
+        )
+        for number, file in enumerate(index.files)
+    ]
+
+
+def files_of(stored: StoredLayout, index: Index) -> list[int]:
+    """Return the numbers of the files that hold blocks of a layout, and of its own data file."""
+    used = {part.file for run in stored.runs for part in (run, *run.bases)}
+    used |= {n for n, file in enumerate(index.files) if file.name == stored.layout.name}
+    return sorted(used)
+
+
+def tensors_of(held: Holdings) -> list[ShownTensor]:
+    """Return the tensors, ordered by item; those of several ranks under one name are adjacent."""
+    commit = held.commit
+    per_rank = {item.name for item in commit.items if item.per_rank and commit.ranks > 1}
+    found: dict[tuple[str, str, int | None, TensorSpec], ShownTensor] = {}
+    items = {item.name: at for at, item in enumerate(commit.items)}
+    seen: dict[tuple[str, str], int] = {}
+    for index in held.indexes:
+        for layout in index.layouts:
+            for entry in layout.layout.tensors:
+                stored = stored_in(layout.layout, entry)
+                if stored.item in commit.omitted_items:
+                    continue
+                rank = index.rank if stored.item in per_rank else None
+                seen.setdefault((stored.item, stored.tensor), len(seen))
+                tensor = found.setdefault(
+                    (stored.item, stored.tensor, rank, stored.spec),
+                    ShownTensor(
+                        name=stored.name,
+                        rank=rank,
+                        spec=stored.spec,
+                        lossy=layout.lossy.get(entry.name),
+                    ),
+                )
+                part = ShownPart(stored.box, entry.stop - entry.start, layout.layout.name)
+                tensor.parts.append(part)
+    keys = sorted(found, key=lambda key: (items.get(key[0], len(items)), seen[key[:2]]))
+    return [found[key] for key in keys]
+
+
+def files_by_item(held: Holdings) -> dict[str, list[str]]:
+    """Return the names of the files that hold tensors of each item."""
+    found: dict[str, dict[str, None]] = {item.name: {} for item in held.commit.items}
+    for index in held.indexes:
+        for layout in index.layouts:
+            items = {stored_in(layout.layout, entry).item for entry in layout.layout.tensors}
+            names = [index.files[number].name for number in files_of(layout, index)]
+            for item in items & found.keys():
+                found[item].update(dict.fromkeys(names))
+    return {item: list(names) for item, names in found.items()}

@@ -1,29 +1,19 @@
-"""`laststep verify`: read everything that is stored, compare it with its digests, list all damage.
-
-With --json: `sound`, and `checkpoints`, each with `step` (null for a folder outside a run whose
-manifest is damaged), `folder`, `files`, `blocks`, `bytes`, `unchecked_bytes` and `damage`: a list
-of `file`, `what`, `start`, `stop`, `expected`, `found` and `touches` (what lies in those bytes);
-`deleted_meanwhile`, the folders of a run that retention took before their turn came, and
-`no_manifest`, the folders that hold files but no checkpoint, neither of which is damage; and
-`run_error`, null or what is wrong with the records of the run. Ends with status 3 where there is
-damage.
-"""
+"""`laststep verify`: read all stored bytes, compare them with their digests, list all damage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from laststep.catalog import decision
 from laststep.catalog.run import Run
 from laststep.cli import listing, output, places
-from laststep.cli.status import DAMAGED
+from laststep.constants import listed
 from laststep.errors import CorruptError, NotFoundError
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.storage.registry import open_store
-from laststep.terms import listed
 
 if TYPE_CHECKING:
     from laststep.catalog.listing import OpenAttempt
@@ -31,49 +21,51 @@ if TYPE_CHECKING:
 
 _SHOWN_NAMES = 3
 _DAMAGE_FIELDS = ("file", "what", "start", "stop", "expected", "found", "touches")
-"""What --json says of damage."""
+"""Fields of a damage in the --json output."""
 _HIDING = ("missing file", "index")
-"""Damage after which nobody knows which tensors it touches."""
+"""Kinds of damage that hide which tensors are affected."""
 
 
 def verify(
     path: places.RunOrCheckpoint,
     *,
     step: places.StepOption = None,
-    threads: Annotated[int, typer.Option(help="How many read at once.", min=1, max=64)] = 4,
+    threads: output.Threads = 4,
     as_json: output.AsJson = False,
 ) -> None:
     """Check every byte against its digest.
 
-    Of all checkpoints of a run, or of one.
+    Checks all checkpoints of a run, or one.
     """
     named = step is not None or places.is_checkpoint(path)
     wanted = _one(path, step) if named else _all(path)
     reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
     deleted: list[str] = []
-    pending = list(wanted.places)
-    while pending:
-        place = pending.pop(0)
-        try:
-            with output.bar(place.folder) as show:
-                report = verify_checkpoint(
-                    place.store, place.folder, threads=threads, progress=show
-                )
-        except NotFoundError:
-            if named:  # That very one was asked for, and nothing was checked.
-                raise
-            deleted.append(place.folder)
+    pending = wanted.places
+    for _ in decision.looks():
+        gone_before = len(deleted)
+        for place in pending:
+            try:
+                with output.bar(place.folder) as show:
+                    report = verify_checkpoint(
+                        place.store, place.folder, threads=threads, progress=show
+                    )
+            except NotFoundError:
+                if named:  # The requested checkpoint itself is gone: nothing was checked.
+                    raise
+                deleted.append(place.folder)
+                if not as_json:
+                    output.console().print(f"{place.folder}: deleted in the meantime")
+                continue
+            reports.append((place, report))
             if not as_json:
-                output.console().print(f"{place.folder}: deleted meanwhile")
-            if not pending and len(deleted) < decision.MOST_TRIES:
-                # A newer commit made retention delete it: check that one too.
-                wanted = _all(path)
-                known = {*deleted, *(checked.folder for checked, _ in reports)}
-                pending = [found for found in wanted.places if found.folder not in known]
-            continue
-        reports.append((place, report))
-        if not as_json:
-            _print(place, report)
+                _print(place, report)
+        if len(deleted) == gone_before:
+            break
+        # Retention deleted a checkpoint after a newer commit: check the new one too.
+        wanted = _all(path)
+        known = {*deleted, *(checked.folder for checked, _ in reports)}
+        pending = tuple(found for found in wanted.places if found.folder not in known)
     sound = wanted.error is None and not any(report.damage for _, report in reports)
     if as_json:
         output.print_json(
@@ -88,12 +80,13 @@ def verify(
     else:
         _print_rest(path, wanted)
     if not sound:
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(output.DAMAGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToVerify:
-    """What there is to check, what there is besides, and damage to the records of the run."""
+    """Checkpoints to check, other folders without a manifest, and damage to the records of the
+    run."""
 
     places: tuple[places.CheckpointPath, ...] = ()
     attempts: tuple[OpenAttempt, ...] = ()
@@ -101,15 +94,16 @@ class _ToVerify:
 
 
 def _one(path: str, step: int | None) -> _ToVerify:
-    """The checkpoint that was asked for."""
+    """Return the requested checkpoint."""
     try:
         return _ToVerify(places=(places.resolve(path, step),))
-    except CorruptError as error:  # a record of the run
+    except CorruptError as error:  # in a record of the run
         return _ToVerify(error=error)
 
 
 def _all(path: str) -> _ToVerify:
-    """All checkpoints of a run; they are found without the run's record, if that is damaged."""
+    """Return all checkpoints of a run; if the run's record is damaged, they are found without
+    it."""
     damage: CorruptError | None = None
     try:
         run = places.open_run(path)
@@ -118,7 +112,7 @@ def _all(path: str) -> _ToVerify:
         run = Run(open_store(path), None)
     try:
         checkpoints, attempts = run.look()
-    except CorruptError as error:  # the record of an epoch
+    except CorruptError as error:  # in the record of a term
         return _ToVerify(error=damage or error)
     return _ToVerify(
         places=tuple(

@@ -1,1 +1,1 @@
-"""Values to bytes and back: digests, strict JSON and typed JSON. Knows nothing of files."""
+"""Convert values to bytes and back: digests, strict JSON and typed JSON. Knows nothing of files."""

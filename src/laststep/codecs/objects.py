@@ -1,16 +1,15 @@
-"""Typed JSON: plain Python values as JSON, such that decoding gives back equal values and types.
+"""Typed JSON: encode plain Python values as JSON, so that decoding returns equal values and types.
 
-None, bool, 64-bit ints, finite floats, str, lists and dicts with str keys are themselves; all else
-is an object `{"$": tag, ...}`, and a dict that could be taken for one is written as its pairs.
-Tensors and extension types are markers here (`TensorRef`, `Tagged`): higher layers make and
-interpret them. Knows nothing of torch or files.
+None, bool, 64-bit ints, finite floats, str, lists and dicts with str keys are encoded as
+themselves. Any other value is an object `{"$": tag, ...}`, and a dict that could be confused with
+one is written as its pairs. Tensors and extension types are only markers here (`TensorRef`,
+`Tagged`): higher layers create and interpret them. Knows nothing of torch or files.
 
-Invariants: `encode` raises only `UsageError`, `decode` only `CorruptError`, whatever the input;
-decoding takes no memory or time out of proportion to it. Equal values give equal bytes, also for
-sets. Values that are shared are written as often as they are met: identity of objects is not kept.
+Invariants: `encode` raises only `UsageError`, decoders only `CorruptError`, for any input. Decoding
+uses memory and time in proportion to the input. Equal values give equal bytes, also for sets. A
+shared value is written once per occurrence: object identity is not preserved.
 
-JSON is read strictly: one document, valid UTF-8, no key twice, nothing after the end. Whatever the
-input is, the only error of a decoder is `CorruptError`.
+JSON is parsed strictly: one document, valid UTF-8, no duplicate keys, nothing after the end.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ _encoder = msgspec.json.Encoder()
 
 
 class _Twice(ValueError):
-    """A key that stands twice in one JSON object."""
+    """A duplicate key in a JSON object."""
 
 
 def parse(data: bytes, *, where: str) -> object:
-    """The plain values that the JSON document `data` stands for; `CorruptError` if it is not
-    one."""
+    """Parse the JSON document `data` into plain values. Raise `CorruptError` if it is not valid."""
     try:
         value: object = msgspec.json.decode(data)
-        # A document that comes out again byte for byte has no key twice, since the parser keeps
-        # one of each. This is far cheaper than looking, and whatever we wrote passes it.
+        # If encoding the result gives the same bytes, no key is duplicated, because the parser
+        # keeps one of each. Far cheaper than a search; all documents that we wrote pass.
         if _encoder.encode(value) != data.strip(b" "):
             json.loads(data, object_pairs_hook=_refuse_twice)
     except RecursionError:
@@ -67,39 +65,41 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> None:
 
 
 MAX_DEPTH = 200
-"""How many containers may lie within each other."""
+"""The maximum nesting depth of containers."""
 
 MAX_NAMEDTUPLES = 256
-"""How many different namedtuple classes one document may have: making one takes about 0.3 ms."""
+"""The maximum number of different namedtuple classes in a document: creating one takes about 0.3
+ms."""
 
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
-"""The ints that are plain JSON numbers; others are written in hex."""
+"""The range of ints that are plain JSON numbers; others are written in hex."""
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Stands for the tensor of that name."""
+    """A reference to the tensor with this name."""
 
     name: str
 
 
 class Tagged(msgspec.Struct, frozen=True):
-    """A value of a type that a higher layer knows: `tag` says which, `value` what it is made of."""
+    """A value of a type that a higher layer knows: `tag` names the type, `value` contains its
+    parts."""
 
     tag: str
     value: object
 
 
 _make_namedtuple: Callable[..., Any] = collections.namedtuple  # noqa: PYI024
-"""Under a name of our own, since here the class's name and fields are data."""
+"""An alias, because the class name and its fields are data here."""
 
 
 @functools.lru_cache(maxsize=1024)
 def namedtuple_class(name: str, fields: tuple[str, ...]) -> type[tuple[object, ...]] | None:
-    """The class of that name and these fields, or None where there can be none."""
+    """Return the class with this name and these fields, or None if they are invalid."""
     if not name.isidentifier() or keyword.iskeyword(name):
         return None
     try:
-        # `rename` admits the positional names that a class made with it has, and changes others.
+        # `rename` accepts positional names such as `_1`, and changes other invalid names.
         made = _make_namedtuple(name, fields, rename=True)
     except (ValueError, SyntaxError, TypeError):
         return None
@@ -107,7 +107,7 @@ def namedtuple_class(name: str, fields: tuple[str, ...]) -> type[tuple[object, .
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold `text`: it has no lone surrogates."""
+    """Return True if `text` can be encoded as UTF-8: it has no lone surrogates."""
     if text.isascii():
         return True
     try:
@@ -121,22 +121,24 @@ json_bytes = msgspec.json.Encoder().encode
 
 
 class EncodedDicts:
-    """What the last walk made of large dicts, for the next one that meets the very same dicts.
-    Only for values that are never changed."""
+    """Cache of encoded large dicts, for the next walk that meets the same dict objects. Only for
+    values that are never changed."""
 
     LEAST = 16
-    """Smaller ones are walked again just as soon."""
+    """The minimum length of a cached dict; smaller ones are encoded again just as quickly."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[object, object]] = {}
         self._now: dict[int, tuple[object, object]] = {}
 
     def begin(self) -> None:
-        """Another walk: what it does not meet is forgotten after it."""
+        """Start another walk. Entries that it does not meet are dropped when the next one
+        starts."""
         self._before, self._now = self._now, {}
 
     def find(self, value: object) -> object:
-        """What was made of it, or None. It is held meanwhile, so nothing else has its identity."""
+        """Return the encoded form of a dict, or None. The cache holds the dict, so that no other
+        object can get its id."""
         known = self._now.get(id(value)) or self._before.get(id(value))
         return None if known is None else self.note(value, known[1])
 
@@ -146,7 +148,7 @@ class EncodedDicts:
 
 
 class TypedEncoder:
-    """One walk over a value. `path` is where the walk is, for the message of a refusal."""
+    """One walk over a value. `path` is the current position, for error messages."""
 
     __slots__ = ("active", "classes", "kept", "path")
 
@@ -165,7 +167,7 @@ class TypedEncoder:
         raise self.refusal(f"a value of type {_type_name(value)}")
 
     def enter(self, container: object) -> int:
-        """Note that the walk is within `container`; the caller removes it from `active`."""
+        """Record that the walk is inside `container`; the caller removes it from `active`."""
         key = id(container)
         if key in self.active:
             raise self.refusal(f"a {_type_name(container)} that contains itself")
@@ -175,7 +177,7 @@ class TypedEncoder:
         return key
 
     def items(self, container: object, values: Iterable[object]) -> list[object]:
-        """All `values` of a container, encoded; plain loops, since trees have 100,000 leaves."""
+        """Encode all `values` of a container in a plain loop, because trees have 100,000 leaves."""
         entered, path = self.enter(container), self.path
         encoded: list[object] = []
         for index, value in enumerate(values):
@@ -187,9 +189,10 @@ class TypedEncoder:
         return encoded
 
     def text(self, text: str) -> str:
-        """A string within a tag, which has no form of its own for what UTF-8 cannot hold."""
+        """Return a string inside a tag. Raise if it is not valid UTF-8, because tags have no other
+        form for it."""
         if not is_utf8(text):
-            raise self.refusal("a name that is no valid Unicode")
+            raise self.refusal("a name that is not valid Unicode")
         return text
 
     def refusal(self, found: str) -> UsageError:
@@ -225,7 +228,7 @@ def _path_text(path: list[str | tuple[object]]) -> str:
 
 
 def _is_short_int(value: object) -> bool:
-    return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses 4,300 digits
+    return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses ints of 4,300 digits
 
 
 def _encode_int(_: TypedEncoder, number: Any) -> object:
@@ -268,10 +271,10 @@ def _encode_tuple(encoder: TypedEncoder, value: Any) -> object:
 def _encode_set(encoder: TypedEncoder, value: Any) -> object:
     entered = encoder.enter(value)
     encoder.path.append("{}")
-    items = list(map(encoder.value, value))  # map adds no frame
+    items = list(map(encoder.value, value))  # map adds no stack frame
     encoder.path.pop()
     encoder.active.remove(entered)
-    # The order of a set of strings differs from process to process; its bytes should not.
+    # Sorted, because the order of a set of strings differs between processes.
     return {"$": type(value).__name__, "items": sorted(items, key=json_bytes)}
 
 
@@ -320,12 +323,12 @@ def _encode_bounds(encoder: TypedEncoder, span: Any) -> object:
 def _encode_namedtuple(encoder: TypedEncoder, value: tuple[object, ...]) -> object:
     name, fields = type(value).__name__, cast("tuple[str, ...]", getattr(value, "_fields", ()))
     if not all(type(field) is str for field in fields) or namedtuple_class(name, fields) is None:
-        raise encoder.refusal(f"a {_type_name(value)}, whose names namedtuple would not take")
+        raise encoder.refusal(f"a {_type_name(value)} with invalid field names")
     if len(fields) != len(value) or getattr(value, "__dict__", None):
         raise encoder.refusal(f"a {_type_name(value)} that holds more than its fields")
     encoder.classes.add((name, fields))
     if len(encoder.classes) > MAX_NAMEDTUPLES:
-        raise encoder.refusal(f"more than {MAX_NAMEDTUPLES} classes of namedtuple")
+        raise encoder.refusal(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
     items = encoder.items(value, value)
     return {"$": "namedtuple", "type": name, "fields": list(fields), "items": items}
 
@@ -372,14 +375,15 @@ _BITS = re.compile(r"[0-9a-f]{16}")
 
 
 class Malformed(Exception):
-    """What is wrong with a document; `decode` adds where it lies."""
+    """A malformed document; `decode` adds its location."""
 
 
 class TypedDecoder:
-    """One document. The walk keeps its own stack: a deep call stack must not make data unreadable.
+    """Decodes one document. The walk keeps its own stack, so that the depth of the call stack does
+    not decide whether data is readable.
 
-    Containers are listed from the outside in and then replaced by their values from the inside
-    out, in place, since the parsed JSON is ours alone.
+    Tagged objects are listed from the outside in, and then replaced by their values from the inside
+    out. This happens in place, because nothing else uses the parsed JSON.
     """
 
     __slots__ = ("classes",)
@@ -388,7 +392,7 @@ class TypedDecoder:
         self.classes: set[tuple[str, tuple[str, ...]]] = set()
 
     def value(self, plain: object) -> object:
-        """The value that the parsed JSON `plain` stands for; `plain` is used up."""
+        """Return the value of the parsed JSON `plain`, which is consumed."""
         root = [plain]
         for place, key, mapping in reversed(_tagged_objects(root)):
             place[key] = self.tagged(mapping)
@@ -403,7 +407,8 @@ class TypedDecoder:
 
 
 def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
-    """Every tagged object and its place (a container and a key), outer ones before inner ones."""
+    """Return every tagged object with its position (container, key), outer ones before inner
+    ones."""
     tagged: list[tuple[Any, Any, _Mapping]] = []
     todo: list[tuple[Any, Any, object, int]] = [(root, 0, root[0], 0)]
     while todo:
@@ -412,7 +417,7 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
             depth = _deeper(depth)
             todo.extend((plain, i, item, depth) for i, item in enumerate(plain))
         elif type(plain) is dict:
-            tag = plain.get("$", plain)  # no dict is a tag, so this one stands for none at all
+            tag = plain.get("$", plain)  # a dict is never a tag, so `plain` itself means no tag
             if tag is plain:
                 depth = _deeper(depth)
                 todo.extend((plain, name, item, depth) for name, item in plain.items())
@@ -423,7 +428,7 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
             if tag in _CONTAINERS:
                 inner = "value" if tag == "ext" else "items"
                 if tag == "ext":
-                    depth = _deeper(depth)  # the list of items counts for the others
+                    depth = _deeper(depth)  # for the others the list of items counts
                 todo.append((plain, inner, plain.get(inner), depth))
             elif tag == "complex":
                 todo.extend((plain, part, plain.get(part), depth) for part in ("re", "im"))
@@ -448,7 +453,8 @@ def _distinct(items: list[object]) -> set[object]:
 
 
 def _shown(value: object) -> str:
-    """`value` for a message; containers are not, since they may be as deep as the parser goes."""
+    """Return `value` as text for a message. Containers are not shown, because they may be as deep
+    as the parser allows."""
     return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else repr(value)[:100]
 
 
@@ -461,7 +467,7 @@ def _hashed(key: object) -> object:
 
 
 def _field(mapping: _Mapping, field: str, kind: type[_Field]) -> _Field:
-    """A field of a tagged object, which MUST be of that type."""
+    """Return a field of a tagged object. Raise `Malformed` if it is of another type."""
     value = mapping[field]
     if type(value) is not kind:
         raise Malformed(f"{_shown(value)} as the {field} of a {mapping['$']}")
@@ -483,7 +489,7 @@ def _decode_int(_: TypedDecoder, mapping: _Mapping) -> object:
     text = _field(mapping, "hex", str)
     if _HEX.fullmatch(text) is None:
         raise Malformed("an int that is not lower-case hex")
-    return int(text, 16)  # linear in the text, and without the limit that decimals have
+    return int(text, 16)  # linear time, and without the digit limit of decimals
 
 
 def _decode_float(_: TypedDecoder, mapping: _Mapping) -> float:
@@ -496,7 +502,7 @@ def _decode_float(_: TypedDecoder, mapping: _Mapping) -> float:
 def _decode_complex(_: TypedDecoder, mapping: _Mapping) -> object:
     re, im = mapping["re"], mapping["im"]
     if type(re) is not float or type(im) is not float:
-        raise Malformed("a complex number whose parts are no floats")
+        raise Malformed("a complex number whose parts are not floats")
     return complex(re, im)
 
 
@@ -504,7 +510,7 @@ def _decode_str(_: TypedDecoder, mapping: _Mapping) -> object:
     try:
         return _from_base64(mapping).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise Malformed("a str that is no UTF-8") from None
+        raise Malformed("a str that is not valid UTF-8") from None
 
 
 def _fill(into: dict[object, object], items: list[object]) -> dict[object, object]:
@@ -537,7 +543,7 @@ def _decode_range(_: TypedDecoder, mapping: _Mapping) -> object:
 def _decode_slice(_: TypedDecoder, mapping: _Mapping) -> object:
     items = _items(mapping)
     if len(items) != 3:
-        raise Malformed("a slice that has not three parts")
+        raise Malformed("a slice without three parts")
     return slice(*items)
 
 
@@ -549,7 +555,7 @@ def _decode_namedtuple(decoder: TypedDecoder, mapping: _Mapping) -> object:
         raise Malformed("a namedtuple whose fields are not one string for each item")
     decoder.classes.add((name, fields))
     if len(decoder.classes) > MAX_NAMEDTUPLES:
-        raise Malformed(f"more than {MAX_NAMEDTUPLES} classes of namedtuple")
+        raise Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
     made = namedtuple_class(name, fields)
     if made is None:
         raise Malformed("a namedtuple with names that Python would not take")
@@ -575,7 +581,7 @@ _decoders: dict[str, tuple[Callable[[TypedDecoder, _Mapping], object], tuple[str
     "tensor": (lambda _, mapping: TensorRef(_field(mapping, "name", str)), ("name",)),
     "ext": (lambda _, m: Tagged(_field(m, "tag", str), m["value"]), ("tag", "value")),
 }
-"""Of each tag the function that makes its value, and the fields that it has besides."""
+"""Tag → the function that creates its value, and the fields that it has besides "$"."""
 
 _CONTAINERS = frozenset(
     tag for tag, (_, fields) in _decoders.items() if "items" in fields or tag == "ext"
@@ -595,24 +601,24 @@ __all__ = [
 
 
 def encode(value: object, kept: EncodedDicts | None = None) -> bytes:
-    """`value` as typed JSON; `UsageError` with the path of the first value that cannot be
-    expressed. With `kept`, parts that were encoded with it the last time are not walked again."""
+    """Encode `value` as typed JSON. Raise `UsageError` with the path of the first value that cannot
+    be encoded. Parts that the last call with the same `kept` encoded are not walked again."""
     if kept is not None:
         kept.begin()
     encoder = TypedEncoder(kept)
     try:
         return json_bytes(encoder.value(value))
     except RecursionError:
-        raise encoder.refusal("nesting too deep for what is left of the call stack") from None
+        raise encoder.refusal("nesting too deep for the call stack") from None
 
 
 def decode(data: bytes, *, where: str) -> object:
-    """The value that `encode` wrote; `CorruptError`, naming `where`, for anything else."""
+    """Decode the result of `encode`. Raise `CorruptError`, naming `where`, for anything else."""
     return from_parsed(parse(data, where=where), where=where)
 
 
 def from_parsed(plain: object, *, where: str) -> object:
-    """The same from a part of a document that `strict.parse` has parsed; `plain` is used up."""
+    """Decode a part of a document that `parse` has parsed; `plain` is consumed."""
     try:
         return TypedDecoder().value(plain)
     except Malformed as error:

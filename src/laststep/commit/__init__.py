@@ -1,1 +1,1 @@
-"""The ranks of a job commit a save together: each reports, and the first one decides."""
+"""Commit a save across the ranks of a job: every rank reports, rank 0 decides."""

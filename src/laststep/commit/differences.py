@@ -1,10 +1,9 @@
-"""Name the plain values in which two ranks differ, once the digests of an item tell that they do.
+"""Name the plain values and the replicated tensors in which ranks differ.
 
-Pure. The ranks show their values by name: what is short as it is written, the rest by a digest, and
-of very many only the first. A flat list is one value: the order of a million samples is one name.
-The order of a dict is part of it: it comes back in the order in which it was saved.
-
-Replicas that should be equal and are not are named as well.
+Pure, except for `ReplicaContents` and `Comparing`. When the digests of an item differ between two
+ranks, both publish its plain values by name: short values as text, longer ones as a digest, and
+only the first 10,000 values. A flat list counts as one value, so that the order of a million
+samples is one name. The key order of a dict is compared too, because a restore reproduces it.
 """
 
 from __future__ import annotations
@@ -29,38 +28,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from laststep.flush.saves import SaveHandle
+    from laststep.plan.layouts import GlobalLayout
     from laststep.plan.receipts import Differing, Seen
-    from laststep.plan.tables import Agreement
     from laststep.saving.describe import TakenState
 
 
 _SHORT = 40
 _MOST = 10_000
 _DIGEST = b"\0"
-"""This stands before a digest; the text of a value never begins so."""
+"""Prefix of a digest; the text of a value never starts with it."""
 _ORDER, _ORDER_SHOWN = "\0", 200
-"""What stands before the name of a dict whose keys are shown in order, and how many bytes are."""
+"""Prefix of the name under which a dict's key order is published, and the size limit of that list
+in bytes."""
 
 Values = dict[str, bytes]
 
 
 def values_of(encoded: bytes) -> Values:
-    """The plain values of an item, from its tree as it is stored, by their names."""
+    """Return the plain values of an item by name, decoded from its stored tree."""
     stored = objects.decode(encoded, where="the tree of an item")
     tree = stored["tree"] if isinstance(stored, dict) else None
     values: Values = {}
     for name, value in itertools.islice(_walk(tree, ()), _MOST):
-        values.setdefault(name, value)  # a class comes before an empty state
+        values.setdefault(name, value)  # the class of an object precedes its empty state
     return values
 
 
 def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
-    """The difference in words, from the values that the two ranks have shown in time."""
+    """Return a message about the first difference, using the values that the two ranks published in
+    time."""
     item, (rank, other) = differing.item, differing.ranks
     mine, theirs = shown.get(rank, {}), shown.get(other, {})
     differing_names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
     names = [name for name in differing_names if not name.startswith(_ORDER)]
-    remedy = "make it the same on all, or wrap the item in laststep.PerRank if each has its own"
+    remedy = "make it equal on all ranks, or wrap the item in laststep.PerRank"
     if rank in shown and other in shown and differing_names and not names:
         name = differing_names[0]
         text = _of_order(item, name, mine.get(name, b""), theirs.get(name, b""), (rank, other))
@@ -80,10 +81,10 @@ def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
 
 
 def _of_order(item: str, name: str, mine: bytes, theirs: bytes, ranks: tuple[int, int]) -> str:
-    """The first place at which two ranks have different keys of a dict, in words."""
+    """Return a message that names the first position at which the dict keys of two ranks differ."""
     where = f"{item}/{name[1:]}" if name[1:] else item
     keys = [keys.decode(errors="replace").split("\n") for keys in (mine, theirs)]
-    text = f"{where} has its keys in another order on rank {ranks[1]} than on rank {ranks[0]}"
+    text = f"{where} has its keys in a different order on rank {ranks[1]} than on rank {ranks[0]}"
     for at, (first, second) in enumerate(zip(*keys, strict=False)):
         if first != second and _DIGEST.decode() not in first + second:
             return f"{text}: {second} and not {first} at place {at}"
@@ -92,7 +93,7 @@ def _of_order(item: str, name: str, mine: bytes, theirs: bytes, ranks: tuple[int
 
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, objects.TensorRef):
-        return  # the tables of both have the same tensors
+        return  # both local layouts have the same tensors
     if isinstance(value, objects.Tagged) and value.tag == OWNED:
         inside = owned(value)
         yield name_of(path), _written(inside.owner)
@@ -109,7 +110,8 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
 
 
 def _keys(value: dict[object, object]) -> bytes:
-    """The keys of a dict in their order, each on a line; of very many the first, and a digest."""
+    """Return the keys of a dict in order, one per line; a long list is cut and ends in a digest of
+    all keys."""
     text = "\n".join(map(repr, value)).encode()
     if len(text) <= _ORDER_SHOWN:
         return text
@@ -117,8 +119,9 @@ def _keys(value: dict[object, object]) -> bytes:
 
 
 def _written(value: object) -> bytes:
-    """A value as it is written, or the digest of that."""
-    if isinstance(value, float) and math.isnan(value):  # of which there are many
+    """Return the text of a value, or a digest if the text is long or does not identify the
+    value."""
+    if isinstance(value, float) and math.isnan(value):  # NaN has many bit patterns
         return f"nan ({struct.pack('>d', value).hex()})".encode()
     text = repr(value).encode()
     by_bits = type(value) not in PLAIN and not isinstance(value, list | tuple | deque | dict)
@@ -128,27 +131,29 @@ def _written(value: object) -> bytes:
 
 
 class UnequalRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The ranks of a set that should hold the same and whose contents are not what is stored."""
+    """Ranks of one replica set whose contents differ from the stored contents."""
 
     number: int
     stored: int
     """The rank whose contents are stored."""
     others: tuple[int, ...]
-    """The first few ranks whose contents are other ones."""
+    """The first few ranks whose contents differ; `count` is the number of all of them."""
     count: int
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are asked in which tensors they differ."""
+        """The ranks that are asked for per-tensor digests."""
         return self.stored, *self.others
 
 
 class ReplicaContents:
-    """What this rank holds of all replicas at the moment of one save."""
+    """Digests of all replicated tensors that this rank holds, as of one save."""
 
     def __init__(self, taken: TakenState, alike: tuple[ReplicatedTensors, ...], mine: int) -> None:
-        """Digests begin now; `mine` is the number of this rank's class."""
-        keys = {number: held.keys for number, held in enumerate(alike) if mine in held.classes}
+        """Start computing the digests; `mine` is the number of this rank's layout group."""
+        keys = {
+            number: held.keys for number, held in enumerate(alike) if mine in held.layout_groups
+        }
         wanted = {key for tensors in keys.values() for key in tensors}
         sources = {
             (item, piece.name): source
@@ -162,8 +167,9 @@ class ReplicaContents:
         self._digests: list[bytes] | None = None
 
     def sums(self) -> dict[int, bytes]:
-        """Two digests for each set of ranks that this one belongs to, of the ways in which it has
-        digested the tensors and of what came of it; for background threads."""
+        """Return two concatenated digests per replica set of this rank: one over the digest method
+        of every tensor, one over the tensor digests. Waits for the digests, so call it on a
+        background thread. Empty if they could not be computed."""
         self._digests = self._contents.digests()
         if self._digests is None:
             return {}
@@ -175,7 +181,7 @@ class ReplicaContents:
         }
 
     def single(self, number: int) -> bytes:
-        """The digests of the tensors of such a set, one after the other."""
+        """Return the digests of the tensors of one replica set, concatenated."""
         digests = self._digests or []
         return b"".join(
             digests[self._order[key]].ljust(DIGEST_BYTES, b"\0") for key in self._keys[number]
@@ -183,36 +189,37 @@ class ReplicaContents:
 
 
 class Comparing:
-    """When to compare, and what; on the training thread."""
+    """Decides when to compare replicas and which ones. Used on the training thread."""
 
     def __init__(self, mode: CompareReplicas) -> None:
         self._mode = mode
         self._last: SaveHandle | None = None
-        """The last save with which replicas were compared."""
-        self._known: tuple[Agreement | None, tuple[ReplicatedTensors, ...]] = (None, ())
+        """The last save that compared replicas."""
+        self._known: tuple[GlobalLayout | None, tuple[ReplicatedTensors, ...]] = (None, ())
 
     def begin(
-        self, handle: SaveHandle, taken: TakenState, agreement: Agreement, rank: int
+        self, handle: SaveHandle, taken: TakenState, global_layout: GlobalLayout, rank: int
     ) -> ReplicaContents | None:
-        """What this rank holds now, if it is time to compare and there is something to."""
+        """Return the contents of this rank's replicas if this save compares them, else None."""
         if self._mode is CompareReplicas.NEVER:
             return None
         if self._mode is CompareReplicas.FIRST and self._last and self._last.error is None:
-            return None  # one that has failed may have had no comparison
+            return None  # compare again after a failure: that save may not have got so far
         self._last = handle
-        if self._known[0] is not agreement:
-            self._known = (agreement, held_alike(agreement))
-        alike, mine = self._known[1], agreement.class_of[rank]
-        if not any(mine in held.classes for held in alike):
+        if self._known[0] is not global_layout:
+            self._known = (global_layout, held_alike(global_layout))
+        alike, mine = self._known[1], global_layout.layout_group_of[rank]
+        if not any(mine in held.layout_groups for held in alike):
             return None
         return ReplicaContents(taken, alike, mine)
 
 
-def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
-    """The sets in which some ranks do not have what is stored; mostly none."""
+def unequal(seen: Seen, global_layout: GlobalLayout) -> list[UnequalRanks]:
+    """Return the replica sets in which some ranks differ from the stored contents; usually
+    empty."""
     if all(len(equals) == 1 for equals in seen.values()):
         return []
-    alike, result = held_alike(agreement), []
+    alike, result = held_alike(global_layout), []
     for number, equals in seen.items():
         stored = alike[number].lowest
         right = next((equal for equal in equals if stored in equal.ranks), None)
@@ -229,8 +236,8 @@ def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
 
 
 def incomparable(seen: Seen) -> tuple[int, int] | None:
-    """Two ranks of which it cannot be told whether they hold the same, since some tensors are on
-    the host of one and on a device of the other; mostly None."""
+    """Return two ranks that cannot be compared, because some tensors are in host memory on one and
+    on a device on the other; usually None."""
     for equals in seen.values():
         for equal in equals[1:]:
             if equal.ways != equals[0].ways:
@@ -239,10 +246,11 @@ def incomparable(seen: Seen) -> tuple[int, int] | None:
 
 
 def gone_apart(
-    step: int, differs: UnequalRanks, shown: Mapping[int, bytes], agreement: Agreement
+    step: int, differs: UnequalRanks, shown: Mapping[int, bytes], global_layout: GlobalLayout
 ) -> ReplicasDiffer:
-    """The event that names the differing tensors, from the digests that ranks showed in time."""
-    keys = held_alike(agreement)[differs.number].keys
+    """Build the event that names the differing tensors, from the digests that ranks published in
+    time."""
+    keys = held_alike(global_layout)[differs.number].keys
     stored = shown.get(differs.stored, b"")
     names = tuple(
         "/".join(key)

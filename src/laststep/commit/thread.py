@@ -1,10 +1,10 @@
-"""This rank's part in committing the saves of a job: one thread, save by save, beside training.
+"""The commit thread of a rank: takes part in the job's saves one by one, in the background.
 
-Every rank makes its files durable and reports; the first rank decides (`leader`), the others hear
-of it (`member`). Whatever happens, the save is committed whole or absent, every rank that lives
-hears in time, and why, and the handle of every save comes to an end here.
+Every rank makes its files durable and reports; rank 0 decides (`leader`) and the others follow
+(`member`). Whatever happens, a save is committed completely or absent, every live rank gets the
+outcome and its reason in time, and every `SaveHandle` is resolved here.
 
-Before the first save, the ranks give the notes of their job a name of their own.
+Before the first save, the ranks agree on a random key prefix for this job instance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import functools
 import logging
 import os
 import queue
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import digest
-from laststep.commit.agreement import Agreements
 from laststep.commit.differences import Comparing
+from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.leader import Leader
 from laststep.commit.member import Member
 from laststep.commit.round import GivenUp, Round, RoundContext
@@ -28,11 +27,11 @@ from laststep.errors import AbortedError, LaststepError, StorageError
 from laststep.flush.protocol import Decide
 from laststep.plan.receipts import cut
 from laststep.process import threads
-from laststep.ranks.board import Board
 from laststep.ranks.group import Alone, RankGroup
+from laststep.ranks.key_value import KeyValueStore
 from laststep.ranks.rank import ranks_per_node
 from laststep.saving.describe import refuse_mixed
-from laststep.saving.schedule import BoardNotes
+from laststep.saving.schedule import SharedKeys
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.state.values import PerRank
 from laststep.storage.registry import open_store
@@ -42,13 +41,12 @@ if TYPE_CHECKING:
 
     from laststep.events import Bus
     from laststep.flush.client import Client
-    from laststep.flush.saves import SaveUnderWay
+    from laststep.flush.saves import Save
     from laststep.plan.receipts import Groups
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
-    from laststep.saving.describe import TakenState
-    from laststep.saving.prepare import Prepared
-    from laststep.settings import Settings
+    from laststep.saving.context import RunContext
+    from laststep.saving.describe import Prepared, TakenState
     from laststep.state.provider import StateProvider
 
 
@@ -58,127 +56,135 @@ _NAME_BYTES = 8
 
 
 class Participant:
-    """This rank's part in the saves of its job, one after the other; for one thread at a time."""
+    """This rank's part in the job's saves, one after the other. For one thread at a time."""
 
-    def __init__(self, desk: RoundContext, groups: Groups, bus: Bus) -> None:
-        self._desk = desk
-        self.part = Leader(desk, groups, bus) if desk.rank.is_first else Member(desk)
+    def __init__(self, context: RoundContext, groups: Groups, bus: Bus) -> None:
+        self._context = context
+        self.part = Leader(context, groups, bus) if context.rank.is_first else Member(context)
 
     def go_through(self, round_: Round) -> None:
-        """Take part in a save; afterwards it is over, however it ended."""
-        self._desk.settle(round_, self._outcome(round_))
-        # Nobody asks for these any more, and the next may come late.
+        """Take part in a save; it is over when this returns, committed or not."""
+        self._context.settle(round_, self._outcome(round_))
+        # Free this memory now: the next save may be far away.
         round_.trees.clear()
         round_.contained = None
 
     def _outcome(self, round_: Round) -> LaststepError | None:
-        """Take part in a save; returns why it is given up, if it is."""
-        round_.began_s = self._desk.board.now_s()
+        """Take part in a save; return the error if it is aborted."""
+        round_.began_s = self._context.kv.now_s()
         try:
-            self._be_seen(round_)
+            self._publish_progress(round_)
             self.part.take_part(round_)
         except GivenUp as over:
             return self._give_up(round_, AbortedError(str(over)), str(over))
         except LaststepError as error:
-            return self._give_up(round_, error, self._desk.trouble(error.without_remedy()))
+            return self._give_up(round_, error, self._context.trouble(error.without_remedy()))
         except Exception as error:
             log.exception("the commit of step %d failed", round_.step)
             failed = StorageError("a commit failed", found=repr(error))
-            return self._give_up(round_, failed, self._desk.trouble(str(failed)))
+            return self._give_up(round_, failed, self._context.trouble(str(failed)))
         return None
 
-    def _be_seen(self, round_: Round) -> None:
-        """Leave a note for those who may miss this rank. Without why it takes no part: that may
-        tell of ranks that were missed, and these notes of others."""
-        seen = f"step {round_.step}{', in which it took no part' if round_.problem else ''}"
+    def _publish_progress(self, round_: Round) -> None:
+        """Publish the step that this rank is at, for ranks that may miss it. The reason for not
+        taking part is left out: it may itself be about missing ranks, which would nest these
+        messages."""
+        seen = f"step {round_.step}{', which it did not take part in' if round_.problem else ''}"
         try:
-            self._desk.board.put(f"last/{self._desk.rank.number}", seen.encode())
+            self._context.kv.put(f"last/{self._context.rank.number}", seen.encode())
         except LaststepError as error:
-            log.warning("step %d: others may not hear of this rank: %s", round_.step, error)
+            log.warning("step %d: other ranks may not hear from this rank: %s", round_.step, error)
 
     def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
-        """Tell the others and the flusher that a save is given up; the run says what stands."""
+        """Notify the other ranks and the flusher that a save is aborted; the run holds the final
+        outcome."""
         with contextlib.suppress(LaststepError):
             self.part.warn(round_, reason)
         save = round_.save
         if save is None:
             return error
-        if not save.handle.durable.done():
+        if not save.may_be_committed:
             save.failed(error)
             return error
-        # Its flusher finds out whether it is committed after all.
-        self._desk.client.send(Decide(save=save.number, reason=reason))
-        self._desk.await_flusher(save)
+        # The flusher finds out whether the save is committed after all.
+        self._context.client.send(Decide(save=save.number, reason=reason))
+        self._context.await_flusher(save)
         return error
 
 
 class CommitThread:
-    """The thread in which this rank takes part in the saves of its job."""
+    """The thread on which this rank takes part in the saves of its job."""
 
-    def __init__(self, desk: RoundContext, groups: Groups, comparing: Comparing, bus: Bus) -> None:
-        self.rank = desk.rank
-        self.agreements = desk.agreements
-        self._desk = desk
+    def __init__(
+        self, context: RoundContext, groups: Groups, comparing: Comparing, bus: Bus
+    ) -> None:
+        self.rank = context.rank
+        self.global_layouts = context.global_layouts
+        self._context = context
         self._comparing = comparing
-        self._participant = Participant(desk, groups, bus)
+        self._participant = Participant(context, groups, bus)
         self._entered = self._ended = 0
-        """Saves that were entered, by the training thread, and that are over, by the other."""
-        self.agreements.known = self._known
-        self._step_board: Board | None = None
+        """Counts of saves entered (written by the training thread) and finished (by the commit
+        thread)."""
+        self.global_layouts.known = self._known
+        self._step_kv: KeyValueStore | None = None
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
-        threads.start(self._thread)
+        self._thread = threads.Worker("commit", self._work).start()
 
     def meet(self, ranks: Ranks) -> None:
-        """Have all ranks leave their notes under a name of this start of the job, before the first:
-        a launcher may start ranks again with the store that the dead ones have left theirs in."""
-        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
-        if not ranks.largest(self._entered > 0):
-            self._desk.board.under(name)
-            self.agreements.board.under(name)
+        """Put the keys of all ranks under a random prefix of this job instance, before the first
+        save. A launcher may restart ranks with a key-value store that still holds the keys of dead
+        ones. Collective."""
+        name = ranks.broadcast(0, os.urandom(_NAME_BYTES)).hex()
+        if not ranks.all_max(self._entered > 0):
+            self._context.kv.under(name)
+            self.global_layouts.kv.under(name)
 
-    def notes(self, ranks: Ranks) -> BoardNotes:
-        """Bring all ranks together for `step()`: notes by which they save at the same calls."""
-        if self._step_board is not None:
-            self._step_board.close()
-        self._step_board = self.new_board(ranks, "step")
-        deadline_s = self._desk.deadline_s
-        return BoardNotes(self._step_board, is_first=self.rank.is_first, deadline_s=deadline_s)
+    def notes(self, ranks: Ranks) -> SharedKeys:
+        """Return the sync points through which all ranks save at the same calls of `step()`.
+        Collective."""
+        if self._step_kv is not None:
+            self._step_kv.close()
+        self._step_kv = self.new_kv(ranks, "step")
+        deadline_s = self._context.deadline_s
+        return SharedKeys(self._step_kv, is_first=self.rank.is_first, deadline_s=deadline_s)
 
-    def new_board(self, ranks: Ranks, what: str) -> Board:
-        """A board for that, under a name that is used once; all ranks ask for it now."""
-        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
-        prefix = f"{self.agreements.board.prefix}/{what}/{name}"
-        return Board(prefix, ranks=ranks.size, patience_s=self._desk.deadline_s)
+    def new_kv(self, ranks: Ranks, what: str) -> KeyValueStore:
+        """Open a key-value store under a prefix that is used only once. Collective."""
+        name = ranks.broadcast(0, os.urandom(_NAME_BYTES)).hex()
+        prefix = f"{self.global_layouts.kv.prefix}/{what}/{name}"
+        return KeyValueStore(prefix, ranks=ranks.size, patience_s=self._context.deadline_s)
 
-    def begin(self, save: SaveUnderWay, prepared: Prepared, taken: TakenState) -> None:
+    def begin(self, save: Save, prepared: Prepared, taken: TakenState) -> None:
         """Enter a save of all ranks; its chunks may follow."""
-        assert prepared.portion is not None  # noqa: S101 (of several ranks each has one)
-        agreement = prepared.portion.agreement
-        round_ = Round(save.handle.step, save, agreement)
-        round_.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
+        assert prepared.write_shard is not None  # noqa: S101 (set whenever there are several ranks)
+        global_layout = prepared.write_shard.global_layout
+        round_ = Round(save.step, save, global_layout)
+        round_.contained = self._comparing.begin(
+            save.handle, taken, global_layout, self.rank.number
+        )
         seal = functools.partial(round_.seal, rank=self.rank.number)
-        self._desk.client.begin(save, prepared.plan, taken.sealing(prepared, seal))
+        self._context.client.begin(save, prepared.plan, taken.sealing(prepared, seal))
         self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:
-        """This rank does not take part in a save of that step; the others must hear it."""
+        """Notify the other ranks that this one takes no part in a save of `step`."""
         self._enter(Round(step, None, None, problem=why))
 
     def close(self) -> None:
-        """End the thread; called when all saves are over."""
+        """End the thread; call it when all saves are over."""
         self._rounds.put(None)
         self._thread.join()
-        self._desk.board.close()
-        self.agreements.close()
-        if self._step_board is not None:
-            self._step_board.close()
+        self._context.kv.close()
+        self.global_layouts.close()
+        if self._step_kv is not None:
+            self._step_kv.close()
 
     def leave(self) -> None:
-        """The program ends, whatever is under way."""
-        for board in (self._desk.board, self.agreements.board, self._step_board):
-            if board is not None:
-                board.hush()
+        """Close the connections at interpreter exit, whatever is in progress."""
+        for kv in (self._context.kv, self.global_layouts.kv, self._step_kv):
+            if kv is not None:
+                kv.close_at_exit()
 
     def _enter(self, round_: Round) -> None:
         self._entered += 1
@@ -187,14 +193,14 @@ class CommitThread:
     def _known(self) -> int | None:
         return self._participant.part.known if self._entered == self._ended else None
 
-    # -- on its thread ----------------------------------------------------------------------------
+    # -- on the commit thread ---------------------------------------------------------------------
 
     def _work(self) -> None:
         while (round_ := self._next()) is not None:
             try:
                 self._participant.go_through(round_)
             except BaseException as error:
-                # Nobody else ends this save: whoever waits for it would wait for ever.
+                # Nothing else resolves this save: its waiters would block forever.
                 with threads.outlasting(log, "the commit of step %d failed", round_.step):
                     if round_.save is not None:
                         round_.save.failed(StorageError("a commit failed", found=repr(error)))
@@ -202,14 +208,15 @@ class CommitThread:
             self._ended += 1
 
     def _next(self) -> Round | None:
-        """The next save; None at the end. Meanwhile `look_up` tells ranks that wait in vain."""
+        """Return the next save, or None at the end. While waiting, refuse saves of rank 0 that this
+        rank will not join (`look_up`)."""
         while True:
             try:
                 return self._rounds.get(timeout=self._participant.part.rest_s())
             except queue.Empty:
-                # They hear when their time is up.
+                # If this fails, the other ranks find out at their deadline.
                 with (
-                    threads.outlasting(log, "the other ranks hear late"),
+                    threads.outlasting(log, "the other ranks are told late"),
                     contextlib.suppress(LaststepError),
                 ):
                     self._participant.part.look_up()
@@ -219,47 +226,50 @@ _made: Counter[str] = Counter()
 
 
 def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
-    """Of several ranks, refuse groups that are each rank's own in part. The log tells of items that
-    are taken for each rank's own though nobody said so."""
+    """Raise `UsageError` for a group that mixes shared and per-rank state, in a job of several
+    ranks. Logs which items are treated as per-rank without an explicit `PerRank`."""
     for name, provider in providers.items() if rank.ranks > 1 else ():
         refuse_mixed(name, mixed=getattr(provider, "mixed", False))
         if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
             log.info(
-                "%s is taken for each rank's own: it reads data (it has __iter__ or a dataset); "
-                "laststep.PerRank(%s, …) says what becomes of it when the number of ranks changes",
+                (
+                    "%s is treated as per-rank state because it reads data (it has __iter__ or a "
+                    "dataset); laststep.PerRank(%s, …) sets what happens to it when the number of "
+                    "ranks changes"
+                ),
                 name,
                 name,
             )
 
 
-def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None, call: str) -> Ranks:
-    """The ranks that restore together; with a team, those that save together too. All make that
-    `call` now."""
+def all_ranks(context: RunContext, team: CommitThread | None, call: str) -> Ranks:
+    """Return the ranks that restore together (with a commit thread, those that also save together).
+    Collective: all ranks make the same `call` now."""
     if team is None:
-        return Alone(rank)
-    # The first rank may wait for a save that another process has not finished.
-    name = team.agreements.board.prefix
-    deadline_s = settings.deadline_s + WAIT_FOR_OTHERS_S
-    group = RankGroup(rank, name, deadline_s=deadline_s, call=call)
+        return Alone(context.rank)
+    # Rank 0 may have to wait for a save that another process has not finished.
+    name = team.global_layouts.kv.prefix
+    deadline_s = context.settings.deadline_s + WAIT_FOR_OTHERS_S
+    group = RankGroup(context.rank, name, deadline_s=deadline_s, call=call)
     team.meet(group)
     return group
 
 
-def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> CommitThread:
-    """Start this rank's commit thread, through which it saves together with the others."""
-    _made[run] += 1
-    prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
-    # A connection for each thread that asks: the training thread's must not wait for the other's.
-    deadline_s = settings.deadline_s
-    boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
-    agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
-    store = open_store(run)
-    desk = RoundContext(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
-    comparing = Comparing(settings.compare_replicas)
-    return CommitThread(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)
+def gather(run: RunContext, client: Client) -> CommitThread:
+    """Start the commit thread, through which this rank saves together with the others."""
+    url, rank, deadline_s = run.store.url, run.rank, run.settings.deadline_s
+    _made[url] += 1
+    prefix = f"laststep/{digest(url.encode()).hex()}/{_made[url]}"
+    # One connection per thread: the training thread must not wait for the commit thread's requests.
+    key_value = [KeyValueStore(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
+    global_layouts = GlobalLayouts(rank, key_value[0], deadline_s=deadline_s)
+    store = open_store(url)
+    context = RoundContext(rank, key_value[1], client, global_layouts, store, deadline_s=deadline_s)
+    comparing = Comparing(run.settings.compare_replicas)
+    return CommitThread(context, cut(rank.ranks, ranks_per_node()), comparing, run.bus)
 
 
-def board_to_stop(team: CommitThread | None, ranks: Ranks) -> Board:
-    """The notes by which several ranks agree on the step at which they stop."""
-    assert team is not None  # noqa: S101 (of several ranks)
-    return team.new_board(ranks, "stop")
+def kv_to_stop(team: CommitThread | None, ranks: Ranks) -> KeyValueStore:
+    """Open the key-value store in which several ranks agree on the step to stop at. Collective."""
+    assert team is not None  # noqa: S101 (only with several ranks)
+    return team.new_kv(ranks, "stop")

@@ -1,3 +1,2 @@
-"""From memory to the run: both ends of the flusher, a process of its own without torch, or a
-thread of the trainer.
-"""
+"""The flusher, which writes captured saves from memory to the run: the trainer's side of it, and
+the side that runs in a helper process without torch or on a thread of the trainer."""

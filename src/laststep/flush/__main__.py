@@ -1,4 +1,5 @@
-"""The helper process. Imports no more than it needs: every start of a job waits for it."""
+"""Entry point of the helper process. Imports as little as possible, because every start of a job
+waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import socket
 
 import msgspec
 
-from laststep.catalog.epochs import Trainer
+from laststep.catalog.terms import Trainer
 from laststep.flush.protocol import Connection, Orders
 from laststep.flush.server import Flusher
 from laststep.memory.segments import Mapping
@@ -16,16 +17,16 @@ from laststep.process.signals import OF_SCHEDULERS
 from laststep.storage.registry import register_store
 
 NOT_FOR_THE_HELPER = tuple(signal.Signals[name] for name in OF_SCHEDULERS)
-"""A person's Ctrl-C is for the trainer, and so is what a scheduler sends to all processes of a job;
-the helper ends with it, after its work is done."""
+"""Ctrl-C and the signals that a scheduler sends to all processes of a job are meant for the
+trainer. The helper ignores them and exits after the trainer, when its work is done."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the helper process is told on its command line."""
+    """Settings passed to the helper process on its command line."""
 
     run: str
     opener: str | None
-    """What opens the run's store, where that is no folder."""
+    """Import path of the function that opens the run's store; None for a directory."""
     pool_fd: int
     pool_bytes: int
     socket_fd: int
@@ -33,16 +34,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trainer_pidfd: int
     orders: Orders
     rank: int | None = None
-    """Which of several ranks the trainer is, for the log."""
+    """Rank of the trainer in a job of several ranks, for the log."""
 
 
 def main(text: str) -> None:
-    """Serve until the trainer is gone; `text` is a `Setup` as JSON. Signals are blocked."""
+    """Serve until the trainer is gone. `text` is a `Setup` as JSON. The process starts with the
+    signals of `NOT_FOR_THE_HELPER` blocked."""
     setup = msgspec.json.decode(text, type=Setup)
-    system.speak_as(setup.rank)
+    system.log_as_rank(setup.rank)
     if setup.opener is not None:
         register_store(setup.run.partition(":")[0], setup.opener)
-    for tier in setup.orders.further:
+    for tier in setup.orders.replicas:
         if tier.opener is not None:
             register_store(tier.url.partition(":")[0], tier.opener)
     for number in NOT_FOR_THE_HELPER:

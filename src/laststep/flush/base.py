@@ -1,13 +1,15 @@
-"""The last checkpoint as the base of a save: blocks that did not change are not written again.
+"""The last checkpoint as the base of a save: unchanged blocks are not written again.
 
-Decides which of its files may still be used. A file that few blocks are needed of, or that many
-checkpoints share, is *retired*: what lies in it is written again. Knows nothing of how blocks are
-written.
+Decides which files of the base may still be used. A file that few blocks are needed from, or that
+many checkpoints share, is *retired*: the blocks still needed from it are written again. The others
+become *shared files*, which also get a name in the folder of the save (`SharedFiles`). Does not
+know how blocks are written.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,41 +18,41 @@ from laststep.catalog.lineage import parse_folder
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.format.index import BlockRef, Index, StoredFile, StoredLayout
     from laststep.format.layout import FileLayout
     from laststep.storage.store import Store
 
 MOST_FILES = 16
-"""An index draws on at most so many files of earlier checkpoints: a restore opens them all."""
+"""Maximum number of files of earlier checkpoints that an index refers to: a restore opens them
+all."""
 MAX_SHARERS = 16
-"""So many checkpoints at most share a file before its blocks are written anew: what one damaged
-file can take with it. See docs/guides/smaller.md."""
+"""Maximum number of checkpoints that share a file before its blocks are written again: this limits
+the loss from one damaged file. See docs/guides/smaller.md."""
 LEAST_LIVE = 0.25
-"""A file of which a smaller share is still needed costs more room than it saves."""
+"""Minimum fraction of a file that must still be needed. Below it, the file costs more space than it
+saves."""
 MOST_HELD = 1.75
-"""All files together may take at most so many times what is needed of them."""
+"""Maximum size of all files together, as a multiple of the bytes needed from them."""
 MOST_CHANGED = 0.75
-"""A layout of which more has changed is written whole: it then stands alone."""
+"""A layout with a larger changed fraction is written whole and then depends on no other
+checkpoint."""
 LEAST_BYTES = 64 << 10
-"""A smaller layout is always written: a shared file is a name, and a file to open, too."""
+"""A smaller layout is always written: a shared file also costs a name, and a file to open."""
 
 
 class BaseLayout:
-    """A layout of the last checkpoint, of which a save may use blocks again."""
+    """A layout of the last checkpoint whose blocks a save may reuse."""
 
     def __init__(
-        self, stored: StoredLayout, index: Index, changed: frozenset[int] | None, *, overdue: bool
+        self, stored: StoredLayout, index: Index, changed: frozenset[int] | None = None
     ) -> None:
-        """`changed` are the blocks that had changed when it was written; None: nobody knows.
-        `overdue`: a save that changed blocks has put compaction off."""
+        """`changed` are the blocks that had changed when it was written; None if unknown."""
         self.stored = stored
         self.changed_blocks = changed
-        self.overdue = overdue
         self.refs = stored.refs()
         self.derived = (
             frozenset(n for n, ref in enumerate(self.refs) if index.is_derived(ref))
@@ -60,22 +62,33 @@ class BaseLayout:
 
     @property
     def changed(self) -> float | None:
-        """The share of its stored blocks that had changed when it was written, where known."""
+        """Fraction of its stored blocks that had changed when it was written; None if unknown."""
         if self.changed_blocks is None:
             return None
         return len(self.changed_blocks - self.derived) / max(len(self.refs) - len(self.derived), 1)
 
     def is_usable(self) -> bool:
-        """Return whether a save may use blocks of it again."""
+        """Return True if a save may reuse blocks of it."""
         return self.stored.layout.tensor_bytes >= LEAST_BYTES and len(self.derived) < len(self.refs)
 
     def needs(self, number: int) -> set[int]:
-        """The files that a block lies in, and its base."""
+        """Return the numbers of the files that hold a block and its base."""
         ref = self.refs[number]
         return {ref.file} if ref.base is None else {ref.file, ref.base.block.file}
 
+    def reusable(self, retired: frozenset[int] | None) -> dict[int, BlockRef]:
+        """Return the blocks that are not derived and need no `retired` file; none if `retired` is
+        None."""
+        if retired is None:
+            return {}
+        return {
+            number: ref
+            for number, ref in enumerate(self.refs)
+            if number not in self.derived and not self.needs(number) & retired
+        }
+
     def same(self, first: int, digests: bytes) -> list[bool]:
-        """Return of each block from that one on whether it is the one that there was."""
+        """Compare the digests of blocks, starting at block `first`, with the stored ones."""
         at = first * DIGEST_BYTES
         known = self.stored.digests[at : at + len(digests)]
         return [
@@ -84,10 +97,10 @@ class BaseLayout:
         ]
 
     def likely_change(self, first: int, same: Sequence[bool]) -> float:
-        """Estimate the share of the layout that has changed, by some of its blocks from `first` on.
+        """Estimate the changed fraction of the layout from some of its blocks, starting at `first`.
 
-        Elsewhere, as many of the blocks that changed the last time are taken to change again as did
-        here. After a save of nothing new, these blocks are all that is known.
+        Assumes that recently changed blocks elsewhere change again at the rate observed among these
+        blocks. If the last save changed nothing, these blocks are the only evidence.
         """
         here = {n: known for n, known in enumerate(same, first) if n not in self.derived}
         recent = (self.changed_blocks or frozenset()) - self.derived
@@ -100,56 +113,50 @@ class BaseLayout:
         return (changed + share * elsewhere) / max(len(self.refs) - len(self.derived), 1)
 
     def seems_same(self, first: int, same: Sequence[bool]) -> bool:
-        """Return whether nothing seems to have changed, by some blocks, from `first` on."""
-        recent = self.changed_blocks or frozenset()
-        return all(same) and (
-            not self.overdue or not recent.isdisjoint(range(first, first + len(same)))
-        )
-
-
-class LayoutHistory(NamedTuple):
-    """How a layout was written: see `BaseLayout`."""
-
-    changed: frozenset[int] | None = None
-    overdue: bool = False
+        """Return True if these blocks, starting at `first`, suggest that nothing has changed. They
+        are evidence for the others only if some of them changed in the last save."""
+        recent = self.changed_blocks
+        return all(same) and (not recent or not recent.isdisjoint(range(first, first + len(same))))
 
 
 class Base:
-    """The index of the last checkpoint, and how its layouts were written."""
+    """Index of the last checkpoint, and the blocks that had changed in it."""
 
     def __init__(
-        self, index: Index, folder: str, history: dict[str, LayoutHistory] | None = None
+        self, index: Index, folder: str, changed: Mapping[str, frozenset[int]] | None = None
     ) -> None:
+        """`changed` maps layout names to the blocks that had changed when it was written, where
+        known."""
         self.index = index
         self.folder = folder
-        self._history = history or {}
+        self._changed = changed or {}
         self._layouts: dict[str, BaseLayout] = {}
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
-        """The same layout in the last checkpoint; None where that had none, or another."""
+        """Return the same layout in the last checkpoint; None if it is missing there or differs."""
         stored = self.index.layout(layout.name)
         if stored is None or stored.layout != layout:
             return None
         if layout.name not in self._layouts:
-            changed, overdue = self._history.get(layout.name, LayoutHistory())
-            self._layouts[layout.name] = BaseLayout(stored, self.index, changed, overdue=overdue)
+            changed = self._changed.get(layout.name)
+            self._layouts[layout.name] = BaseLayout(stored, self.index, changed)
         return self._layouts[layout.name]
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
-        """The name of a file of it in the folder of a checkpoint that shares it; None where its
-        folder is not one of an attempt."""
+        """Return the name that one of its files has in the folder of a checkpoint that shares it;
+        None if the file's original folder is not an attempt's."""
         at = parse_folder(file.origin or self.folder)
-        return None if at is None else file.shared_name(at.epoch, at.attempt)
+        return None if at is None else file.shared_name(at.term, at.attempt)
 
     def shared_too_often(self) -> frozenset[int]:
-        """The files that even a save of nothing new may not share any more."""
+        """Files that have reached `MAX_SHARERS`: even a save without changes may not share them."""
         return frozenset(
             number for number, file in enumerate(self.index.files) if file.sharers + 1 > MAX_SHARERS
         )
 
     def retired(self, layouts: Sequence[BaseLayout]) -> frozenset[int]:
-        """The files of which these layouts use no blocks any more: what they need is written
-        again."""
+        """Return the files whose blocks must not be reused by these layouts; the blocks still
+        needed from them are written again."""
         live = [0] * len(self.index.files)
         for layout in layouts:
             for number, ref in enumerate(layout.refs):
@@ -163,28 +170,87 @@ class Base:
         used = sorted(
             set(range(len(sizes))) - out, key=lambda number: live[number] / max(sizes[number], 1)
         )
-        while len(used) > MOST_FILES:
-            out.add(used.pop(0))
-        # The least used go, until what is left and what comes anew is little enough. What changed
-        # the last time, and lies in the files of that save, is taken for what changes now.
-        needed = sum(live)
-        changed = sum(
-            BLOCK_BYTES * len((layout.changed_blocks or frozenset()) - layout.derived)
-            for layout in layouts
-        )
-        while used:
-            held = sum(sizes[number] for number in used)
-            again = sum(sizes[number] for number in used if not self.index.files[number].origin)
-            anew = max(changed - again, 0) + sum(live[number] for number in out)
-            if held + anew <= MOST_HELD * needed:
-                break
-            out.add(used.pop(0))
+        while len(used) > MOST_FILES or sum(sizes[n] for n in used) > MOST_HELD * sum(live):
+            out.add(used.pop(0))  # the least used file
         return frozenset(out)
 
 
+class SharedFiles:
+    """Links to the files of a base in the folder of a save: once linked there, they survive the
+    deletion of the base. Thread-safe."""
+
+    def __init__(self, store: Store, folder: str, base: Base) -> None:
+        self._store = store
+        self._folder = folder
+        self._base = base
+        self._lock = threading.Lock()
+        self._names: dict[int, str] | None = None
+        """Names of the links by file number in the base; None before `link`, empty if a link
+        failed."""
+
+    def link(self) -> bool:
+        """Link all files that may still be shared, on the first call. Return False if that is
+        impossible."""
+        with self._lock:
+            if self._names is None:
+                self._names = self._link_all()
+            return bool(self._names)
+
+    def _link_all(self) -> dict[int, str]:
+        base, names = self._base, dict[int, str]()
+        often = base.shared_too_often()
+        for number, file in enumerate(base.index.files):
+            if number in often:
+                continue
+            name = base.name_elsewhere(file)
+            if name is None or not self._link(f"{base.folder}/{file.name}", name, file.size_bytes):
+                self._unlink(names.values())
+                return {}
+            names[number] = name
+        return names
+
+    def settle(self, needed: Mapping[int, str | None]) -> dict[int, StoredFile]:
+        """Unlink the files that are not `needed` and return the others, by their numbers in the
+        base. A file that is exactly the data file of a layout is also renamed to that layout's
+        name, which other tools know."""
+        found: dict[int, StoredFile] = {}
+        for number, name in (self._names or {}).items():
+            file, last = self._base.index.files[number], name
+            if number in needed:
+                own, source = needed[number], f"{self._folder}/{name}"
+                if own == file.own_name and self._link(source, own, file.size_bytes):
+                    last = own
+                found[number] = shared(file, last, self._base.folder)
+            if number not in needed or last != name:
+                self._unlink([name])
+        return found
+
+    def _link(self, source: str, name: str, size_bytes: int) -> bool:
+        """Link a file and check that it has its original size."""
+        path = f"{self._folder}/{name}"
+        try:
+            if not self._store.link(source, path):
+                return False
+        except LaststepError:
+            return False
+        try:
+            reader = self._store.open_reader(path, cached=True)
+            there_bytes = reader.size_bytes
+            reader.close()
+        except LaststepError:
+            there_bytes = -1
+        if there_bytes != size_bytes:
+            self._unlink([name])
+        return there_bytes == size_bytes
+
+    def _unlink(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._store.delete(f"{self._folder}/{name}")
+
+
 def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
-    """A committed checkpoint as the base of this rank's next save; None where its index cannot be
-    read: the save then writes everything."""
+    """Return a committed checkpoint as the base of this rank's next save; None if its index cannot
+    be read, in which case the save writes everything."""
     from laststep.catalog.indexes import read_index  # many flushers never need it
 
     try:
@@ -196,17 +262,9 @@ def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
         return None
 
 
-def renumbered(ref: BlockRef, numbers: dict[int, int]) -> BlockRef:
-    """The same block, in other numbers of files."""
-    base = ref.base
-    if base is not None:
-        block = base.block._replace(file=numbers[base.block.file])
-        base = base._replace(block=block)
-    return ref._replace(file=numbers[ref.file], base=base)
-
-
 def shared(file: StoredFile, name: str, folder: str) -> StoredFile:
-    """A file of the checkpoint in `folder`, as another one shares it under that name."""
+    """Return the record of a file of the checkpoint in `folder`, as shared by another under
+    `name`."""
     return msgspec.structs.replace(
         file, name=name, origin=file.origin or folder, sharers=file.sharers + 1
     )

@@ -1,10 +1,10 @@
-"""Find out what of a save follows from what, and need not be written.
+"""Find the tensors of a save that are the rounding of others and need not be written.
 
-A tensor of bf16 or fp16 that may be the rounding of one of fp32 comes with its *candidates*. As the
-bytes of these come by, they are rounded, and the digests of that kept, a run at a time. A run of
-the tensor with the same digest as one of them is not stored. Whether that is so is decided by
-digests alone: a candidate that is none costs time, never a bit. What comes before its masters is
-stored. Knows nothing of files on a disk, nor of torch.
+A bf16 or fp16 tensor that may be the rounding of an fp32 tensor comes with its *candidates*. As the
+bytes of a candidate arrive they are rounded, and the digest of each rounded run is kept. A run of
+the tensor with the same digest is not stored. Only digests decide this: a wrong candidate costs
+time but never changes a bit. A tensor that arrives before its masters is stored. Knows neither
+files on a disk nor torch.
 """
 
 from __future__ import annotations
@@ -15,31 +15,26 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.digests import digest
-from laststep.flush.encoder import EncodedBlock
-from laststep.flush.protocol import CodingReport
-from laststep.format.deriving import ROUNDED, DerivedRun, DerivedRuns, Master, pack
-from laststep.format.index import Encoding
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
+from laststep.format.deriving import DerivedRun, DerivedRuns, Master, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.flush.encoder import FileCoder
-    from laststep.format.index import BaseRef
     from laststep.format.layout import FileLayout
     from laststep.plan.files import MasterPair
 
 _LOOK_S = 0.2
-"""How often one who waits looks whether the save has failed."""
+"""Interval at which a waiting thread checks whether the save has failed."""
 _MOST_BYTES = 2 * BLOCK_BYTES
-"""A run of a master is no longer."""
+"""Maximum length of a run of a master."""
 _TRIES, _AGAIN = 2, 16
-"""A candidate that nobody has declared, and that was of no use in so many saves, is left alone, but
-for every 16th save."""
+"""An undeclared candidate that was useless in `_TRIES` saves is tried only in every `_AGAIN`-th
+save from then on."""
 
 Misses = Counter[tuple[str, str, Master]]
-"""In how many saves of one flusher, one after the other, a candidate of a tensor of a file was
-wrong, or not needed, or was left alone."""
+"""Number of consecutive saves of one flusher in which a candidate (file, tensor, master) was wrong,
+unneeded or not tried."""
 
 
 class _Wanted(NamedTuple):
@@ -57,7 +52,7 @@ class _Wanted(NamedTuple):
 
 
 class Deriving:
-    """What follows from what in one save; several threads may use it."""
+    """The derivations of one save. Thread-safe."""
 
     def __init__(
         self,
@@ -68,14 +63,14 @@ class Deriving:
         *,
         is_declared: bool,
     ) -> None:
-        """`failed` tells that what is waited for may never come."""
+        """`failed` returns True if the bytes that a thread waits for may never arrive."""
         self._failed = failed
         self._changed = threading.Condition()
         self._order: dict[tuple[int, int], int] = {}
-        """Of chunks that are on their way: which came first."""
+        """Order of arrival of the chunks that are queued for writing."""
         self._sums: dict[tuple[int, int, Master], bytes] = {}
         self._parts: dict[tuple[int, int, Master], tuple[bytearray, int]] = {}
-        """Of runs of which some bytes have come: those, rounded, and how many."""
+        """Rounded bytes of incomplete runs, and how many of them have arrived."""
         self._wanted: dict[int, list[_Wanted]] = {}
         made = {
             number: DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
@@ -89,26 +84,26 @@ class Deriving:
             some.sort(key=lambda wanted: wanted[:2])
 
     def of(self, file: int) -> DerivedFile | None:
-        """What follows in that file from others."""
+        """Return the derivations in that file; None if there are none."""
         return self._files.get(file)
 
     def end(self) -> None:
-        """All of the save has come."""
+        """Called when all of the save has arrived."""
         for file in self._files.values():
             file.end()
 
     def expect(self, file: int, start: int) -> None:
-        """A chunk is on its way to the threads that write; called in the order in which they get
-        them."""
+        """Register a chunk that is being queued for the writing threads; call in the order of that
+        queue."""
         self._order[file, start] = len(self._order)
 
     def needs(self, file: int, start: int, size: int) -> bool:
-        """Whether something may follow from these bytes of a file."""
+        """Return True if a tensor may be derived from these bytes of a file."""
         return bool(self._among(file, start, start + size))
 
     def take(self, file: int, start: int, data: memoryview) -> None:
-        """Round what may be wanted of these bytes of a file."""
-        from laststep.codecs.rounding import rounded  # numpy takes long to import, and few need it
+        """Round the bytes of this chunk that tensors may be derived from."""
+        from laststep.codecs.rounding import rounded  # numpy is slow to import and rarely needed
 
         for wanted in self._among(file, start, start + len(data)):
             low, high = max(wanted.start, start), min(wanted.stop, start + len(data))
@@ -142,8 +137,9 @@ class Deriving:
     def rounding(
         self, file: int, run: DerivedRun, master: Master, begins: tuple[int, int]
     ) -> bytes | None:
-        """The digest of the rounding that a run may be, where that has come before the run itself.
-        What was on its way before is waited for: another thread has it at hand."""
+        """Return the digest of the rounding that a run may equal, if its master arrived before the
+        run itself. Waits for masters that were queued earlier: another thread is processing
+        them."""
         key, there = (file, run.start, master), begins[0]
         start, stop = run.of_master(begins[1])
         chunks = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
@@ -156,7 +152,7 @@ class Deriving:
 
 
 class DerivedFile:
-    """What of one file follows from others."""
+    """The derivations in one file."""
 
     def __init__(
         self,
@@ -175,9 +171,9 @@ class DerivedFile:
         self._misses = misses
         self._lock = threading.Lock()
         self._begins: dict[Master, tuple[int, int]] = {}
-        """Of each candidate the number of its file, and the byte at which it begins there."""
+        """File number of each candidate, and the byte at which it starts there."""
         self._candidates: dict[str, list[Master]] = {}
-        """Of each tensor."""
+        """Candidates by tensor."""
         self._is_declared = is_declared
         entries = files[number].tensors
         for file, own, there, entry in pairs:
@@ -192,7 +188,7 @@ class DerivedFile:
         self._chosen: dict[str, Master] = {}
         self._wrong: set[tuple[str, Master]] = set()
         self._runs = DerivedRuns(entries, self._candidates)
-        # What a master lies in must not need other blocks itself.
+        # Blocks that contain a master must not themselves be derived from other blocks.
         self._apart = {
             block
             for file, entry in {(pair.master_file, pair.master_entry) for pair in pairs}
@@ -211,11 +207,11 @@ class DerivedFile:
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether any block may follow from others."""
+        """True if any block may be derived."""
         return not self._apart.issuperset(self._runs.blocks())
 
     def wanted(self) -> list[tuple[int, _Wanted]]:
-        """The bytes of masters that are to be rounded, with the file that they come in."""
+        """Return the bytes of masters that have to be rounded, each with the number of its file."""
         found = []
         for block in sorted(set(self._runs.blocks()) - self._apart):
             for run in self._runs.of_block(block):
@@ -226,8 +222,8 @@ class DerivedFile:
         return found
 
     def is_refuted(self, start: int, data: memoryview) -> bool:
-        """Whether by these bytes of the file nothing of it follows from others: some of them could,
-        and none does. Of what is declared they have to hold some of every tensor."""
+        """Return True if these bytes show that nothing in the file is derived: some of them could
+        be, and none is. For declared candidates they must cover a part of every tensor."""
         first = start // BLOCK_BYTES
         there = range(first, first + -(-len(data) // BLOCK_BYTES))
         tried = sorted({b for b in self._runs.blocks() if b in there and b not in self._apart})
@@ -238,12 +234,13 @@ class DerivedFile:
         return all(self.payload(b, data[at : at + BLOCK_BYTES]) is None for b, at in parts)
 
     def used(self) -> dict[str, Master]:
-        """The tensors that may follow from others, and which: of some it may be that no block
-        does."""
+        """Return the tensors that may be derived, with their masters; possibly none of a tensor's
+        blocks is."""
         return {name: self._chosen.get(name, some[0]) for name, some in self._candidates.items()}
 
     def end(self) -> None:
-        """All of the file has come: remember which candidates were wrong, or not needed."""
+        """Called when all of the file has arrived: record which candidates were wrong or
+        unneeded."""
         for name, some in self._candidates.items():
             chosen = self._chosen.get(name)
             for master in some:
@@ -253,7 +250,7 @@ class DerivedFile:
                     self._misses[self._name, name, master] += 1
 
     def payload(self, number: int, block: memoryview) -> bytes | None:
-        """What is to be stored of a block; None where nothing of it follows from others."""
+        """Return the bytes to store for a block; None if nothing in it is derived."""
         if number in self._apart:
             return None
         at, runs = number * BLOCK_BYTES, self._runs.of_block(number)
@@ -272,44 +269,3 @@ class DerivedFile:
                 if rounding is not None:
                     self._wrong.add((run.tensor, master))
         return False
-
-
-class DerivingCoder:
-    """Stores nothing of what follows from others; the rest goes another coder's way."""
-
-    def __init__(self, derived: DerivedFile, inner: FileCoder | None) -> None:
-        self.derived = derived
-        self._inner = inner
-        self._lock = threading.Lock()
-        self._raw_bytes = self._stored_bytes = self._blocks = 0
-
-    def encode(
-        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
-    ) -> EncodedBlock:
-        """As that of a `FileCoder`."""
-        payload = self.derived.payload(number, data)
-        if payload is None or 2 * len(payload) > len(data):
-            other = (
-                EncodedBlock(data, None, against_base=False)
-                if self._inner is None
-                else self._inner.encode(number, data, digest, base)
-            )
-            if payload is None or len(other.data) <= len(payload):
-                return other
-        with self._lock:
-            self._blocks += 1
-            self._raw_bytes += len(data)
-            self._stored_bytes += len(payload)
-        return EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
-
-    def report(self, file: str) -> CodingReport:
-        """What has become of the blocks that follow from others."""
-        with self._lock:
-            return CodingReport(
-                file=file,
-                mode="derived",
-                picked=ROUNDED[0],
-                why=f"{self._blocks} blocks follow from what is stored in fp32",
-                raw_bytes=self._raw_bytes,
-                stored_bytes=self._stored_bytes,
-            )

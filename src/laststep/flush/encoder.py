@@ -1,12 +1,12 @@
-"""Choose how the blocks of a save are encoded: not at all, or by the codec that serves best.
+"""Choose how the blocks of a save are encoded: not at all, or by the most suitable codec.
 
-Compression pays where encoding and writing less takes less time than writing all: the choice for a
-file follows from a sample of it, from how fast the store has taken bytes so far, and from how many
-cores are idle. Block by block, what was written before is tried as a base where it is still in
-memory. Knows nothing of files and of threads but that there are some.
+Compression pays if encoding and writing fewer bytes takes less time than writing all of them. The
+choice for a file is based on a sample of it, on the measured speed of the store, and on the number
+of idle cores. Each block is also tried as a difference to an earlier version of it that is still in
+memory. Knows nothing about files or threads, except that several threads may call it.
 
-Earlier blocks are kept in memory within a bound. Rounding, where the user allows it, changes
-numbers in their slot before anything is digested.
+Earlier blocks are kept in memory up to a limit. Rounding, where the user allows it, changes numbers
+in their slot before they are digested.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from bisect import bisect_right
 from collections import Counter
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.blocks.registry import codec_named
+from laststep.constants import BLOCK_BYTES, DTYPES
 from laststep.errors import UsageError
 from laststep.flush.protocol import CodingReport
+from laststep.format.deriving import ROUNDED
 from laststep.format.index import Encoding
 from laststep.settings import Compression, compression_of
-from laststep.terms import BLOCK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from laststep.codecs.blocks.codec import BlockCodec
+    from laststep.flush.deriving import DerivedFile
     from laststep.flush.protocol import Orders
     from laststep.format.index import BaseRef
     from laststep.format.layout import FileLayout
@@ -41,13 +43,13 @@ if TYPE_CHECKING:
 
 
 _LEAST_BYTES = 32 << 20
-"""Less tells of a store how long it takes to answer, not how fast it is."""
+"""Minimum bytes for a measurement: fewer show the latency of a store, not its throughput."""
 _FORGET = 0.5
-"""What earlier saves count beside the newest."""
+"""Weight of earlier saves relative to the newest."""
 
 
 class Throughput:
-    """Bytes, and the time in which at least one write or sync was under way."""
+    """Bytes written, and the time during which at least one write or sync was in progress."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +61,7 @@ class Throughput:
 
     @contextmanager
     def busy(self, size_bytes: int) -> Iterator[None]:
-        """While so many bytes are written."""
+        """Count the time inside as spent on writing that number of bytes."""
         with self._lock:
             if not self._under_way:
                 self._since = self._clock()
@@ -74,7 +76,7 @@ class Throughput:
                     self._busy_s += self._clock() - self._since
 
     def begin_save(self) -> None:
-        """What was measured before counts less from now on, if enough is left to tell."""
+        """Reduce the weight of earlier measurements, if enough bytes remain for a measurement."""
         with self._lock:
             if self._bytes * _FORGET >= _LEAST_BYTES:
                 self._bytes *= _FORGET
@@ -82,7 +84,7 @@ class Throughput:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None while too little was written to tell."""
+        """Measured write speed; None if too little has been written."""
         with self._lock:
             if self._bytes < _LEAST_BYTES or self._busy_s <= 0:
                 return None
@@ -90,7 +92,7 @@ class Throughput:
 
 
 class TimedWriting:
-    """A file that is written as another is, and timed."""
+    """Pass writes on to another file writer and time them."""
 
     def __init__(self, writer: FileWriting, throughput: Throughput) -> None:
         self._writer = writer
@@ -110,7 +112,7 @@ class TimedWriting:
 
 
 class IdleCores:
-    """How many of the cores that this process may use had nothing to do since the last look."""
+    """The number of cores available to this process that were idle since the last call."""
 
     def __init__(self, read: Callable[[], tuple[int, int]] | None = None) -> None:
         self._read = read or _ticks
@@ -118,7 +120,8 @@ class IdleCores:
         self._idle = 0.0
 
     def look(self) -> float:
-        """Between the two last looks that were far enough apart."""
+        """Return the idle cores between this call and the last; repeat the last result if the
+        counters have not advanced."""
         idle, every = self._read()
         past = every - self._last[1]
         if past > 0:
@@ -129,7 +132,7 @@ class IdleCores:
 
 
 def _ticks() -> tuple[int, int]:
-    """The ticks of all cores in which they were idle or waited for a disk, and all of them."""
+    """Return the ticks of all cores that were idle or waiting for a disk, and the total ticks."""
     try:
         with open("/proc/stat", "rb") as file:  # noqa: PTH123 (pathlib takes long to import)
             ticks = [int(word) for word in file.readline().split()[1:9]]
@@ -139,19 +142,19 @@ def _ticks() -> tuple[int, int]:
 
 
 _TRIED_BLOCKS = 64
-"""After so many tries it is known whether keeping the blocks of a file pays."""
+"""Number of tries after which it is decided whether keeping the blocks of a file pays."""
 _LEAST_PAID = 0.25
 
 
 class KeptBlock(NamedTuple):
-    """A block, and the digest by which it is known again."""
+    """A block in memory, identified by its digest."""
 
     digest: bytes
     data: bytes
 
 
 class Earlier:
-    """The memory of one flusher."""
+    """Earlier blocks that one flusher keeps in memory as bases."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -162,16 +165,17 @@ class Earlier:
         self._paid: Counter[str] = Counter()
 
     def find(self, file: str, number: int, digest: bytes) -> memoryview | None:
-        """That block of a file, if it is here with just that content."""
+        """Return that block of a file if it is in memory with this digest."""
         kept = self._kept.get(file, {}).get(number)
         return None if kept is None or kept.digest != digest else memoryview(kept.data)
 
     def has(self, file: str) -> bool:
-        """Whether any block of that file is here."""
+        """Return True if any block of that file is in memory."""
         return bool(self._kept.get(file))
 
     def keep(self, file: str, number: int, digest: bytes, data: memoryview) -> None:
-        """Keep a block in place of what was here of it; or not, where there is no room for it."""
+        """Replace the kept version of a block; drop it if there is no room or keeping does not
+        pay."""
         with self._lock:
             blocks = self._kept.setdefault(file, {})
             before = blocks.pop(number, None)
@@ -182,7 +186,7 @@ class Earlier:
             blocks[number] = KeptBlock(digest, bytes(data))
 
     def tried(self, file: str, *, paid: bool) -> None:
-        """A block was, or was not, smaller for the one that was kept."""
+        """Record whether encoding a block against the kept one made it smaller."""
         with self._lock:
             self._tried[file] += 1
             self._paid[file] += paid
@@ -190,7 +194,7 @@ class Earlier:
                 self._drop(file)
 
     def forget(self, file: str) -> None:
-        """Its tensors are others now."""
+        """Forget a file, because its tensors have changed."""
         with self._lock:
             self._drop(file)
             self._tried.pop(file, None)
@@ -206,17 +210,17 @@ class Earlier:
 
 _DTYPE = "float32"
 _GROUP = 64
-"""So many numbers share a scale."""
+"""Number of values that share a scale."""
 _GROUP_BYTES = 4 * _GROUP
 _LEVELS = 127
 _INFINITE = 0x7F80
 """The exponent of infinity, in the upper half of a number."""
 _TOO_LARGE = 2.0**127
-"""What is larger may be rounded to infinity."""
+"""Larger numbers may be rounded to infinity."""
 
 
 class RoundedRange(NamedTuple):
-    """Bytes of an image that are rounded."""
+    """A byte range of a layout that is rounded."""
 
     start: int
     stop: int
@@ -224,14 +228,14 @@ class RoundedRange(NamedTuple):
 
 
 class Rounding:
-    """What is rounded in one file."""
+    """The rounding to apply in one file."""
 
     def __init__(self, layout: FileLayout, lossy: Mapping[str, str]) -> None:
-        """`lossy` says how, by patterns of `item/tensor`; the first that fits holds. A scalar is
-        no tensor to be rounded: optimizers count their steps in such."""
+        """`lossy` maps patterns of `item/tensor` to a rounding; the first match wins. Scalars are
+        never rounded: optimizers count their steps in them."""
         self.names: dict[str, str] = {}
         self.patterns: set[str] = set()
-        """Those that name something here."""
+        """Patterns that match a tensor here."""
         self._ranges: list[RoundedRange] = []
         for entry in layout.tensors if lossy else ():
             item, name = layout.item, entry.name
@@ -251,7 +255,8 @@ class Rounding:
         return bool(self._ranges)
 
     def apply(self, start: int, data: memoryview) -> None:
-        """Round what of `data`, which lies at `start` of the image, is to be."""
+        """Round in place the part of `data`, which starts at byte `start` of the layout, that is
+        lossy."""
         first = bisect_right(self._ranges, start, key=lambda a_range: a_range.stop)
         for a_range in self._ranges[first:]:
             if a_range.start >= start + len(data):
@@ -261,12 +266,12 @@ class Rounding:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern names a tensor, or the item that it is of."""
+    """Return True if a pattern matches a tensor or its item."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[0], pattern)
 
 
-def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by itself)
-    """Each number to the nearest that bfloat16 has, to the even one of two; none to infinity."""
+def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (numbers are rounded one by one)
+    """Round each number in place to the nearest bfloat16, ties to even, but never to infinity."""
     import numpy as np
 
     from laststep.codecs.rounding import rounded
@@ -274,15 +279,15 @@ def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by 
     halves: NDArray[uint16] = np.frombuffer(data, "<u2")
     upper = np.array(np.frombuffer(rounded(data, "bfloat16"), "<u2"))
     was_finite = (halves[1::2] & 0x7F80) != _INFINITE
-    upper[((upper & 0x7FFF) == _INFINITE) & was_finite] -= 1  # the largest number there is
+    upper[((upper & 0x7FFF) == _INFINITE) & was_finite] -= 1  # the largest finite number
     halves[1::2] = upper
     halves[::2] = 0
 
 
 def to_int8(data: memoryview, at: int) -> None:
-    """Numbers in groups of 64, by their place in the image, to one of 255 multiples of a power of
-    two, which is chosen for the largest of them. Groups with what is no number, or nearly infinite,
-    are left alone."""
+    """Round numbers in place, in groups of 64 by position in the layout, to one of 255 multiples of
+    a power of two chosen for the largest of the group. Groups with NaN or nearly infinite numbers
+    are left unchanged."""
     import numpy as np
 
     numbers: NDArray[float32] = np.frombuffer(data, np.float32)
@@ -300,66 +305,61 @@ def _quantize(groups: NDArray[float32]) -> None:
         return
     largest = np.abs(groups).max(axis=1)
     ok = (largest > 0) & (largest < _TOO_LARGE)
-    # The least power of two of which 127 reach the largest number; the smallest that floats have.
+    # The smallest power of two whose 127-fold reaches the largest number, but at least 2**-149,
+    # the smallest positive float32.
     fractions, exponents = np.frexp(np.where(ok, largest, 1).astype(np.float64) / _LEVELS)
     exponents -= fractions == 0.5
     scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]
-    with np.errstate(invalid="ignore"):  # of groups that are left alone
+    with np.errstate(invalid="ignore"):  # from groups that are left unchanged
         rounded = np.rint(groups / scales)
         rounded *= scales
     groups[ok] = rounded[ok]
 
 
 ROUNDERS: dict[str, Callable[[memoryview, int], None]] = {"bf16": to_bf16, "int8": to_int8}
-"""What can be asked for."""
+"""The available roundings by name."""
 
 
 _CODEC = "planes"
 _SAMPLE_BYTES = 64 << 10
-"""Out of the middle of a block: enough to tell what all of it comes to, for a sixteenth of the
-time."""
+"""Sample size, from the middle of a block: enough to predict the ratio of the whole block, for a
+sixteenth of the time."""
 _SAMPLES = 4
 _TAKEN_SHARE = 0.02
-"""So much of all cores may be taken from training, should none be idle."""
+"""Fraction of all cores that encoding may take from training if none is idle."""
 _LEAST_GAIN = 1.03
-"""What becomes smaller by less is stored as it is: decoding it would cost more than it saves."""
+"""Minimum compression ratio. With less, decoding would cost more than it saves."""
 _MOST_OF_RAW = 0.9
-"""Encoding has to be expected to take less than so much of the time that writing all takes."""
+"""Encoding must be expected to take less than this fraction of the time of writing everything
+raw."""
 _ANCHORED_GAIN = 0.8
-"""A difference has to come to so little of what the block itself comes to: who reads it has to read
-its anchor as well."""
+"""A difference must be smaller than the block encoded alone by this factor, because a reader has to
+read its base as well."""
 _NARROW_BYTES = 2
-"""In elements of so few bytes, differences of low learning rates are few and small."""
+"""Maximum element size of blocks that are kept as bases in modes other than `max`: with low
+learning rates, differences between such narrow elements are few and small."""
 
 
 class EncodedBlock(NamedTuple):
-    """A block as it is to be stored."""
+    """A block in the form in which it is stored."""
 
     data: bytes | memoryview
     encoding: Encoding | None
-    """None: it is stored as it is."""
+    """None if it is stored raw."""
     against_base: bool
 
 
-class BlockCoder(Protocol):
-    """What makes blocks shorter."""
-
-    def encode(
-        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
-    ) -> EncodedBlock:
-        """Encode a block of a layout, perhaps against `base`."""
-
-
 class Estimate(NamedTuple):
-    """What a sample of a file says of all of it."""
+    """Properties of a file, estimated from a sample."""
 
     ratio: float
     bytes_per_s: float
-    """Of one core, as it encodes."""
+    """Encoding speed of one core."""
 
 
 class Compressor:
-    """What a flusher knows that matters for the choice; shared by all of its saves."""
+    """The measurements of a flusher on which the choice of encoding is based; shared by all of its
+    saves."""
 
     def __init__(self, orders: Orders, *, memory_bytes: int) -> None:
         self._orders = orders
@@ -369,19 +369,18 @@ class Compressor:
         self._idle_cores = 0.0
 
     def mode(self, layout: FileLayout) -> str:
-        """What is asked for a file."""
+        """Return the compression setting for a file."""
         return compression_of(layout.item, self._orders.compression)
 
     def rounding(self, layout: FileLayout) -> Rounding:
-        """What is rounded in a file."""
         return Rounding(layout, self._orders.lossy)
 
     def begin_save(self) -> None:
-        """Look around before a save is written."""
+        """Update the measurements before a save is written."""
         self.throughput.begin_save()
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 
-    def coder(
+    def encoder(
         self,
         layout: FileLayout,
         start: int,
@@ -389,31 +388,31 @@ class Compressor:
         *,
         known: bool,
         rounded: bool = False,
-    ) -> FileCoder:
-        """How a file is encoded, by the first bytes of it that come, which lie at `start`; `known`:
-        the last save had the same tensors in it."""
+    ) -> LayoutEncoder:
+        """Choose how a file is encoded, from the first bytes of it that arrive, which start at
+        `start`. `known`: the last save had the same tensors in it."""
         if not known:
             self.earlier.forget(layout.name)
         mode = self.mode(layout)
         if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
             why = "tensors in it are rounded, which is for nothing if they are not encoded"
-            return FileCoder(layout, mode, codec_named(_CODEC), self.earlier, why, known=known)
+            return LayoutEncoder(layout, mode, codec_named(_CODEC), self.earlier, why, known=known)
         if mode != Compression.ADAPTIVE:
             codec = codec_named(_CODEC if mode == Compression.MAX else mode)
-            return FileCoder(layout, mode, codec, self.earlier, "it was asked for", known=known)
+            return LayoutEncoder(layout, mode, codec, self.earlier, "it was asked for", known=known)
         try:
             pays, why = self._judged(codec_named(_CODEC), layout, start, image)
         except UsageError as error:
             pays, why = None, f"{error.what}: {error.remedy}"
-        return FileCoder(layout, mode, pays, self.earlier, why, known=known)
+        return LayoutEncoder(layout, mode, pays, self.earlier, why, known=known)
 
     def _judged(
         self, codec: BlockCodec, layout: FileLayout, start: int, image: memoryview
     ) -> tuple[BlockCodec | None, str]:
-        """Whether that codec makes a file durable sooner, and why."""
+        """Return the codec if it makes a file durable sooner, else None; and the reason."""
         writes = self.throughput.bytes_per_s
         if writes is None:
-            return None, "too little was written so far to tell how fast the store is"
+            return None, "not enough has been written to measure the store's speed"
         if self.earlier.has(layout.name):
             return codec, "the last save is in memory, and differences to it are small"
         cores = min(self._orders.writers, self._idle_cores)
@@ -429,71 +428,93 @@ class Compressor:
         return None, facts
 
 
-class FileCoder:
-    """Encodes the blocks of one file of one save."""
+class LayoutEncoder:
+    """Encodes the blocks of one layout of one save: as the rounding of masters, as a difference to
+    an earlier block, by a codec, or not at all, whichever is smallest for the block."""
 
     def __init__(
         self,
         layout: FileLayout,
-        mode: str,
-        codec: BlockCodec | None,
-        earlier: Earlier,
-        why: str,
+        mode: str = "",
+        codec: BlockCodec | None = None,
+        earlier: Earlier | None = None,
+        why: str = "",
         *,
         known: bool = True,
     ) -> None:
-        """`known`: the last save had the same tensors."""
+        """`mode` is the compression setting, if any; `known`: the last save had the same
+        tensors."""
+        self.derived: DerivedFile | None = None
+        """The tensors of the layout that may be derived from others."""
         self._layout = layout
         self._known = known
         self._mode = mode
         self._codec = codec
-        self._earlier = earlier
+        self._earlier = earlier or Earlier(0)
         self._why = why
         self._width_of = _widths(layout)
         self._differences = _can_be_had("patches") and _can_be_had("subtract")
         self._lock = threading.Lock()
-        self._blocks: dict[str, int] = {}
-        self._raw_bytes = self._stored_bytes = 0
+        self._blocks: Counter[str] = Counter()
+        self._raw_bytes: Counter[str] = Counter()
+        self._stored_bytes: Counter[str] = Counter()
         self._encode_s = 0.0
 
     @property
     def encodes(self) -> bool:
-        """Whether anything is encoded at all."""
-        return self._codec is not None
+        """Return True if any block may become smaller."""
+        return self._codec is not None or self.derived is not None
 
     @property
     def has_bases(self) -> bool:
-        """Whether blocks can be told by how they differ from earlier ones."""
-        return self.encodes and self._earlier.has(self._layout.name)
+        """True if blocks can be encoded as differences to earlier ones."""
+        return self._codec is not None and self._earlier.has(self._layout.name)
 
     def encode(
         self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
     ) -> EncodedBlock:
         """Encode a block, against its base if that is still in memory and makes it smaller."""
         began = time.thread_time()
-        width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
-        found = self._against(number, data, width, base) or self._alone(data, width)
-        found = found or EncodedBlock(data, None, against_base=False)
-        stored, codec = found.data, "raw" if found.encoding is None else found.encoding.codec
-        if not found.against_base and self._keeps(width):
-            self._earlier.keep(self._layout.name, number, digest, data)
+        found = self._derive(number, data)
+        if found is None or 2 * len(found.data) > len(data):
+            other = self._by_codec(number, data, digest, base)
+            found = other if found is None or len(other.data) <= len(found.data) else found
+        codec = "raw" if found.encoding is None else found.encoding.codec
         with self._lock:
-            self._blocks[codec] = self._blocks.get(codec, 0) + 1
-            self._raw_bytes += len(data)
-            self._stored_bytes += len(stored)
+            self._blocks[codec] += 1
+            self._raw_bytes[codec] += len(data)
+            self._stored_bytes[codec] += len(found.data)
             self._encode_s += time.thread_time() - began
         return found
 
+    def _derive(self, number: int, data: memoryview) -> EncodedBlock | None:
+        payload = None if self.derived is None else self.derived.payload(number, data)
+        if payload is None:
+            return None
+        return EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
+
+    def _by_codec(
+        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
+    ) -> EncodedBlock:
+        raw = EncodedBlock(data, None, against_base=False)
+        if self._codec is None:
+            return raw
+        width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
+        found = self._against(number, data, width, base) or self._alone(data, width) or raw
+        if not found.against_base and self._keeps(width):
+            self._earlier.keep(self._layout.name, number, digest, data)
+        return found
+
     def _keeps(self, width: int) -> bool:
-        """Whether later blocks may be told against this one. Wide elements gain less, and may never
-        change again: of these, what has been written a second time."""
+        """Return True if later blocks may be encoded against this one. Wide elements gain less and
+        may never change again, so they are kept only under `max`, from their second save on."""
         wide = self._mode == Compression.MAX and self._known
         return self._differences and (wide or width <= _NARROW_BYTES)
 
     def _against(
         self, number: int, data: memoryview, width: int, base: BaseRef | None
     ) -> EncodedBlock | None:
-        """A block by how it differs from its base; None where that does not pay."""
+        """Encode a block as a difference to its base; None if that does not pay."""
         if base is None:
             return None
         before = self._earlier.find(self._layout.name, number, base.digest)
@@ -515,7 +536,7 @@ class FileCoder:
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
     def _alone(self, data: memoryview, width: int) -> EncodedBlock | None:
-        assert self._codec is not None  # noqa: S101 (who encodes has one)
+        assert self._codec is not None  # noqa: S101 (the caller knows it)
         part = sample_of(data, width)
         tried = self._codec.encode(part, width, None)
         if tried is None or len(tried) * _LEAST_GAIN > len(part):
@@ -525,19 +546,37 @@ class FileCoder:
             return None
         return EncodedBlock(stored, Encoding(self._codec.name, width), against_base=False)
 
-    def report(self) -> CodingReport:
-        """What has become of all blocks that came."""
+    def reports(self) -> list[CodingReport]:
+        """Return reports on all blocks seen so far: one for derived blocks, one for the others."""
+        derived = ROUNDED[0]
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
-            return CodingReport(
-                file=self._layout.name,
-                mode=self._mode,
-                picked=", ".join(used) or "raw",
-                why=self._why,
-                raw_bytes=self._raw_bytes,
-                stored_bytes=self._stored_bytes,
-                encode_s=self._encode_s,
-            )
+            used = [name for name in used if name != derived]
+            reports = []
+            if self._mode:
+                reports.append(
+                    CodingReport(
+                        file=self._layout.name,
+                        mode=self._mode,
+                        picked=", ".join(used) or "raw",
+                        why=self._why,
+                        raw_bytes=sum(self._raw_bytes[name] for name in used),
+                        stored_bytes=sum(self._stored_bytes[name] for name in used),
+                        encode_s=self._encode_s,
+                    )
+                )
+            if self.derived is not None:
+                reports.append(
+                    CodingReport(
+                        file=self._layout.name,
+                        mode="derived",
+                        picked=derived,
+                        why=f"{self._blocks[derived]} blocks are derived from fp32 masters",
+                        raw_bytes=self._raw_bytes[derived],
+                        stored_bytes=self._stored_bytes[derived],
+                    )
+                )
+            return reports
 
 
 def _can_be_had(name: str) -> bool:
@@ -549,7 +588,7 @@ def _can_be_had(name: str) -> bool:
 
 
 def sample_of(data: memoryview, width: int) -> memoryview:
-    """Some whole elements out of the middle."""
+    """Return whole elements from the middle."""
     if len(data) <= _SAMPLE_BYTES:
         return data
     at = (len(data) - _SAMPLE_BYTES) // 2 // width * width
@@ -557,10 +596,11 @@ def sample_of(data: memoryview, width: int) -> memoryview:
 
 
 def estimate(codec: BlockCodec, layout: FileLayout, start: int, image: memoryview) -> Estimate:
-    """Encode samples of bytes of a file that lie at `start`."""
+    """Estimate ratio and speed by encoding samples of `image`, which starts at byte `start` of a
+    file."""
     width_of = _widths(layout)
     taken = stored = 0
-    codec.encode(image[:_SAMPLE_BYTES], width_of(start), None)  # the first time it takes longer
+    codec.encode(image[:_SAMPLE_BYTES], width_of(start), None)  # warm-up: the first call is slower
     began = time.thread_time()
     step = max(len(image) // _SAMPLES, _SAMPLE_BYTES)
     for at in range(0, len(image), step):
@@ -573,7 +613,7 @@ def estimate(codec: BlockCodec, layout: FileLayout, start: int, image: memoryvie
 
 
 def _widths(layout: FileLayout) -> Callable[[int], int]:
-    """The size of the elements at a byte of the image."""
+    """Return a function from a byte of the layout to the element size there."""
     starts, widths = [0], [1]
     for entry in layout.tensors:
         width = DTYPES[entry.dtype].size_bytes

@@ -1,7 +1,7 @@
-"""The pack file of a save: blocks that have no place in a data file, one after the other.
+"""The pack file of a save: blocks that are not part of a data file, stored back to back.
 
-Blocks may come in any order and from several threads at once. The file is made when the first one
-comes.
+Blocks may arrive in any order and from several threads at once. The file is created with the first
+block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mmap
 import threading
 from typing import TYPE_CHECKING
 
-from laststep.terms import ALIGN_BYTES, align_up
+from laststep.constants import align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +21,8 @@ _PIECE_BYTES = 4 << 20
 
 
 class PackWriter:
-    """Puts blocks of any length one behind the other, and writes them in aligned pieces: each piece
-    is written by the thread that filled it."""
+    """Appends blocks of any length and writes them in aligned pieces; each piece is written by the
+    thread that filled it."""
 
     def __init__(self, open_writer: Callable[[], FileWriting]) -> None:
         self._open_writer = open_writer
@@ -32,10 +32,10 @@ class PackWriter:
         self._piece: mmap.mmap | None = None
         self._filled = 0
         self.size_bytes = 0
-        """How much has been appended."""
+        """Number of bytes appended."""
 
     def append(self, data: bytes | memoryview) -> int:
-        """Append all of it; returns its offset in the file."""
+        """Append all of `data` and return its offset in the file."""
         full: list[tuple[int, mmap.mmap]] = []
         with self._lock:
             writer = self._opened()
@@ -66,7 +66,7 @@ class PackWriter:
         return self._writer
 
     def finish(self) -> None:
-        """Write what is left and make the file durable, if there is one."""
+        """Write the last piece and make the file durable, if there is one."""
         self._spare.clear()
         if self._writer is None:
             return
@@ -84,12 +84,3 @@ class PackWriter:
 def _write(writer: FileWriting, offset: int, piece: mmap.mmap, size: int) -> None:
     with memoryview(piece) as view, view[:size] as used:
         writer.write_at(offset, used)
-
-
-def write_aligned(writer: FileWriting, offset: int, data: bytes) -> None:
-    """Write bytes from ordinary memory through a page-aligned copy."""
-    with mmap.mmap(-1, align_up(max(len(data), 1), ALIGN_BYTES)) as buffer:
-        buffer[: len(data)] = data
-        size = align_up(len(data), writer.alignment_bytes)
-        with memoryview(buffer) as view, view[:size] as used:
-            writer.write_at(offset, used)

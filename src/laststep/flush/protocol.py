@@ -1,10 +1,10 @@
-"""What trainer and flusher say to each other, and how it travels.
+"""Messages between trainer and flusher, and the connection that carries them.
 
-Length-prefixed msgpack over a socket pair; the bytes of tensors never travel, only slot numbers do.
-Messages are validated while they are parsed. One thread may receive; any thread may send.
-The framing is written by hand: `multiprocessing.connection` passes no descriptors along, waits for
-ever for the rest of a message whose sender died while a child of it holds the socket, and brings
-`tempfile` and `subprocess` into the flusher, a tenth of its start.
+Length-prefixed msgpack over a socket pair; only slot numbers are sent, never tensor bytes. Messages
+are validated while they are parsed. One thread may receive; any thread may send. The framing is our
+own because `multiprocessing.connection` cannot pass descriptors, waits forever for the rest of a
+message whose sender died while one of its children holds the socket, and imports `tempfile` and
+`subprocess` into the flusher, a tenth of its start-up time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import msgspec
 from laststep.catalog.lineage import AttemptName, Seen
 from laststep.catalog.retention import Keep
 from laststep.format.layout import FileLayout
-from laststep.format.manifest import ClassRecord, ItemRecord, WrittenIndexes
-from laststep.memory.filled import Filled
+from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
+from laststep.memory.slots import Filled
 from laststep.plan.files import MasterPair
 from laststep.settings import Compression
-from laststep.tiers.drains import Drained, DrainFailed, Draining, DrainOrder
+from laststep.tiers.replicating import ReplicaOrder, TierStatus
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -34,77 +34,75 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a flusher is told when it starts, for all saves."""
+    """Settings of a flusher, for all saves."""
 
     writers: int
-    """How many threads write."""
+    """Number of threads that write."""
     keep: Keep | None = None
     compression: str | dict[str, str] = Compression.NONE.value
     lossy: dict[str, str] = {}
     segment: str | None = None
-    """The folder of the segment that the pool lies in, if saves are to be kept there."""
-    further: tuple[DrainOrder, ...] = ()
-    """The tiers that checkpoints are drained to."""
+    """Folder of the segment that contains the pool, if saves are kept in memory."""
+    replicas: tuple[ReplicaOrder, ...] = ()
+    """Tiers that checkpoints are replicated to."""
     rank: int = 0
     ranks: int = 1
 
     @property
     def encodes(self) -> bool:
-        """Whether blocks may be encoded."""
+        """True if blocks may be encoded."""
         return bool(self.lossy) or self.compression != Compression.NONE
 
 
 Role = Literal["alone", "first", "member"]
-"""Who decides: the writer itself where it is alone; in a job the trainers of all ranks agree, and
-the first rank's flusher carries it out."""
+"""Way in which a save is decided: by the flusher alone in a job of one rank; otherwise the trainers
+of all ranks agree, and the flusher of rank 0 ("first") commits."""
 
 
 class Begin(_Message, frozen=True, kw_only=True):
-    """A save starts: its attempt and its files."""
+    """A save starts: its step and its files."""
 
     save: int
     step: int
     overwrite: bool
     files: tuple[FileLayout, ...]
     derived: tuple[MasterPair, ...] = ()
-    """What may be stored as the rounding of something else."""
+    """Tensors that may be stored as the rounding of others."""
     is_declared: bool = False
-    """Whether the user has said that it is: then it is tried at each save."""
+    """True if the user has declared them, in which case every save tries them."""
     role: Role = "alone"
+    liveness: str | None = None
+    """Name of the lock that marks pending saves while the trainer or the flusher holds it. Its
+    descriptor is sent with this message, once to each flusher. The number of a save is marked in it
+    before this message is sent."""
 
 
-class Located(_Message, frozen=True, kw_only=True):
-    """Where the first rank has begun the save that this member takes part in."""
+class Begun(_Message, frozen=True, kw_only=True):
+    """The attempt of a save exists. Sent by the flusher that created its folder; on the other
+    ranks, sent by the trainer, which got it from rank 0, to its own flusher."""
 
     save: int
     at: AttemptName
 
 
 class Chunks(_Message, frozen=True, kw_only=True):
-    """These slots are filled; they are the flusher's until it frees them."""
+    """These slots are filled; the flusher owns them until it frees them."""
 
     save: int
     filled: list[Filled]
 
 
-class PoolSlots(_Message, frozen=True, kw_only=True):
-    """The pool has so many slots, and cannot get more for now: there is no memory. Until that is
-    said, it can grow to its cap."""
-
-    slots: int
-
-
 class Unchanged(_Message, frozen=True, kw_only=True):
-    """These chunks hold what they held in an earlier save: (file, start, bytes) of each. They come
-    only where they are not `Granted`."""
+    """Chunks with the same contents as in an earlier save: (file, start, bytes) of each. The
+    flusher answers with those that it reuses; the trainer sends the others."""
 
     save: int
     of: int
-    """The number of the save that they are the same as in."""
+    """Number of the earlier save with the same contents."""
     chunks: tuple[tuple[int, int, int], ...]
 
 
-class Seal(_Message, frozen=True, kw_only=True):
+class CaptureDone(_Message, frozen=True, kw_only=True):
     """Everything of a save has been handed over; it may be committed even if the trainer dies."""
 
     save: int
@@ -114,53 +112,46 @@ class Seal(_Message, frozen=True, kw_only=True):
     metrics: bytes
     metadata: bytes
     receipt: bytes = b""
-    """In a job of several ranks: what this one will report of it, but for the files."""
+    """In a job of several ranks: this rank's receipt, without the files."""
 
 
 class Decide(_Message, frozen=True, kw_only=True):
-    """What the ranks of a job agreed on: to commit with these items and indexes; or, with a
-    reason, to give the save up."""
+    """Commit a save with these items and indexes of all ranks; or give it up, if there is a
+    reason."""
 
     save: int
     reason: str | None = None
+    by_all: bool = True
+    """True if all ranks have decided this; False if only this rank gives up its part."""
     items: tuple[ItemRecord, ...] = ()
     written: WrittenIndexes = WrittenIndexes()
-    classes: tuple[ClassRecord, ...] = ()
+    layout_groups: tuple[LayoutGroupRecord, ...] = ()
     ranks: int = 1
 
 
-class Drop(_Message, frozen=True, kw_only=True):
-    """A save is given up by the trainer."""
-
-    save: int
-    reason: str
-
-
-class Continue(_Message, frozen=True, kw_only=True):
-    """From here on, saves continue this checkpoint under a new epoch; or none."""
+class Continue(msgspec.Struct, frozen=True, kw_only=True):
+    """Saves from now on continue this checkpoint, or none, under a new term."""
 
     after: AttemptName | None = None
     seen: Seen
-    """The newest epoch and the last commit when that was decided: if another start takes one or
-    commits anything since, the run is its own."""
+    """Newest term and last commit at the time of this decision. If another job instance takes a
+    term or commits after that, the run belongs to that instance."""
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""
     was_read: bool = True
-    """Whether all of it was read in the run itself, and found sound; else nothing is borrowed of
-    it, which may be damaged there."""
+    """True if all of it was read from the run itself and verified; otherwise it may be damaged
+    there, and none of it is reused."""
 
 
-class Witness(_Message, frozen=True, kw_only=True):
-    """Shows others which saves are coming, as long as any of the two holds it: the descriptor of a
-    lock goes with this message. The number of each save is marked in it before its `Begin`."""
+class Instruct(_Message, frozen=True, kw_only=True):
+    """Change settings from now on; None leaves a setting unchanged."""
 
-    name: str
-
-
-class DrainLast(_Message, frozen=True, kw_only=True):
-    """The last checkpoint of a job that is to end goes to all further tiers, due there or not."""
-
-    at: AttemptName
+    continues: Continue | None = None
+    pool_slots: int | None = None
+    """Number of slots of the pool, which cannot grow for now because memory is short. Until this is
+    sent, the pool can grow to its limit."""
+    replicate: AttemptName | None = None
+    """The last checkpoint of a job that is ending: copy it to all replicas, due there or not."""
 
 
 class Bye(_Message, frozen=True, kw_only=True):
@@ -171,48 +162,21 @@ class Freed(_Message, frozen=True, kw_only=True):
     slots: list[int]
 
 
-class Begun(_Message, frozen=True, kw_only=True):
-    """The flusher of who commits has made the folder of a save."""
-
-    save: int
-    at: AttemptName
-
-
-class Granted(_Message, frozen=True, kw_only=True):
-    """Of the chunks that did not change, those that are borrowed and need not come: (file, start)
-    of each."""
-
-    save: int
-    chunks: tuple[tuple[int, int], ...]
-
-
-class WrittenBytes(_Message, frozen=True, kw_only=True):
-    save: int
-    done_bytes: int
-
-
 class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the blocks of one file."""
+    """Encodings chosen for the blocks of one file."""
 
     file: str
     mode: str
-    """What was asked for: `adaptive`, `max` or the name of a codec; or `derived`."""
+    """The setting: `adaptive`, `max` or the name of a codec; or `derived`."""
     picked: str
-    """`raw`, or the codecs that were used, by how many blocks each has."""
+    """`raw`, or the codecs that were used, most blocks first."""
     why: str
     raw_bytes: int = 0
-    """Of the blocks that were encoded, or could have been, as they are."""
+    """Unencoded size of the blocks that were encoded or could have been."""
     stored_bytes: int = 0
-    """The same as stored."""
+    """Stored size of the same blocks."""
     encode_s: float = 0.0
-    """The CPU time that it took, of all threads together."""
-
-
-class Held(_Message, frozen=True, kw_only=True):
-    """A tier holds a save."""
-
-    save: int
-    tier: str
+    """CPU time spent on encoding, over all threads."""
 
 
 class Flushed(_Message, frozen=True, kw_only=True):
@@ -220,79 +184,54 @@ class Flushed(_Message, frozen=True, kw_only=True):
 
     save: int
     size_bytes: int
-    """Of the state: tensors and plain values."""
+    """Size of the state: tensors and plain values."""
     written: WrittenIndexes
     opened_s: float
-    """From here on counted from the save's announcement: files made, bytes written, all durable."""
+    """Seconds from the announcement of the save until its files were open; `written_s` likewise
+    until all bytes were written."""
     written_s: float
-    seconds: float
     coding: tuple[CodingReport, ...] = ()
-    """Of the files for which compression was asked, or of which something may be derived."""
+    """Reports for the files with compression or with tensors that may be derived."""
 
 
-class Decided(_Message, frozen=True, kw_only=True):
-    """A save is committed."""
+class Ended(_Message, frozen=True, kw_only=True):
+    """A save is committed, or has failed."""
 
     save: int
-    at: AttemptName
-    seconds: float
+    at: AttemptName | None = None
+    """The attempt that is committed; None if the save failed."""
+    kind: str = ""
+    """Kind of error, for `errors.from_wire`."""
+    fields: dict[str, str | None] = {}
 
 
-class Failed(_Message, frozen=True, kw_only=True):
-    save: int
-    kind: str
-    fields: dict[str, str | None]
+class DiskNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Disk space that saves need, and the free space: see `events.Preflight`."""
+
+    state_bytes: int
+    free_bytes: int | None
+    needed_bytes: int
+    kept: int | None
+    estimated_s: float | None = None
 
 
-class Removed(_Message, frozen=True, kw_only=True):
-    """Retention removed a checkpoint."""
+class News(_Message, frozen=True, kw_only=True):
+    """Information that nothing waits for; `kind` determines which of the other fields are set."""
 
-    step: int
-    folder: str
-
-
-class NoMetric(_Message, frozen=True, kw_only=True):
-    """Retention found that no checkpoint has the metric by which the best are to be kept."""
-
-    reason: str
-
-
-class Ready(_Message, frozen=True, kw_only=True):
-    """The flusher runs."""
-
-    pid: int
+    kind: Literal["ready", "written", "removed", "no metric", "disk"]
+    """ready: the flusher is running. written: progress of a save. removed: retention has deleted a
+    checkpoint. no metric: no checkpoint has the metric by which the best are kept. disk: the disk
+    space that saves need, sent once."""
+    save: int = 0
+    done_bytes: int = 0
+    step: int = 0
+    folder: str = ""
+    reason: str = ""
+    disk: DiskNeed | None = None
 
 
-ToFlusher = (
-    Begin
-    | Located
-    | Chunks
-    | Unchanged
-    | Seal
-    | Decide
-    | Drop
-    | Continue
-    | Witness
-    | DrainLast
-    | PoolSlots
-    | Bye
-)
-ToTrainer = (
-    Begun
-    | Freed
-    | Granted
-    | WrittenBytes
-    | Held
-    | Drained
-    | Draining
-    | DrainFailed
-    | Flushed
-    | Decided
-    | Failed
-    | Removed
-    | NoMetric
-    | Ready
-)
+ToFlusher = Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct | Bye
+ToTrainer = Begun | Freed | Unchanged | TierStatus | Flushed | Ended | News
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30
@@ -305,9 +244,9 @@ _decode_in_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
 class Connection:
     """One end of the socket pair.
 
-    `peer` is the other side's process, as a pidfd: forked children of a dead process may hold its
-    end open, so that the socket alone would never tell. Without one, the peer is a thread of this
-    process.
+    `peer` is a pidfd of the other side's process: forked children of a dead process may hold its
+    end open, so the socket alone would never show the death. Without one, the peer is a thread of
+    this process.
     """
 
     def __init__(self, end: socket.socket, *, peer: int | None = None) -> None:
@@ -315,10 +254,10 @@ class Connection:
         self._peer = peer
         self._sending = threading.Lock()
         self._descriptors: list[int] = []
-        """What came with messages and was not taken yet."""
+        """Descriptors received with messages and not taken yet."""
 
     def send(self, message: ToFlusher | ToTrainer, *, descriptor: int | None = None) -> None:
-        """Send one message whole, with a copy of that descriptor; `OSError` when the other side is
+        """Send one whole message, with a copy of `descriptor`. Raise `OSError` if the other side is
         gone."""
         data = _encode(message)
         with self._sending:
@@ -329,29 +268,29 @@ class Connection:
                 self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def take_descriptor(self) -> int | None:
-        """The descriptor that came with the last message, if one did; the caller closes it."""
+        """Return the descriptor that came with the last message, if any; the caller closes it."""
         return self._descriptors.pop() if self._descriptors else None
 
     def receive_in_flusher(self) -> ToFlusher | None:
-        """The next message, or None when the trainer is gone."""
+        """Return the next message; None if the trainer is gone."""
         data = self._receive()
         return None if data is None else _decode_in_flusher(data)
 
     def receive_in_trainer(self) -> ToTrainer | None:
-        """The next message, or None when the flusher is gone."""
+        """Return the next message; None if the flusher is gone."""
         data = self._receive()
         return None if data is None else _decode_in_trainer(data)
 
     def peer_is_dead(self) -> bool:
-        """Whether the process on the other side has ended, whatever it has left here to read."""
+        """Return True if the process on the other side has ended, even if it left messages."""
         return self._peer is not None and bool(_ready([self._peer], 0.0))
 
     def detach(self) -> None:
-        """Close this process's copy of the descriptor and leave the connection itself alone."""
+        """Close this process's copy of the descriptor without shutting down the connection."""
         self._socket.close()
 
     def hang_up(self) -> None:
-        """Nothing more goes either way; whoever waits to send or to receive hears so."""
+        """Shut down both directions; threads waiting to send or receive return at once."""
         with contextlib.suppress(OSError):  # the other side closed first
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -390,13 +329,13 @@ class Connection:
         return bytes(buffer)
 
     def _wait_readable(self, peer: int) -> bool:
-        """Wait for bytes; False when the peer died and left none."""
+        """Wait for bytes; return False if the peer died and left none."""
         mine = self._socket.fileno()
         return mine in _ready([mine, peer], None) or mine in _ready([mine], 0.0)
 
 
 def _ready(descriptors: list[int], timeout_s: float | None) -> list[int]:
-    """Which of them have something to read, or whose process has ended."""
+    """Return the descriptors that are readable; a pidfd is when its process has ended."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

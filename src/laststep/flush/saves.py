@@ -1,12 +1,10 @@
-"""The saves that are under way: one record for each, and the one place where all of them are.
+"""One save of this process, from `save()` until its caller knows the outcome.
 
-`save()` makes a record, which goes with the save to its end: the capture hands its chunks to it,
-the client's receiving thread notes on it what the flusher says, the commit thread works with it.
-Any thread may hand chunks over; whichever has some first announces the save. All are in `Saves`
-until whoever called `save()` was told how they ended; queues of single threads only point to them.
-
-`SaveHandle` is what `save()` returns. A stage is reached, or the save has failed and every stage
-that was not reached carries the error.
+Only `Save` holds the state of a save: planned, capturing, captured, durable, then committed or
+failed. The capture hands its chunks to it, the client's receiving thread forwards the flusher's
+messages to it, and in a job of several ranks the commit thread works with it. Each transition is
+checked, happens once and wakes its waiters. `SaveHandle`, which `save()` returns, and its stages
+are views of a `Save`. `Saves` holds all saves of one Checkpointer, and the committed steps.
 """
 
 from __future__ import annotations
@@ -16,250 +14,221 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from laststep.checks import seconds
-from laststep.errors import AbortedError, LaststepError, StorageError
-from laststep.flush.protocol import Begin, Begun, Chunks, Drop, Granted, Role, Seal, Unchanged
+from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, StorageError
+from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds
+from laststep.flush.protocol import Begin, CaptureDone, Chunks, Decide, Role, Unchanged
 from laststep.format.manifest import ItemRecord, WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
+from laststep.settings import MAX_UNCOMMITTED
+from laststep.watching import human
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from laststep.capture.job import CaptureTiming, Job
     from laststep.catalog.lineage import AttemptName
     from laststep.flush.client import Client
-    from laststep.flush.protocol import CodingReport
-    from laststep.memory.filled import Filled
+    from laststep.flush.protocol import CodingReport, Flushed
+    from laststep.memory.slots import Filled
     from laststep.plan.files import SavePlan
-    from laststep.plan.frequency import Reckoning
+    from laststep.plan.frequency import IntervalEstimate
 
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.2
+"""Interval at which a thread that waits for an answer checks whether the save has ended."""
+
+SealedParts = tuple[dict[str, bytes], tuple[ItemRecord, ...], bytes, bytes, bytes]
+SealParts = Callable[[], SealedParts]
+
+
+class SaveState(IntEnum):
+    """The states of a save in order; the last three are final."""
+
+    PLANNED = 0
+    CAPTURING = 1
+    CAPTURED = 2
+    DURABLE = 3
+    COMMITTED = 4
+    FAILED = 5
+    SKIPPED = 6
+
 
 class Stage(OnlyOne):
-    """A point that a save reaches."""
+    """A state that a save reaches, to wait for."""
 
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._event = threading.Event()
-        self._skipped = False
-        self.error: LaststepError | None = None
-        self.seen = False
-        """Whether somebody was told of the error."""
+    def __init__(self, save: Save, state: SaveState) -> None:
+        self._save, self._state = save, state
 
     def done(self) -> bool:
-        """Whether it was reached; False while it is under way and when the save failed."""
-        return self._event.is_set() and self.error is None and not self._skipped
+        """Return True if the stage was reached; False while it is pending or if the save failed
+        before."""
+        return self._save.reached >= self._state
 
     def over(self) -> bool:
-        """Whether it was reached or never will be."""
-        return self._event.is_set()
+        """Return True if the stage was reached or never will be."""
+        return self._save.events[self._state].is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is reached; False when the time is up or the save was skipped. Raises what
-        made the save fail."""
-        if not self.over_within(timeout_s) or self._skipped:
+        """Wait until the stage is reached. Return False on timeout or if the save was skipped;
+        raise the save's error if it failed."""
+        if not self.over_within(timeout_s):
             return False
-        if self.error is not None:
-            self.seen = True
-            raise self.error
-        return True
+        if not self.done() and self._save.error is not None:
+            self._save.seen = True
+            raise self._save.error
+        return self.done()
 
     def over_within(self, timeout_s: float | None) -> bool:
-        """Wait until it was reached or never will be; False when the time is up."""
-        self.check_process("wait for a save")
-        return signals.wait(self._event, seconds(timeout_s))
-
-    def check_process(self, what: str) -> None:
-        """`UsageError` in a forked process, unless it was over by then: nobody tells that
-        process."""
-        if not self._event.is_set():
-            system.check_process(what, self._pid)
-
-    def skip(self) -> None:
-        """It will not be reached, and that is no error."""
-        self._skipped = True
-        self._event.set()
-
-    def reach(self) -> None:
-        self._event.set()
-
-    def fail(self, error: LaststepError) -> None:
-        if not self._event.is_set():
-            self.error = error
-            self._event.set()
+        """Wait until the stage was reached or never will be; return False on timeout."""
+        return self._save.wait_for(self._state, timeout_s)
 
 
 @dataclass(slots=True, kw_only=True)
 class SaveReport:
-    """What a save moved and cost; fields fill up as it goes, None means not reached yet."""
+    """Size and cost of a save. Fields are filled in as it proceeds; None means not reached yet."""
 
     step: int
     size_bytes: int = 0
-    """Of the state: its tensors and, once durable, its plain values."""
+    """Size of the state: its tensors and, once durable, its plain values."""
     written_bytes: int | None = None
-    """Of the files that were written for it; known once durable."""
+    """Size of the files that were written for it; known once durable."""
     shared_bytes: int | None = None
-    """Of the files of earlier checkpoints that it shares instead of writing them again."""
+    """Size of the files of earlier checkpoints that it shares instead of writing them again."""
     unchanged_bytes: int = 0
-    """What did not leave its device, because the last checkpoint has it."""
+    """Bytes that were not copied off their device, because the last checkpoint has them."""
     coding: tuple[CodingReport, ...] = ()
-    """With compression or `derived`: of each file what was picked, why, and what came of it; known
-    once durable."""
+    """With compression or `derived`: the encodings picked for each file, the reason and the result;
+    known once durable."""
     tensors: int = 0
     capture: str = ""
-    """How bytes were captured, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged is copied
-    aside on its own device in save(), direct is copied straight to the pool."""
+    """Bytes captured in each way, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged bytes
+    are first copied on their own device inside save(), direct bytes straight to the pool."""
     stall_s: float = 0.0
-    """The training thread was inside save() for so long."""
+    """Time that the training thread spent inside save()."""
     waited_s: float = 0.0
-    """Of that, waiting for an earlier save or for room in the pool: back-pressure."""
+    """Part of `stall_s` spent waiting for an earlier save or for room in the pool:
+    back-pressure."""
     device_copy_s: float = 0.0
-    """The training stream copied on the device for so long."""
+    """Time that the training stream spent copying on the device."""
     fence_s: float = 0.0
-    """The optimizer was held back for so long by a lazy capture."""
+    """Time by which a lazy capture delayed the optimizer."""
     captured_s: float | None = None
-    """All times from here on count from the call of save()."""
+    """This and the times below are measured from the call of save()."""
     opened_s: float | None = None
-    """In the flusher: files made, and all bytes handed to the disk, since it heard of the save."""
+    """In the flusher: time until its files were open, and `written_s` until all bytes were handed
+    to the disk, both since the flusher received the save."""
     written_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
     tiers: dict[str, float] = field(default_factory=dict)
-    """Which tiers hold it, by their names, and since when: seconds from the call of save()."""
+    """Tiers that hold it, by name, each with the seconds from the call of save()."""
     folder: str | None = None
     skipped: str | None = None
-    """Why nothing was saved, with on_busy='skip'."""
-    reckoning: Reckoning | None = None
-    """Why `step()` saved now, with every='auto', on the first rank; None for the first save, by
-    which everything is measured."""
+    """The reason why nothing was saved, with on_busy='skip'."""
+    estimate: IntervalEstimate | None = None
+    """The reason why `step()` saved now, with every='auto', on rank 0; None for the first save,
+    which serves to measure the costs."""
 
     @property
     def lost_s(self) -> float:
-        """Seconds of training lost: the stall, and what the device did for the capture."""
+        """Seconds of training lost: the stall, and the device time of the capture."""
         return self.stall_s + self.device_copy_s + self.fence_s
 
 
 class SaveHandle(OnlyOne, Future["SaveReport"]):
-    """A save on its way. `captured`, `durable` and `committed` are reached in that order.
+    """A save in progress. `captured`, `durable` and `committed` are reached in that order.
 
     It is a `concurrent.futures.Future` of the report, so that `concurrent.futures.wait` and
-    `asyncio.wrap_future` take it. What a user calls on the training thread takes no lock of that
-    class outside of `held`: one that an interrupt leaves locked would block the flusher's thread.
+    `asyncio.wrap_future` accept it. Methods that a user calls on the training thread take locks of
+    that class only inside `defer_signals`: a lock left locked by an interrupt would block the
+    flusher's thread.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, save: Save) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()  # nobody can cancel what the flusher has heard of
-        self.step = step
-        self.captured = Stage()
-        self.durable = Stage()
-        self.committed = Stage()
-        self._report = SaveReport(step=step)
-        self._refresh: Callable[[SaveReport], None] | None = None
-        self._began_s = time.perf_counter()
-        self.error: LaststepError | None = None
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled
+        self._save = save
+        self.step = save.step
+        self.captured = Stage(save, SaveState.CAPTURED)
+        self.durable = Stage(save, SaveState.DURABLE)
+        self.committed = Stage(save, SaveState.COMMITTED)
 
     @property
     def report(self) -> SaveReport:
-        """What is known of the save now."""
-        if self._refresh is not None:
-            self._refresh(self._report)
-        return self._report
+        """The report with everything known of the save so far."""
+        return self._save.refreshed_report()
 
     @property
-    def seen(self) -> bool:
-        """Whether somebody was told that this save failed."""
-        return any(stage.seen for stage in (self.captured, self.durable, self.committed))
+    def error(self) -> LaststepError | None:
+        """The error that made the save fail, or None."""
+        return self._save.error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save is committed; False when the time is up, or the save was skipped.
-        Raises what failed."""
+        """Wait until the save is committed. Return False on timeout or if the save was skipped;
+        raise the save's error if it failed."""
         return self.committed.wait(timeout_s)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the save is over, and return its report; `skipped` there says why nothing was
-        saved. Raises what failed, and `TimeoutError` when the time is up."""
+        """Wait until the save is over and return its report, whose `skipped` gives the reason if
+        nothing was saved. Raise the save's error if it failed, `TimeoutError` on timeout."""
         error = self.exception(timeout)
         if error is not None:
             raise error
         return self.report
 
     def exception(self, timeout: float | None = None) -> LaststepError | None:
-        """Wait until the save is over, and return what made it fail, if anything did: no later call
-        raises that. `TimeoutError` when the time is up."""
-        if not self.committed.over_within(timeout):
+        """Wait until the save is over and return its error, or None; no later call raises that
+        error. Raise `TimeoutError` on timeout."""
+        if not self._save.wait_for(SaveState.COMMITTED, timeout):
             raise TimeoutError(f"the save of step {self.step} is not over after {timeout} s")
-        self.committed.seen = True
-        return self.error
+        self._save.seen = True
+        return self._save.error
 
     def done(self) -> bool:
-        """Whether the save is over: committed, failed or skipped."""
-        return self.committed.over()
+        """Return True if the save is over: committed, failed or skipped."""
+        return self._save.over
 
     def running(self) -> bool:
-        """Whether the save is under way."""
-        return not self.committed.over()
+        """Return True if the save is in progress."""
+        return not self._save.over
 
     def cancel(self) -> Literal[False]:
-        """A save cannot be called back."""
+        """Return False: a save cannot be cancelled."""
         return False
 
     def cancelled(self) -> Literal[False]:
-        """A save that was skipped is no cancelled one: it has a result, which says so."""
+        """Return False: a skipped save is not cancelled, it has a result with the reason."""
         return False
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
-        """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is. The
-        function must return quickly, and call no Checkpointer; one that raises is logged."""
-        self.committed.check_process("add a callback")
-        with signals.held():
+        """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is over
+        already. The function must return quickly and must not call a Checkpointer; its exceptions
+        are logged."""
+        self._save.check_process("add a callback")
+        with signals.defer_signals():
             super().add_done_callback(functools.partial(_call, fn))
 
-    def reckoned(self, reckoning: Reckoning) -> None:
-        """It was made because that was reckoned."""
-        self._report.reckoning = reckoning
-
-    def since_began_s(self) -> float:
-        return time.perf_counter() - self._began_s
-
-    def fail(self, error: LaststepError) -> None:
-        """Every stage that was not reached carries the error, which names the step."""
-        self.error = error.of_save(self.step)
-        for stage in (self.captured, self.durable, self.committed):
-            stage.fail(self.error)
-
-    def skip(self, reason: str) -> None:
-        """Nothing is saved, and that is no error."""
-        self._report.skipped = reason
-        for stage in (self.captured, self.durable, self.committed):
-            stage.skip()
-        self.end()
-
-    def end(self) -> None:
-        """The save is over and has been told: whoever asked for it is called. MUST come once."""
-        if self.error is None:
-            self.set_result(self._report)
+    def resolve(self) -> None:
+        """Complete the future and run its callbacks, once the save is over and reported."""
+        if self._save.error is None:
+            self.set_result(self._save.report)
         else:
-            self.set_exception(self.error)
-
-    def refresh_with(self, refresh: Callable[[SaveReport], None]) -> None:
-        """Have figures that come late (timers on the device) read when the report is asked for."""
-        self._refresh = refresh
+            self.set_exception(self._save.error)
 
     def __repr__(self) -> str:
-        state = "failed" if self.error else "skipped" if self._report.skipped else "under way"
-        for name in ("captured", "durable", "committed"):
-            if getattr(self, name).done() and not self._report.skipped:
-                state = name
-        return f"<SaveHandle step={self.step} {state}>"
+        return f"<SaveHandle step={self.step} {self._save.state.name.lower()}>"
 
 
 def _call(function: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
@@ -268,153 +237,314 @@ def _call(function: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
         function(handle)
 
 
-_LOOK_S = 0.2
-"""How often one who waits for an answer looks whether there will be none."""
-
-SealedParts = tuple[dict[str, bytes], tuple[ItemRecord, ...], bytes, bytes, bytes]
-SealParts = Callable[[], SealedParts]
-
-
-class SaveUnderWay:
-    """A save of this process, from `save()` on; seals itself when all of its chunks are there."""
+class Save:
+    """A save of this process. Any thread may end it; the first to know the outcome does."""
 
     plan: SavePlan
-    """Which files it has; known from `planned` on."""
+    """Its files; set when its capture starts."""
 
     def __init__(
         self, client: Client, step: int, *, overwrite: bool = False, role: Role = "alone"
     ) -> None:
         self._client = client
-        self.handle = SaveHandle(step)
-        self._overwrite = overwrite
-        self._role = role
+        self._pid = os.getpid()
+        self._began_s = time.perf_counter()
+        self.step, self._overwrite, self._role = step, overwrite, role
         self.number = 0
-        """By which the flusher knows it; given by `Saves`."""
-        self.ended = False
-        """Whether somebody tells, or has told, how it ended; `Saves` sees to it that one does."""
+        """Number that identifies it to the flusher; assigned by `Saves`."""
+        self.state = self.reached = SaveState.PLANNED
+        """`reached` is the last state before it failed."""
+        self.events = {
+            SaveState.CAPTURED: threading.Event(),
+            SaveState.DURABLE: threading.Event(),
+            SaveState.COMMITTED: threading.Event(),
+        }
+        """Set when the state was reached or never will be."""
+        self.ending = False
+        """True once a thread is reporting, or has reported, its outcome."""
+        self.error: LaststepError | None = None
+        self.seen = False
+        """True if a caller has received the error."""
+        self.report = SaveReport(step=step)
         self.job: Job | None = None
         """Its capture, once `save()` has returned."""
         self.at: AttemptName | None = None
-        """Where the flusher has begun it, unless this rank is told by the first one."""
+        """The attempt that this rank's flusher has begun; None on members, which join that of rank
+        0."""
         self.written = WrittenIndexes()
-        """What this rank has made durable of it."""
+        """The indexes that this rank has made durable."""
         self.lost: LaststepError | None = None
-        """Why the flusher is gone that had made all of it durable: others may still commit it, so
-        whoever takes part in that finds out and reports."""
+        """The error that ended the flusher after it had made everything durable. Other ranks may
+        still commit the save, so the thread that takes part in the commit finds out the outcome and
+        reports it."""
         self._news = threading.Event()
-        self._granted: tuple[tuple[int, int], ...] = ()
+        self._granted: frozenset[tuple[int, int]] = frozenset()
         self._answered = threading.Event()
         self._parts: SealParts = _spent
         self._begun = False
-        self._dropped = False
+        self._lock = threading.Lock()
         self._beginning = threading.Lock()
-        self.telling = threading.Lock()
+        self._telling = threading.Lock()
+        self._held: SaveHandle | None = SaveHandle(self)
+        """Strong reference until the save is over, so that callbacks run even if the caller has
+        dropped the handle."""
+        self._handle = weakref.ref(self._held)
 
-    def planned(self, plan: SavePlan, parts: SealParts) -> None:
-        """It is planned; `parts` gives what is sealed with it."""
-        self.plan, self._parts = plan, parts
+    # -- states -----------------------------------------------------------------------------------
+
+    def _enter(self, state: SaveState) -> bool:
+        """Advance to a later state and wake its waiters; return False if the save is over
+        already."""
+        with self._lock:
+            if self.state >= SaveState.COMMITTED:
+                return False
+            if state <= self.state:
+                raise RuntimeError(f"a save cannot go from {self.state.name} to {state.name}")
+            self.state = state
+            if state <= SaveState.COMMITTED:
+                self.reached = state
+        for stage, event in self.events.items():
+            if stage <= state:
+                event.set()
+        self._news.set()
+        return True
+
+    def _claim_end(self) -> bool:
+        """Return True to the first caller only, which then reports how the save ended."""
+        with self._lock:
+            is_first, self.ending = not self.ending, True
+            return is_first
+
+    def start_capture(self, plan: SavePlan, parts: SealParts) -> None:
+        """Start the capture under this plan; `parts` returns the plain values and records to send
+        with `CaptureDone`."""
+        self.plan = plan
+        if self._enter(SaveState.CAPTURING):
+            self._parts = parts
+
+    def flushed(self, message: Flushed) -> None:
+        """Record that this rank's part is durable."""
+        with self._telling:
+            pass  # wait until "captured" has been reported
+        report, self.written = self.report, message.written
+        report.durable_s, report.size_bytes = self.since_began_s(), message.size_bytes
+        report.shared_bytes = message.written.shared_bytes
+        report.written_bytes = message.written.size_bytes - message.written.shared_bytes
+        report.coding = message.coding
+        report.opened_s, report.written_s = message.opened_s, message.written_s
+        if self._enter(SaveState.DURABLE):
+            self._client.bus.emit(
+                Durable(
+                    step=self.step,
+                    size_bytes=report.size_bytes,
+                    written_bytes=report.written_bytes,
+                    shared_bytes=report.shared_bytes,
+                    seconds=report.durable_s,
+                )
+            )
+
+    def decided(self, at: AttemptName) -> None:
+        """End the save as committed; called when the flusher reports it, or when the commit was
+        found in the run."""
+        if not self._claim_end():
+            return
+        report = self.report
+        report.committed_s, report.folder = self.since_began_s(), at.folder
+        self._client.save_ends(self, at)  # before waking waiters, which ask for the last commit
+        self._enter(SaveState.COMMITTED)
+        self._client.bus.emit(
+            Committed(
+                step=self.step,
+                folder=report.folder,
+                size_bytes=report.size_bytes,
+                seconds=report.committed_s,
+            )
+        )
+        self._tell_handle()
+
+    def fail(self, error: LaststepError) -> None:
+        """End the save as failed; called when the flusher reports it, or on behalf of a dead
+        flusher."""
+        if self._claim_end():
+            self._fail(error)
+
+    def failed(self, error: LaststepError) -> None:
+        """End the save as failed on this side, and have the flusher give it up."""
+        with self._beginning:
+            is_first = self._claim_end()
+        if is_first:
+            if self._begun:
+                self._client.send(Decide(save=self.number, reason=str(error), by_all=False))
+            self._fail(error)
+
+    def _fail(self, error: LaststepError) -> None:
+        self._parts = _spent
+        self._client.save_ends(self, None)
+        self.error = error.of_save(self.step)
+        self._enter(SaveState.FAILED)
+        self._client.bus.emit(SaveFailed(step=self.step, reason=error.without_remedy()))
+        self._tell_handle()
+
+    def skip(self, reason: str) -> None:
+        """End the save without saving anything and without an error."""
+        self.report.skipped = reason
+        self._enter(SaveState.SKIPPED)
+        self._tell_handle()
+
+    def _tell_handle(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.resolve()
+
+    # -- queries ----------------------------------------------------------------------------------
 
     @property
-    def since(self) -> int:
-        """The number of the last save that is committed; 0: none by the flusher that runs."""
-        return self._client.last_committed
+    def handle(self) -> SaveHandle:
+        """The handle that `save()` returned, or a new one if that was garbage-collected."""
+        handle = self._handle()
+        if handle is None:
+            handle = SaveHandle(self)
+            self._handle = weakref.ref(handle)
+            handle.resolve()
+        return handle
 
     @property
     def over(self) -> bool:
-        """Whether it is committed or never will be."""
-        return self.handle.committed.over()
+        """True if it is committed or never will be."""
+        return self.events[SaveState.COMMITTED].is_set()
+
+    def wait_for(self, state: SaveState, timeout_s: float | None = None) -> bool:
+        """Wait until a state is reached or never will be; return False on timeout."""
+        self.check_process("wait for a save", state)
+        return signals.wait(self.events[state], seconds(timeout_s))
+
+    def check_process(self, what: str, state: SaveState = SaveState.COMMITTED) -> None:
+        """Raise `UsageError` in a forked process, unless the state was over before the fork: later
+        changes do not reach that process."""
+        if not self.events[state].is_set():
+            system.check_process(what, self._pid)
+
+    def since_began_s(self) -> float:
+        return time.perf_counter() - self._began_s
 
     @property
-    def capturing(self) -> bool:
-        """Whether its capture is not over."""
-        return self.job is not None and not self.job.is_over()
+    def since(self) -> int:
+        """Number of the last save committed by the running flusher; 0 if none."""
+        return self._client.last_committed
 
     @property
     def is_member(self) -> bool:
-        """Whether the first rank of its job says where it is written."""
+        """True if rank 0 of its job decides where it is written."""
         return self._role == "member"
 
     @property
     def may_be_committed(self) -> bool:
-        """Whether all of it is durable that this rank has to write."""
-        return self.handle.durable.done()
+        """True if everything that this rank has to write is durable."""
+        return self.reached >= SaveState.DURABLE
 
     @property
     def decided_by_all(self) -> bool:
-        """Whether the ranks of a job decide about it."""
+        """True if the ranks of a job decide about it together."""
         return self._role != "alone"
 
+    def refreshed_report(self) -> SaveReport:
+        """Return the report with the capture costs known so far; reads the timers on the device."""
+        report, job = self.report, self.job
+        if job is not None:
+            job.read_fence_timers()
+            timing = job.timing
+            if not report.capture:
+                report.capture = _ways_of(job)
+            report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
+            report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+            report.unchanged_bytes = timing.unchanged_bytes
+        return report
+
+    # -- messages from the flusher ----------------------------------------------------------------
+
     def rest(self, timeout_s: float) -> None:
-        """Wait for news of the flusher; for one thread, which then looks what they are."""
+        """Wait for a message from the flusher or a change of state. For one thread, which then
+        checks what has changed."""
         self._news.wait(timeout_s)
         self._news.clear()
 
-    def note(self, message: Begun | Granted | None = None) -> None:
-        """The flusher has said so; or, where that is nothing more, the save is over for it."""
-        if isinstance(message, Granted):
-            self._granted = message.chunks
-            self._answered.set()
-            return
-        if message is not None:
-            self.at = message.at
+    def begun(self, at: AttemptName) -> None:
+        """Record the attempt that the flusher has begun."""
+        self.at = at
         self._news.set()
 
+    def granted(self, chunks: Iterable[tuple[int, int, int]]) -> None:
+        """Record the chunks that need not be handed over."""
+        self._granted = frozenset((file, start) for file, start, _ in chunks)
+        self._answered.set()
+
+    def held_by(self, tier: str) -> None:
+        """Record that a tier holds the save."""
+        self.report.tiers[tier] = held_s = self.since_began_s()
+        self._client.bus.emit(TierHolds(step=self.step, tier=tier, seconds=held_s))
+
+    def lose_flusher(self, error: LaststepError) -> None:
+        """Record the flusher's death; the ranks of the job still decide about the save."""
+        self.lost = error
+        self._news.set()
+
+    # -- calls from the capture -------------------------------------------------------------------
+
     def begin(self) -> None:
-        """Announce the save to the flusher, once; by whichever thread has something to hand over
-        first, which is the capture thread unless host state is copied at once."""
-        with self._beginning:  # several threads copy host state: no chunk may overtake this
-            if self._begun or self._dropped:
+        """Announce the save to the flusher, once. Called by the first thread with something to hand
+        over: the capture thread, unless host state is copied at once."""
+        with self._beginning:  # several threads copy host state: no chunk may be sent before this
+            if self._begun or self.ending:
                 return
-            if self._role == "alone":  # of several ranks no one can finish a save by itself
-                self._client.announce(self.number)
-            self._client.send(
-                Begin(
-                    save=self.number,
-                    step=self.handle.step,
-                    overwrite=self._overwrite,
-                    files=tuple(file.layout for file in self.plan.files),
-                    derived=self.plan.derived,
-                    is_declared=self.plan.is_declared,
-                    role=self._role,
-                )
+            begin = Begin(
+                save=self.number,
+                step=self.step,
+                overwrite=self._overwrite,
+                files=tuple(map(attrgetter("layout"), self.plan.files)),
+                derived=self.plan.derived,
+                is_declared=self.plan.is_declared,
+                role=self._role,
             )
+            # One of several ranks cannot finish a save alone, so it marks nothing as pending.
+            (self._client.announce if self._role == "alone" else self._client.send)(begin)
             self._begun = True
 
     def chunks(self, filled: list[Filled]) -> None:
         self.begin()
-        if self._dropped:
+        if self.ending:
             self._client.release([chunk.slot for chunk in filled])
-            return
-        self._client.send(Chunks(save=self.number, filled=filled))
+        else:
+            self._client.send(Chunks(save=self.number, filled=filled))
 
     def unchanged(
         self, of: int, chunks: Sequence[tuple[int, int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Of chunks that hold what they held in an earlier save, those that need not be handed
-        over. Waits for the flusher's answer; called by the capture thread."""
+        """Return those of these unchanged chunks that need not be handed over. Waits for the
+        flusher's answer; called by the capture thread."""
         self.begin()
-        if self._dropped:
+        if self.ending:
             return frozenset()
         self._client.send(Unchanged(save=self.number, of=of, chunks=tuple(chunks)))
         while not (self._answered.wait(_LOOK_S) or self.over or self.lost):
             pass
-        return frozenset(self._granted)
+        return self._granted
 
     def captured(self, timing: CaptureTiming) -> None:
-        """All chunks are handed over: serialise the objects, seal, and tell."""
-        if self._dropped:
+        """Serialise the plain values once all chunks are handed over, send `CaptureDone` and report
+        the stage."""
+        if self.ending:
             return
         try:
             values, items, metrics, metadata, receipt = self._parts()
         except LaststepError as error:
             self.failed(error)
             return
-        except Exception as error:  # such as a device error that a metric's value brings to light
-            log.exception("the objects of step %d cannot be serialised", self.handle.step)
+        except Exception as error:  # such as a device error that surfaces in a metric's value
+            log.exception("the objects of step %d cannot be serialised", self.step)
             self.failed(StorageError("a capture failed", found=repr(error)))
             return
         self.begin()
-        seal = Seal(
+        done = CaptureDone(
             save=self.number,
             values=values,
             items=items,
@@ -422,49 +552,63 @@ class SaveUnderWay:
             metadata=metadata,
             receipt=receipt,
         )
-        # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.
-        # The lock keeps the flusher's answer from overtaking that.
-        with self.telling:
-            self._client.send(seal)
-            self._client.note_captured(self, timing)
+        # Sent first: once "captured" is reported, the trainer's death must lose nothing. The lock
+        # keeps the flusher's answer from being reported before that.
+        with self._telling:
+            self._client.send(done)
+            self.report.captured_s = timing.drained_s
+            if self._enter(SaveState.CAPTURED):
+                self._client.bus.emit(
+                    Captured(
+                        step=self.step,
+                        size_bytes=self.plan.tensor_bytes,
+                        seconds=timing.drained_s,
+                        blocked_s=timing.stall_s,
+                    )
+                )
         self._parts = _spent
 
     def call_off(self, reason: str) -> None:
-        """Have the flusher give it up, unless it is too late, and raise nothing then; the flusher
-        says how it ended."""
-        self.handle.committed.seen = True
-        self.begin()  # the flusher ignores what is said of a save that it does not know
-        self._client.send(Drop(save=self.number, reason=reason))
-
-    def failed(self, error: LaststepError) -> None:
-        with self._beginning:
-            self._dropped = True
-        self._parts = _spent
-        self._client.drop(self.number, error, begun=self._begun)
+        """Ask the flusher to give the save up, unless it is too late. The flusher reports the
+        outcome; its error is not raised."""
+        self.seen = True
+        self.begin()  # the flusher ignores messages about a save that it does not know
+        self._client.send(Decide(save=self.number, reason=reason, by_all=False))
 
 
 def _spent() -> NoReturn:
-    """In place of what a save would seal, once it is over: that held the state's trees."""
+    """Placeholder for `_parts` of a save that is over: the original would keep the state's trees
+    alive."""
     raise AbortedError("the save is over")
 
 
-class Saves:
-    """All saves of one Checkpointer that are under way, or whose end their caller was not told.
+def _ways_of(job: Job) -> str:
+    """Return the bytes captured in each way, as text for a report."""
+    sums: dict[str, int] = {}
+    for piece, way in zip(job.plan.pieces, job.layout.ways, strict=True):
+        key = f"{'host' if piece.device == 'cpu' else 'device'} {way.value} "
+        sums[key] = sums.get(key, 0) + piece.size_bytes
+    return ", ".join(map(str.__add__, sums, map(human, sums.values())))
 
-    The training thread enters them and takes out those that are over. Whoever hears first how one
-    ended ends it, on any thread; nobody does so twice.
-    """
+
+class Saves:
+    """The saves of one Checkpointer that are in progress or whose outcome was not reported to the
+    caller, and the steps of its lineage. The training thread adds saves and removes those that are
+    over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._saves: dict[int, SaveUnderWay] = {}
-        self._failed: list[SaveHandle] = []
+        self._saves: dict[int, Save] = {}
+        self._failed: list[Save] = []
         self._count = 0
+        self._committed: set[int] = set()
+        self._ahead: set[int] = set()
+        """Steps after the restored one: saving them again replaces them."""
         self.refusal: LaststepError | None = None
-        """Why no save can be entered, until that is taken back."""
+        """The reason why no save can start, until it is cleared."""
 
-    def enter(self, save: SaveUnderWay) -> None:
-        """One more, under a number of its own; raises why there can be none."""
+    def enter(self, save: Save) -> None:
+        """Add a save and give it a number; raise `refusal` if there is one."""
         with self._lock:
             if self.refusal is not None:
                 raise self.refusal
@@ -472,47 +616,126 @@ class Saves:
             save.number = self._count
             self._saves[save.number] = save
 
-    def all(self) -> list[SaveUnderWay]:
-        """In the order in which they began. Takes no lock: an interrupt may come here."""
+    def all(self) -> list[Save]:
+        """Return the saves in the order in which they began. Takes no lock, because an interrupt
+        handler may call it."""
         return list(self._saves.values())
 
-    def to_end(self) -> list[SaveUnderWay]:
-        """Those that nobody has ended."""
-        return [save for save in self.all() if not save.ended]
+    def under_way(self) -> list[Save]:
+        """Return the saves that are not over."""
+        return [save for save in self.all() if not save.over]
 
-    def find(self, number: int) -> SaveUnderWay | None:
-        """The save of that number, unless somebody has ended it."""
+    def of_step(self, step: int) -> Save | None:
+        """Return the last save of that step, unless it has failed."""
+        found = [save for save in self.all() if save.step == step and save.error is None]
+        return found[-1] if found else None
+
+    def find(self, number: int) -> Save | None:
+        """Return the save of that number, unless it has been ended."""
         save = self._saves.get(number)
-        return None if save is None or save.ended else save
+        return None if save is None or save.ending else save
 
-    def end(self, number: int) -> SaveUnderWay | None:
-        """The same for whoever ends it: nobody else gets it after this."""
-        with self._lock:
-            save = self.find(number)
-            if save is not None:
-                save.ended = True
-            return save
+    def to_end(self) -> list[Save]:
+        """Return the saves that have not been ended."""
+        return [save for save in self.all() if not save.ending]
 
-    def refuse(self, error: LaststepError) -> list[SaveUnderWay]:
-        """Enter no more, for that reason; returns those that are to be ended. At once: a save that
-        came between the two would wait for ever."""
+    def refuse(self, error: LaststepError) -> list[Save]:
+        """Refuse new saves for that reason and return those to be ended. Atomic: a save that
+        started in between would wait forever."""
         with self._lock:
             self.refusal = error
             return self.to_end()
 
-    def forget(self, save: SaveUnderWay) -> None:
-        """It is no longer under way."""
+    def forget(self, save: Save) -> None:
+        """Remove a save."""
         self._saves.pop(save.number, None)
 
-    def take_over(self) -> list[SaveUnderWay]:
-        """Those that are over, which are no longer under way; what failed is still to be told."""
-        over = [save for save in self.all() if save.over]
-        for save in over:
-            self.forget(save)
-        self._failed += [save.handle for save in over if save.handle.error is not None]
-        return over
+    def call_off_queued(self, step: int) -> None:
+        """Cancel all saves in progress but the first, which is being written, and that of `step`,
+        the last save of the job: there is no time for the others before it, and they are useless
+        after it."""
+        for save in [one for one in self.under_way() if one.step != step][1:]:
+            save.call_off("it was cancelled so that the last save of the job finishes in time")
 
-    def tell(self) -> list[LaststepError]:
-        """What made those fail that were taken over and nobody has seen: it is told now."""
-        failed, self._failed = self._failed, []
-        return [save.error for save in failed if save.error is not None and not save.seen]
+    # -- the next save ----------------------------------------------------------------------------
+
+    def obstacle(self, *, short_of_room: bool) -> str | None:
+        """Return the reason why the next save cannot begin at once, or None."""
+        for save in self.all():
+            if save.job is not None and not save.job.is_over():
+                return "an earlier save is still being captured"
+        uncommitted = self.under_way()
+        if len(uncommitted) >= MAX_UNCOMMITTED:
+            return f"{len(uncommitted)} earlier saves are not committed yet"
+        if uncommitted and short_of_room:
+            return "an earlier save still holds the host memory that this one needs"
+        return None
+
+    def wait_for_turn(self) -> float:
+        """Wait until one more save may begin; return the seconds. The next call reports failures,
+        as always."""
+        began, uncommitted = time.perf_counter(), self.under_way()
+        # Saves finish in order: once one is over, so are those before it.
+        for save in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
+            save.wait_for(SaveState.COMMITTED)
+        for job in [save.job for save in self.all() if save.job is not None][-1:]:
+            signals.wait(job.over)
+        return time.perf_counter() - began
+
+    def check_new(self, step: int, where: str, *, overwrite: bool) -> bool:
+        """Return True if a save of that step may replace one. Raise `AlreadyExistsError` if it
+        would and may not."""
+        taken = self._committed.union(map(attrgetter("step"), self.all()))
+        if step in taken and not overwrite:
+            raise AlreadyExistsError(
+                f"step {step} has already been saved",
+                where=where,
+                remedy="save with overwrite=True to replace it, or restore an earlier step",
+            )
+        return overwrite or step in self._ahead - taken
+
+    # -- the end of saves -------------------------------------------------------------------------
+
+    def restored(self, step: int, steps: Iterable[int] = ()) -> None:
+        """Continue from `step` of a lineage that has `steps`."""
+        every = set(steps)
+        self._ahead = {one for one in every if one > step}
+        self._committed = every - self._ahead
+
+    def newest_committed(self) -> int | None:
+        """Return the last step of the lineage, counting the saves that `take_over` has
+        processed."""
+        return max(self._committed, default=None)
+
+    def take_over(self) -> None:
+        """Remove the saves that are over; keep the failed ones until their errors are reported."""
+        for save in self.all():
+            if save.over:
+                self.forget(save)
+                if save.error is None:
+                    self._committed.add(save.step)
+                else:
+                    self._failed.append(save)
+
+    def untold(self) -> list[LaststepError]:
+        """Return the errors of removed saves that no caller has received, and count them as
+        received."""
+        untold: list[LaststepError] = []
+        while self._failed:
+            save = self._failed.pop(0)
+            if save.error is not None and not save.seen:
+                untold.append(save.error)
+        return untold
+
+    def raise_failed(self) -> None:
+        """Raise the error of the first removed save that failed, with a note about the others."""
+        failed = self.untold()
+        steps: dict[str, list[str]] = {}
+        for error in failed[1:]:
+            steps.setdefault(error.without_remedy(), []).append(str(error.step))
+        for reason, some in steps.items():
+            same = reason == failed[0].without_remedy()
+            why = "of the same" if same else f"too: {reason}"
+            failed[0].add_note(f"step{'s' if some[1:] else ''} {', '.join(some)} failed {why}")
+        if failed:
+            raise failed[0]

@@ -1,31 +1,30 @@
 """Write the files of one save: data files in place, changed or encoded blocks in a pack, an index.
 
-For each layout the first bytes that come decide how it is written: *in place*, as a plain data
-file; or *by block*, where blocks that the last checkpoint has are used again and the others go into
-the pack, encoded or not. Knows nothing of who commits, of other saves or of torch. Chunks may
-arrive in any order and be written by several threads at once. The first error is kept, and after it
-nothing more is written or published.
+The first bytes of a layout to arrive decide how it is written: *in place*, as a plain data file; or
+*by block*, where blocks of the last checkpoint are reused and the others are appended to the pack,
+encoded or not. Knows nothing about commits, other saves or torch. Chunks may arrive in any order
+and be written by several threads at once. The first error is kept, and nothing more is written or
+published after it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import AlreadyExistsError, LaststepError, StorageError, drop_tracebacks
-from laststep.flush.base import MOST_CHANGED, Base, LayoutHistory, renumbered, shared
-from laststep.flush.deriving import Deriving, DerivingCoder, Misses
-from laststep.flush.encoder import TimedWriting
-from laststep.flush.pack import PackWriter, write_aligned
+from laststep.constants import BLOCK_BYTES, align_up
+from laststep.errors import LaststepError, StorageError, drop_tracebacks
+from laststep.flush.base import MOST_CHANGED, Base, SharedFiles
+from laststep.flush.deriving import Deriving, Misses
+from laststep.flush.encoder import LayoutEncoder, TimedWriting
+from laststep.flush.pack import PackWriter
 from laststep.format import index as index_format
-from laststep.format.deriving import ROUNDED, Master
+from laststep.format.deriving import ROUNDED
 from laststep.format.index import (
     RAW,
     BaseRef,
     BlockRef,
-    BlockRun,
     Encoding,
     Index,
     StoredFile,
@@ -35,170 +34,75 @@ from laststep.format.index import (
 )
 from laststep.plan.files import index_name, pack_name
 from laststep.settings import Compression
-from laststep.terms import BLOCK_BYTES, align_up
+from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from laststep.catalog.attempt import Attempt
     from laststep.flush.base import BaseLayout
-    from laststep.flush.encoder import BlockCoder, Compressor, FileCoder, Rounding
+    from laststep.flush.encoder import Compressor, Rounding
     from laststep.flush.protocol import CodingReport
+    from laststep.format.index import BlockRun
     from laststep.format.layout import FileLayout
     from laststep.format.manifest import WrittenIndexes
     from laststep.plan.files import MasterPair
-    from laststep.storage.store import FileWriting, Store
+    from laststep.storage.store import FileWriting
 
 _NOTHING = memoryview(b"")
 
 
-class PlainFileWriter:
-    """A layout that is written as a plain data file: every block has its place."""
-
-    def __init__(self, writer: FileWriting, layout: FileLayout) -> None:
-        self._writer = writer
-        self._layout = layout
-        try:
-            write_aligned(writer, 0, layout.header())
-        except BaseException:
-            writer.close()
-            raise
-
-    def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
-        """Write bytes of the tensors from `start` on; `image` MUST reach to the next multiple of
-        the alignment."""
-        whole = align_up(size_bytes, self._writer.alignment_bytes)
-        self._writer.write_at(self._layout.header_bytes + start, image[:whole])
-
-    def finish(self) -> None:
-        self._writer.finish(self._layout.size_bytes)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class BlockWriter:
-    """A layout whose blocks are used again, or go into the pack."""
+class _LayoutWriter:
+    """One layout of a save: how it is written, and how much of it has arrived."""
 
     def __init__(
-        self,
-        save: SaveWriter,
-        layout: FileLayout,
-        base: BaseLayout | None,
-        retired: frozenset[int] | None,
-        coder: BlockCoder | None,
+        self, number: int, layout: FileLayout, base: BaseLayout | None, rounding: Rounding | None
     ) -> None:
-        """`base` is the same layout in the last checkpoint, of which blocks may be used again, but
-        not those in `retired` files; None: none of them."""
-        self._save = save
-        self._layout = layout
-        self._base = base if retired is not None else None
-        self._coder = coder
-        self.retired = retired or frozenset()
-        self.refs: dict[int, BlockRef] = {}
-        """Where each block lies that has come."""
-        if self._base is not None:
-            self.refs = {
-                n: renumbered(ref, save.base_numbers)
-                for n, ref in enumerate(self._base.refs)
-                if self.keeps(n)
-            }
-
-    def keeps(self, number: int) -> bool:
-        """Return whether a block that is the same is used again: nothing it needs is retired."""
-        base = self._base
-        return (
-            base is not None
-            and number not in base.derived
-            and not base.needs(number) & self.retired
-        )
-
-    def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
-        first = start // BLOCK_BYTES
-        count = len(sums) // DIGEST_BYTES
-        same = [False] * count if self._base is None else self._base.same(first, sums)
-        for number, is_same in enumerate(same, first):
-            if is_same and self.keeps(number):
-                continue
-            at = (number - first) * BLOCK_BYTES
-            data = image[at : min(at + BLOCK_BYTES, size_bytes)]
-            digest = sums[(number - first) * DIGEST_BYTES : (number - first + 1) * DIGEST_BYTES]
-            self.refs[number] = self._put(number, data, digest)
-
-    def _put(self, number: int, data: memoryview, digest: bytes) -> BlockRef:
-        if self._coder is None:
-            return BlockRef(self._save.pack_number, self._save.pack.append(data), len(data))
-        base = self._base_of(number)
-        stored, encoding, is_against_base = self._coder.encode(number, data, digest, base)
-        return BlockRef(
-            self._save.pack_number,
-            self._save.pack.append(stored),
-            len(stored),
-            self._save.encoding_number(encoding),
-            base if is_against_base else None,
-        )
-
-    def _base_of(self, number: int) -> BaseRef | None:
-        """The block that one may be encoded against, in the numbers of this save: that of the last
-        checkpoint, or what that one was encoded against."""
-        base = self._base
-        if base is None or number in base.derived:
-            return None
-        ref = base.refs[number]
-        found = ref.base or BaseRef(ref, base.stored.digest(number))
-        if found.block.file in self.retired:
-            return None
-        return found._replace(block=renumbered(found.block, self._save.base_numbers))
-
-    def finish(self) -> None:
-        """The pack is finished for all layouts together."""
-
-    def close(self) -> None:
-        """See `finish`."""
-
-
-class _Target:
-    """One layout of a save, and how much of it has been written."""
-
-    def __init__(self, number: int, layout: FileLayout, base: BaseLayout | None) -> None:
+        """`base` is the same layout in the last checkpoint."""
         self.number = number
         self.layout = layout
         self.base = base
+        self.rounding = rounding
         self.choosing = threading.Lock()
-        self.way: PlainFileWriter | BlockWriter | None = None
-        self.rounding: Rounding | None = None
-        self.coder: FileCoder | None = None
-        """Chosen with the way; None where compression was not asked for."""
-        self.deriving: DerivingCoder | None = None
-        """Chosen with the way; None where nothing of it is derived."""
-        self.digests = bytearray(layout.block_count * DIGEST_BYTES)
+        self.file: FileWriting | None = None
+        """The plain data file, if the layout is written in place."""
+        self.refs: dict[int, BlockRef] | None = None
+        """The known block references, if the layout is written by block."""
+        self.reusable: frozenset[int] = frozenset()
+        """Blocks of the base that are reused if they have not changed."""
+        self.retired: frozenset[int] | None = None
+        """Files of the base whose blocks are not reused; None if nothing of the base is."""
+        self.encoder: LayoutEncoder | None = None
+        """None if compression was not requested and nothing is derived."""
+        known = bytes(layout.block_count * DIGEST_BYTES) if base is None else base.stored.digests
+        self.digests = bytearray(known)
         self.written_bytes = 0
         self.is_finished = False
-        if base is not None:
-            self.digests[:] = base.stored.digests
+
+    @property
+    def is_chosen(self) -> bool:
+        """True if it is decided how the layout is written."""
+        return self.file is not None or self.refs is not None
+
+    def runs(self, numbers: Mapping[int, int] | None = None) -> tuple[BlockRun, ...]:
+        """Return its block references as runs, if written by block; with file numbers mapped by
+        `numbers`, if given."""
+        refs = [(self.refs or {})[number] for number in range(self.layout.block_count)]
+        return runs_of(refs if numbers is None else [ref.renumbered(numbers) for ref in refs])
 
     def likely_change(self) -> float:
-        """The share of it that is to be written, as far as can be told."""
+        """Estimate the fraction that has to be written."""
         if self.base is None:
             return 1.0
         return MOST_CHANGED if self.base.changed is None else self.base.changed
 
-    def history(self, retirable: frozenset[int]) -> LayoutHistory:
-        """What the next save wants to know of this one."""
-        if self.base is None:
-            return LayoutHistory()
-        same = self.base.same(0, bytes(self.digests))
-        changed = frozenset(number for number, known in enumerate(same) if not known)
-        put_off = isinstance(self.way, BlockWriter) and bool(retirable - self.way.retired)
-        return LayoutHistory(changed, bool(changed) and put_off)
-
 
 class SaveWriter:
-    """The files of one rank's save in their attempt's folder."""
+    """The files of one rank's save in its attempt's folder."""
 
-    def __init__(  # noqa: PLR0913 (what is known of a save, each by its name)
+    def __init__(
         self,
-        store: Store,
-        folder: str,
+        attempt: Attempt,
         layouts: Sequence[FileLayout],
         *,
         rank: tuple[int, int] = (0, 1),
@@ -208,35 +112,29 @@ class SaveWriter:
         is_declared: bool = False,
         misses: Misses | None = None,
     ) -> None:
-        """`rank` is which of how many; `base` the last checkpoint, of which blocks may be used
-        again. Without a compressor nothing is encoded. `derived` are entries that may be stored as
-        the rounding of others; `misses` are of earlier saves."""
-        self.folder = folder
+        """`rank` is (rank, number of ranks). `base` is the last checkpoint, whose blocks may be
+        reused. Without a compressor nothing is compressed. `derived` are tensors that may be stored
+        as the rounding of others; `misses` come from earlier saves."""
+        self.folder = attempt.folder
         self.written_bytes = 0
-        self._store = store
+        self._attempt = attempt
+        self._store = attempt.store
         self._rank = rank
         self._base = base
         self._compressor = compressor
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
         self._index: Index | None = None
-        # Blocks that are used again keep the numbers of their encodings.
+        # Reused blocks keep the numbers of their encodings.
         encodings = () if base is None else base.index.encodings
         self._encodings = {encoding: number for number, encoding in enumerate(encodings, 1)}
-        self._links: dict[int, str] | None = None
-        """The files of the base by the names that they have here; None: nobody has asked."""
-        self._targets: list[_Target] = []
-        count = len(layouts)
-        # The numbers of files while the save is written: data files, the pack, those of the base.
-        self.pack_number = count
-        self.base_numbers = (
-            {} if base is None else {n: count + 1 + n for n in range(len(base.index.files))}
-        )
+        self._shared = None if base is None else SharedFiles(attempt.store, attempt.folder, base)
+        self._layouts: list[_LayoutWriter] = []
+        # File numbers while the save is written: the base's files, then the pack, then data files.
+        self._pack_number = 0 if base is None else len(base.index.files)
         name = pack_name(*rank)
-        self.pack = PackWriter(lambda: self._open(name, BLOCK_BYTES))
-        places = [layout.name for layout in layouts] + [name, index_name(*rank)]
-        self._folders = {f"{folder}/{place}".rpartition("/")[0]: None for place in places}
-        """In which the files lie: the attempt's own, or one within it."""
+        self._pack = PackWriter(lambda: self._open(name, BLOCK_BYTES))
+        self._names = [*(layout.name for layout in layouts), name, index_name(*rank)]
         self._deriving = (
             Deriving(
                 layouts,
@@ -249,182 +147,124 @@ class SaveWriter:
             else None
         )
         try:
-            for place in self._folders:
-                if place != folder:
-                    with contextlib.suppress(AlreadyExistsError):  # another rank may be first
-                        self._store.make_folder(place, parents=False)
-            for number, layout in enumerate(layouts):
-                known = None if base is None else base.layout(layout)
-                self._targets.append(_Target(number, layout, known))
-                if compressor is not None:
-                    self._targets[-1].rounding = compressor.rounding(layout) or None
-            usable = [target.base for target in self._targets if target.base is not None]
-            self._shared_too_often = frozenset() if base is None else base.shared_too_often()
-            self._retired = frozenset() if base is None else base.retired(usable)
-            self._is_roomy = self._has_room()
-            may_derive = {pair.file for pair in derived}
-            for target in self._targets:
-                if not (
-                    self._may_reuse(target)
-                    or self._compresses(target)
-                    or target.number in may_derive
-                ):
-                    target.way = self._in_place(target)
-            if compressor is not None:
-                compressor.begin_save()
+            self._begin(layouts, frozenset(pair.file for pair in derived))
         except LaststepError as error:
             self.fail(error)
+
+    def _begin(self, layouts: Sequence[FileLayout], may_derive: frozenset[int]) -> None:
+        """Make the folders, and open the files whose way of writing does not depend on their
+        contents."""
+        self._attempt.make_folders(self._names)
+        base, compressor = self._base, self._compressor
+        for number, layout in enumerate(layouts):
+            known = None if base is None else base.layout(layout)
+            rounding = None if compressor is None else compressor.rounding(layout) or None
+            self._layouts.append(_LayoutWriter(number, layout, known, rounding))
+        usable = [target.base for target in self._layouts if target.base is not None]
+        self._retired = frozenset() if base is None else base.retired(usable)
+        self._is_roomy = not usable or self._has_room()
+        for target in self._layouts:
+            waits = self._may_reuse(target) or self._compresses(target)
+            if not waits and target.number not in may_derive:
+                target.file = self._open_in_place(target.layout)
+        if compressor is not None:
+            compressor.begin_save()
 
     # How a layout is written
 
     def _open(self, name: str, expected_bytes: int) -> FileWriting:
-        writer = self._store.open_writer(f"{self.folder}/{name}", expected_bytes=expected_bytes)
+        writer = self._attempt.open_writer(name, expected_bytes=expected_bytes)
         if self._compressor is None:
             return writer
         return TimedWriting(writer, self._compressor.throughput)
 
-    def _in_place(self, target: _Target) -> PlainFileWriter:
-        layout = target.layout
-        return PlainFileWriter(self._open(layout.name, layout.size_bytes), layout)
+    def _open_in_place(self, layout: FileLayout) -> FileWriting:
+        writer = self._open(layout.name, layout.size_bytes)
+        try:
+            write_aligned(writer, 0, layout.header())
+        except BaseException:
+            writer.close()
+            raise
+        return writer
 
-    def _compresses(self, target: _Target) -> bool:
-        """Return whether encoding was asked for."""
-        return (
-            self._compressor is not None
-            and target.layout.tensor_bytes > 0
-            and (
-                target.rounding is not None
-                or self._compressor.mode(target.layout) != Compression.NONE
-            )
-        )
+    def _compresses(self, target: _LayoutWriter) -> bool:
+        """Return True if compression or rounding was requested for the layout."""
+        if self._compressor is None or not target.layout.tensor_bytes:
+            return False
+        mode = self._compressor.mode(target.layout)
+        return target.rounding is not None or mode != Compression.NONE
 
-    def _may_reuse(self, target: _Target) -> bool:
-        """Return whether blocks of the last checkpoint may be used again, if only where nothing has
+    def _may_reuse(self, target: _LayoutWriter) -> bool:
+        """Return True if blocks of the last checkpoint may be reused, possibly only if nothing has
         changed."""
         return target.base is not None and self._is_roomy and target.base.is_usable()
 
     def _has_room(self) -> bool:
-        """Return whether there is room to write everything another time, after this save. Blocks
-        that are used again keep old files: where room is short, those go with their checkpoints."""
-        if all(target.base is None for target in self._targets):
-            return True
+        """Return True if there is room to write everything once more after this save. Reused blocks
+        keep old files alive; if space is short, it is better to free them with their
+        checkpoints."""
         free_bytes = self._store.free_bytes()
-        whole = sum(target.layout.tensor_bytes for target in self._targets)
-        changed = sum(t.layout.tensor_bytes * t.likely_change() for t in self._targets)
+        whole = sum(target.layout.tensor_bytes for target in self._layouts)
+        changed = sum(t.layout.tensor_bytes * t.likely_change() for t in self._layouts)
         return free_bytes is None or free_bytes >= whole + changed
 
-    def _way(
+    def _choose(
         self,
-        target: _Target,
+        target: _LayoutWriter,
         start: int = 0,
         data: memoryview = _NOTHING,
         sums: bytes = b"",
         *,
         is_same: bool = False,
-    ) -> PlainFileWriter | BlockWriter:
-        """How a layout is written, by the first bytes of it that come. `is_same`: none of it has
-        changed."""
+    ) -> None:
+        """Decide how a layout is written, from the first bytes of it that arrive. `is_same`: none
+        of it has changed."""
         with target.choosing:
-            if target.way is None:
-                layout, base = target.layout, target.base
-                if self._compressor is not None and self._compresses(target):
-                    target.coder = self._compressor.coder(
-                        layout,
-                        start,
-                        data,
-                        known=base is not None,
-                        rounded=target.rounding is not None,
-                    )
-                inner = target.coder if target.coder is not None and target.coder.encodes else None
-                derived = None if self._deriving is None else self._deriving.of(target.number)
-                if derived is not None and not derived.is_refuted(start, data):
-                    target.deriving = DerivingCoder(derived, inner)
-                coder = target.deriving or inner
-                has_bases = inner is not None and inner.has_bases
-                retired = self._retired_for(
-                    target, start, sums, is_same=is_same, has_bases=has_bases
+            if target.is_chosen:
+                return
+            base, compressor = target.base, self._compressor
+            if compressor is not None and self._compresses(target):
+                target.encoder = compressor.encoder(
+                    target.layout,
+                    start,
+                    data,
+                    known=base is not None,
+                    rounded=target.rounding is not None,
                 )
-                if retired is not None and not self._linked():
-                    retired = None
-                if retired is None and coder is None:
-                    target.way = self._in_place(target)
-                else:
-                    target.way = BlockWriter(self, layout, base, retired, coder)
-            return target.way
+            derived = None if self._deriving is None else self._deriving.of(target.number)
+            if derived is not None and not derived.is_refuted(start, data):
+                target.encoder = target.encoder or LayoutEncoder(target.layout)
+                target.encoder.derived = derived
+            encoder = target.encoder
+            has_bases = encoder is not None and encoder.has_bases
+            retired = self._retired_for(target, start, sums, is_same=is_same, has_bases=has_bases)
+            if retired is not None and self._shared is not None and self._shared.link():
+                target.retired = retired
+            if target.retired is None and (encoder is None or not encoder.encodes):
+                target.file = self._open_in_place(target.layout)
+                return
+            refs = {} if base is None else base.reusable(target.retired)
+            target.reusable, target.refs = frozenset(refs), refs
 
     def _retired_for(
-        self, target: _Target, start: int, sums: bytes, *, is_same: bool, has_bases: bool
+        self, target: _LayoutWriter, start: int, sums: bytes, *, is_same: bool, has_bases: bool
     ) -> frozenset[int] | None:
-        """The files of the last checkpoint whose blocks are not used again; None: none are.
+        """Return the files of the last checkpoint whose blocks are not reused; None if no block is.
 
-        Compaction is put off while nothing seems to have changed: a save of nothing new right after
-        one that left files sparsely used would otherwise write blocks again. It is not put off a
-        second time if something did change after all.
+        Compaction is postponed while nothing seems to have changed: otherwise a save without
+        changes, right after one that left files sparsely used, would write blocks again.
         """
         base = target.base
-        if base is None or not self._may_reuse(target):
+        if base is None or self._base is None or not self._may_reuse(target):
             return None
         first = start // BLOCK_BYTES
         same = base.same(first, sums)
         likely = base.likely_change(first, same) if sums else 0.0
-        seems_same = likely <= MOST_CHANGED and bool(sums) and base.seems_same(first, same)
-        if is_same or seems_same:
-            return self._shared_too_often
+        if is_same or (sums and likely <= MOST_CHANGED and base.seems_same(first, same)):
+            return self._base.shared_too_often()
         return self._retired if likely <= MOST_CHANGED or has_bases else None
 
-    def _linked(self) -> bool:
-        """Link the files of the base into this folder, once: from then on nobody can take them
-        away. False where that cannot be."""
-        with self._lock:
-            if self._links is None:
-                self._links = self._link_all()
-            return bool(self._links)
-
-    def _link_all(self) -> dict[int, str]:
-        base, links = self._base, dict[int, str]()
-        if base is None:
-            return links
-        for number, file in enumerate(base.index.files):
-            if number in self._shared_too_often:
-                continue
-            name = base.name_elsewhere(file)
-            if name is None or not self._link(f"{base.folder}/{file.name}", name, file.size_bytes):
-                self._unlink(links.values())
-                return {}
-            links[number] = name
-        return links
-
-    def _link(self, source: str, name: str, size_bytes: int) -> bool:
-        """Link a file, and see that it has the size that it was written with."""
-        path = f"{self.folder}/{name}"
-        try:
-            if not self._store.link(source, path):
-                return False
-        except LaststepError:
-            return False
-        try:
-            reader = self._store.open_reader(path, cached=True)
-            there_bytes = reader.size_bytes
-            reader.close()
-        except LaststepError:
-            there_bytes = -1
-        if there_bytes != size_bytes:
-            self._store.delete(path)
-            return False
-        return True
-
-    def _unlink(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._store.delete(f"{self.folder}/{name}")
-
-    def encoding_number(self, encoding: Encoding | None) -> int:
-        """The number that an encoding has in the index."""
-        if encoding is None:
-            return RAW
-        with self._lock:
-            return self._encodings.setdefault(encoding, len(self._encodings) + 1)
-
-    # What comes
+    # Arriving chunks
 
     @property
     def error(self) -> LaststepError | None:
@@ -432,38 +272,42 @@ class SaveWriter:
             return self._error
 
     def fail(self, error: LaststepError) -> None:
-        """Keep the first error."""
+        """Keep the error, unless there is one already."""
         with self._lock:
             self._error = self._error or error
         drop_tracebacks(error)
 
     def expect(self, file: int, start: int) -> None:
-        """These bytes are on their way to `write`; told in the order in which they get there."""
+        """Register bytes that are being queued for `write`; call in the order of that queue."""
         if self._deriving is not None:
             self._deriving.expect(file, start)
 
     def digests(self, file: int, start: int, data: memoryview) -> bytes:
-        """The digests of the blocks of bytes of a layout, which are rounded first, where they lie,
-        if that was asked for."""
-        rounding = self._targets[file].rounding
-        if rounding is not None:
-            rounding.apply(start, data)
-        return block_digests(data)
+        """Return the digests of the blocks in `data`, after rounding `data` in place if requested.
+        Return b"" after an error, which is kept."""
+        if self.error is not None:
+            return b""
+        try:
+            rounding = self._layouts[file].rounding
+            if rounding is not None:
+                rounding.apply(start, data)
+            return block_digests(data)
+        except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
+            self.fail(StorageError("a chunk cannot be digested", found=repr(error)))
+            return b""
 
     def rounded(self, file: int) -> dict[str, str]:
-        """What of a layout is rounded, and how."""
-        rounding = self._targets[file].rounding
+        """Return the rounded tensors of a layout, with the rounding of each."""
+        rounding = self._layouts[file].rounding
         return {} if rounding is None else rounding.names
 
-    def write(
-        self, file: int, start: int, image: memoryview, size_bytes: int, sums: bytes = b""
-    ) -> None:
-        """Digest and write `size_bytes` of `image`, which starts at byte `start` of the tensors of
-        a layout; `sums` are its digests if somebody has made them. `image` MUST reach to the next
-        multiple of the alignment. Never raises."""
+    def write(self, file: int, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
+        """Write `size_bytes` of `image`, which starts at byte `start` of the tensors of a layout;
+        `sums` are its digests. `image` MUST extend to the next multiple of the alignment. Never
+        raises."""
         if self.error is not None:
             return
-        target = self._targets[file]
+        target = self._layouts[file]
         try:
             self._write(target, start, image, size_bytes, sums)
         except LaststepError as error:
@@ -474,18 +318,23 @@ class SaveWriter:
                     "a writer failed",
                     where=target.layout.name,
                     found=repr(error),
-                    remedy="look at the log; the next save tries again",
+                    remedy="check the log; the next save tries again",
                 )
             )
 
     def _write(
-        self, target: _Target, start: int, image: memoryview, size_bytes: int, sums: bytes
+        self, target: _LayoutWriter, start: int, image: memoryview, size_bytes: int, sums: bytes
     ) -> None:
         data = image[:size_bytes]
-        sums = sums or self.digests(target.number, start, data)
         if self._deriving is not None:
             self._deriving.take(target.number, start, data)
-        self._way(target, start, data, sums).write(start, image, size_bytes, sums)
+        if not target.is_chosen:
+            self._choose(target, start, data, sums)
+        if target.file is not None:
+            whole = align_up(size_bytes, target.file.alignment_bytes)
+            target.file.write_at(target.layout.header_bytes + start, image[:whole])
+        else:
+            self._write_blocks(target, start, data, sums)
         first = start // BLOCK_BYTES * DIGEST_BYTES
         with self._lock:
             target.digests[first : first + len(sums)] = sums
@@ -493,178 +342,191 @@ class SaveWriter:
             target.written_bytes += size_bytes
             complete = target.written_bytes == target.layout.tensor_bytes
         if complete:
-            # Nothing more will come: its sync runs while the other files are still being written.
-            self._finish_target(target)
+            # The layout is complete: sync it while the other files are still being written.
+            self._finish_layout(target)
 
-    def reuse(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
-        """Of chunks that are what they were in the last checkpoint, those that need not come: of
-        layouts most of which is so, where its blocks can be used again. Never raises."""
+    def _write_blocks(
+        self, target: _LayoutWriter, start: int, data: memoryview, sums: bytes
+    ) -> None:
+        """Append the blocks that are not reused from the last checkpoint to the pack."""
+        assert target.refs is not None  # noqa: S101 (it is not written in place)
+        first, count = start // BLOCK_BYTES, len(sums) // DIGEST_BYTES
+        reuses = target.base is not None and target.retired is not None
+        same = target.base.same(first, sums) if reuses else [False] * count  # type: ignore[union-attr]
+        for nth, is_same in enumerate(same):
+            if not is_same or first + nth not in target.reusable:
+                block = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
+                digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
+                target.refs[first + nth] = self._put(target, first + nth, block, digest)
+
+    def _put(self, target: _LayoutWriter, number: int, data: memoryview, digest: bytes) -> BlockRef:
+        if target.encoder is None or not target.encoder.encodes:
+            return BlockRef(self._pack_number, self._pack.append(data), len(data))
+        base = self._base_of(target, number)
+        stored, encoding, is_against_base = target.encoder.encode(number, data, digest, base)
+        return BlockRef(
+            self._pack_number,
+            self._pack.append(stored),
+            len(stored),
+            self._encoding_number(encoding),
+            base if is_against_base else None,
+        )
+
+    def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
+        """Return the block to encode this one against: that of the last checkpoint, or the base of
+        that one."""
+        base = target.base
+        if base is None or target.retired is None or number in base.derived:
+            return None
+        ref = base.refs[number]
+        found = ref.base or BaseRef(ref, base.stored.digest(number))
+        return None if found.block.file in target.retired else found
+
+    def _encoding_number(self, encoding: Encoding | None) -> int:
+        """Return the number of an encoding in the index."""
+        if encoding is None:
+            return RAW
+        with self._lock:
+            return self._encodings.setdefault(encoding, len(self._encodings) + 1)
+
+    def reuse(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+        """Return the unchanged chunks that need not be sent: those of mostly unchanged layouts
+        whose blocks can be reused. Never raises."""
         by_file: dict[int, list[tuple[int, int]]] = {}
         for number, start, size in chunks:
             by_file.setdefault(number, []).append((start, size))
         granted = []
         for number, parts in by_file.items():
-            target = self._targets[number]
+            target = self._layouts[number]
             same_bytes = sum(size for _, size in parts)
             try:
                 if same_bytes < (1 - MOST_CHANGED) * target.layout.tensor_bytes or self.error:
                     continue
-                way = self._way(target, is_same=same_bytes == target.layout.tensor_bytes)
+                self._choose(target, is_same=same_bytes == target.layout.tensor_bytes)
             except LaststepError as error:
                 self.fail(error)
                 continue
-            if not isinstance(way, BlockWriter):
-                continue
             for start, size in parts:
                 if self._deriving is not None and self._deriving.needs(number, start, size):
-                    continue  # what is derived from it is found out as it comes by
+                    continue  # tensors are derived from these bytes as they arrive
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
-                if all(map(way.keeps, blocks)):
-                    granted.append((number, start))
+                if target.reusable.issuperset(blocks):
+                    granted.append((number, start, size))
                     with self._lock:
                         target.written_bytes += size
         return tuple(granted)
 
     # The end
 
-    def _finish_target(self, target: _Target) -> None:
+    def _finish_layout(self, target: _LayoutWriter) -> None:
         if self.error is not None:
             raise self.error
         if target.written_bytes != target.layout.tensor_bytes:
             raise StorageError(
-                "not all bytes of a save have come",
+                "some bytes of a save are missing",
                 where=f"{self.folder}/{target.layout.name}",
                 expected=f"{target.layout.tensor_bytes} bytes",
                 found=f"{target.written_bytes} bytes",
                 remedy="the next save tries again",
             )
         if not target.is_finished:
-            self._way(target, is_same=True).finish()
+            self._choose(target, is_same=True)
+            if target.file is not None:
+                target.file.finish(target.layout.size_bytes)
             target.is_finished = True
 
     def finish(self, values: Mapping[str, bytes]) -> WrittenIndexes:
-        """Make every file durable, write the index and make the folder durable; all chunks MUST
+        """Make every file durable, write the index and make the folder durable. All chunks MUST
         have been written. Raises the first error of the save."""
-        for target in self._targets:
-            self._finish_target(target)
+        for target in self._layouts:
+            self._finish_layout(target)
         if self.error is not None:
             raise self.error
-        self.pack.finish()
+        self._pack.finish()
         if self._deriving is not None:
             self._deriving.end()
         self._index = self._make_index(values)
         data = index_format.encode(self._index)
-        name = index_name(*self._rank)
-        writer = self._store.open_writer(f"{self.folder}/{name}", expected_bytes=len(data))
-        with contextlib.closing(writer):
-            write_aligned(writer, 0, data)
-            writer.finish(len(data))
-        # The attempt's own too where it holds only folders: the rank that made them may not have
-        # got that far yet.
-        for place in {**self._folders, self.folder: None}:
-            self._store.sync_folder(place)
+        self._attempt.put(index_name(*self._rank), data)
+        # Also sync the attempt's own folder if it holds only folders: the rank that made them may
+        # not have done so yet.
+        self._attempt.sync(self._names)
         return index_format.written_of(self._index, data)
 
     def _make_index(self, values: Mapping[str, bytes]) -> Index:
-        """Number the files that are needed, and let go of the others."""
+        """Number the files that are needed, and unlink the others."""
         files: dict[int, StoredFile] = {}
-        refs = [
-            [target.way.refs[n] for n in range(target.layout.block_count)]
-            if isinstance(target.way, BlockWriter)
-            else []
-            for target in self._targets
-        ]
-        for target in self._targets:
-            if isinstance(target.way, PlainFileWriter):
-                layout = target.layout
-                files[target.number] = StoredFile(name=layout.name, size_bytes=layout.size_bytes)
-        if self.pack.size_bytes:
+        needed: dict[int, str | None] = {}
+        """Files that hold blocks, each with the name of the layout that it equals, if any."""
+        for number, target in enumerate(self._layouts, self._pack_number + 1):
+            layout, refs = target.layout, target.refs
+            if refs is None:
+                files[number] = StoredFile(name=layout.name, size_bytes=layout.size_bytes)
+                continue
+            for ref in refs.values():
+                needed.setdefault(ref.file)
+                if ref.base is not None:
+                    needed.setdefault(ref.base.block.file)
+            if refs and target.runs() == in_place(layout, refs[0].file):
+                needed[refs[0].file] = layout.name
+        if self._pack.size_bytes:
             name = pack_name(*self._rank)
-            files[self.pack_number] = StoredFile(name=name, size_bytes=self.pack.size_bytes)
-        files |= self._reused(refs)
+            files[self._pack_number] = StoredFile(name=name, size_bytes=self._pack.size_bytes)
+        if self._shared is not None:
+            files |= self._shared.settle(needed)
         numbers = {number: at for at, number in enumerate(files)}
-        layouts = []
-        for target, some in zip(self._targets, refs, strict=True):
-            layout = target.layout
-            runs = runs_of([renumbered(ref, numbers) for ref in some])
-            if isinstance(target.way, PlainFileWriter):
-                runs = in_place(layout, numbers[target.number])
-            layouts.append(
-                StoredLayout(
-                    layout=layout,
-                    digests=bytes(target.digests),
-                    runs=runs,
-                    lossy=self.rounded(target.number),
-                    derived=self._masters(target, some),
-                )
-            )
         return Index(
             rank=self._rank[0],
             files=tuple(files.values()),
             encodings=tuple(self._encodings),
-            layouts=tuple(layouts),
+            layouts=tuple(
+                self._stored(target, number, numbers)
+                for number, target in enumerate(self._layouts, self._pack_number + 1)
+            ),
             values=dict(values),
         )
 
-    def _masters(self, target: _Target, refs: Sequence[BlockRef]) -> dict[str, Master]:
+    def _stored(
+        self, target: _LayoutWriter, number: int, numbers: Mapping[int, int]
+    ) -> StoredLayout:
+        """Return a layout as stored in the index; `numbers` maps file numbers to those of the
+        index."""
+        if target.refs is None:
+            runs = in_place(target.layout, numbers[number])
+        else:
+            runs = target.runs(numbers)
         rounded = self._encodings.get(Encoding(*ROUNDED))
-        if target.deriving is None or all(ref.encoding != rounded for ref in refs):
-            return {}
-        return target.deriving.derived.used()
-
-    def _reused(self, refs: Sequence[Sequence[BlockRef]]) -> dict[int, StoredFile]:
-        """The files of the base that are needed; the links to others go. A data file of which all
-        is needed, in place, has its own name here too."""
-        base, links = self._base, self._links or {}
-        if base is None:
-            return {}
-        needed: set[int] = set()
-        for ref in (ref for some in refs for ref in some):
-            needed.add(ref.file)
-            needed |= set() if ref.base is None else {ref.base.block.file}
-        found: dict[int, StoredFile] = {}
-        for number, name in links.items():
-            here, file = self.base_numbers[number], base.index.files[number]
-            if here in needed:
-                own = self._own_name(here, name, file, refs)
-                found[here] = shared(file, own or name, base.folder)
-            if here not in needed or found[here].name != name:
-                self._unlink([name])
-        return found
-
-    def _own_name(
-        self, here: int, name: str, file: StoredFile, refs: Sequence[Sequence[BlockRef]]
-    ) -> str | None:
-        """Link a data file under its own name, if a layout is just that file."""
-        for target, some in zip(self._targets, refs, strict=True):
-            layout = target.layout
-            if (
-                some
-                and layout.size_bytes == file.size_bytes
-                and layout.name == file.own_name
-                and runs_of(some) == (BlockRun(len(some), here, layout.header_bytes),)
-            ):
-                source = f"{self.folder}/{name}"
-                return layout.name if self._link(source, layout.name, file.size_bytes) else None
-        return None
+        derived = None if target.encoder is None else target.encoder.derived
+        derives = derived is not None and any(run.encoding == rounded for run in runs)
+        return StoredLayout(
+            layout=target.layout,
+            digests=bytes(target.digests),
+            runs=runs,
+            lossy=self.rounded(target.number),
+            derived=derived.used() if derives and derived is not None else {},
+        )
 
     def coding(self) -> tuple[CodingReport, ...]:
-        """What was chosen for the layouts for which compression was asked, or in which something
-        may be derived, and what came of it."""
-        coded = [target.coder.report() for target in self._targets if target.coder is not None]
-        derived = [(t.layout.name, t.deriving) for t in self._targets if t.deriving is not None]
-        return (*coded, *(deriving.report(name) for name, deriving in derived))
+        """Return reports for the layouts with compression or with tensors that may be derived."""
+        encoders = [target.encoder for target in self._layouts if target.encoder is not None]
+        return tuple(report for encoder in encoders for report in encoder.reports())
 
     def close(self) -> None:
-        """Close what is open; does nothing to finished files."""
-        for target in self._targets:
-            if target.way is not None:
-                target.way.close()
-        self.pack.close()
+        """Close open files; does nothing to finished files."""
+        for target in self._layouts:
+            if target.file is not None:
+                target.file.close()
+        self._pack.close()
 
     def as_base(self) -> Base | None:
-        """This save as the base of the next, once it is finished."""
+        """Return this save as the base of the next; None unless it is finished."""
         if self._index is None:
             return None
-        history = {t.layout.name: t.history(self._retired) for t in self._targets}
-        return Base(self._index, self.folder, history)
+        changed = {}
+        for target in self._layouts:
+            if target.base is not None:
+                same = target.base.same(0, bytes(target.digests))
+                changed[target.layout.name] = frozenset(
+                    n for n, known in enumerate(same) if not known
+                )
+        return Base(self._index, self.folder, changed)

@@ -1,1 +1,2 @@
-"""The container and the manifest of docs/format.md, as pure functions from values to bytes."""
+"""The on-disk formats of docs/format.md (layouts, index, manifest), as pure functions from values
+to bytes."""

@@ -1,10 +1,10 @@
-"""Which tensors of a file follow from others, and what is stored of a block that holds some.
+"""Derived tensors of a file, and the stored form of a block that contains some.
 
-Pure. A tensor of bf16 or fp16 may be *derived*: it is the rounding of a tensor of fp32 of the same
-shape, its *master*, in this or another file of the same checkpoint. What lies of it in one block is
-a *run*. A block that is coded so has a bit for each of its runs, whether that is the rounding of
-its master, and then the bytes of all else. A master's own blocks are never coded so: to decode a
-block takes its masters, and nothing beyond.
+Pure. A bf16 or fp16 tensor may be *derived*: it is the rounding of an fp32 tensor of the same
+shape, its *master*, in this or another file of the same checkpoint. The part of a derived tensor in
+one block is a *run*. The stored form of such a block has one bit per run, set if the run is the
+rounding of its master, followed by all other bytes. A master's own blocks are never stored in this
+form: decoding a block needs its masters and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.terms import BLOCK_BYTES
+from laststep.constants import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from laststep.format.layout import TensorEntry
 
 ROUNDED = ("rounded", 2)
-"""The encoding of blocks that are stored so: its codec and element size."""
+"""Encoding of blocks in this form: codec and element size."""
 DERIVED_DTYPES = ("bfloat16", "float16")
 MASTER_DTYPE = "float32"
 _RATIO = 2
-"""An element of a master has so many times the bytes."""
+"""Bytes of a master's element per byte of the derived one."""
 
 
 class Master(NamedTuple):
@@ -35,35 +35,36 @@ class Master(NamedTuple):
 
 
 class DerivedRun(NamedTuple):
-    """Bytes [start, stop) of an image: what lies of a derived tensor in one block."""
+    """Bytes [start, stop) of a layout: the part of a derived tensor in one block."""
 
     tensor: str
     dtype: str
     start: int
     stop: int
     ahead: int
-    """The bytes of the tensor that lie in front of these."""
+    """Number of bytes of the tensor before these."""
 
     def of_master(self, begins: int) -> tuple[int, int]:
-        """The bytes of its master, which begins there, that it is the rounding of."""
+        """Return the bytes [start, stop) of its master, which starts at `begins`, that it is the
+        rounding of."""
         start = begins + _RATIO * self.ahead
         return start, start + _RATIO * (self.stop - self.start)
 
 
 class DerivedRuns:
-    """The runs of an image, to be asked for those of a block."""
+    """The runs of a layout, looked up by block."""
 
     def __init__(self, entries: Iterable[TensorEntry], derived: Collection[str]) -> None:
         self._entries = [e for e in entries if e.name in derived and e.start < e.stop]
         self._stops = [entry.stop for entry in self._entries]
 
     def blocks(self) -> Iterator[int]:
-        """The blocks that have any, in order; a block may come several times."""
+        """Yield the blocks that have any runs, in order; a block may be repeated."""
         for entry in self._entries:
             yield from range(entry.start // BLOCK_BYTES, -(-entry.stop // BLOCK_BYTES))
 
     def of_block(self, number: int) -> list[DerivedRun]:
-        """Those of one block, in order."""
+        """Return the runs of one block, in order."""
         low, high = number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
         runs = []
         for at in range(bisect_right(self._stops, low), len(self._entries)):
@@ -76,8 +77,8 @@ class DerivedRuns:
 
 
 def pack(block: memoryview, at: int, runs: Sequence[DerivedRun], rounded: Sequence[bool]) -> bytes:
-    """What is stored of a block that begins at byte `at` of the image, where some of its runs are
-    the rounding of their masters."""
+    """Return the stored form of a block that starts at byte `at` of the layout; `rounded` marks the
+    runs that are the rounding of their masters."""
     bits = sum(1 << number for number, is_rounded in enumerate(rounded) if is_rounded)
     kept = [bits.to_bytes(-(-len(runs) // 8), "little")]
     low = 0
@@ -92,8 +93,9 @@ def pack(block: memoryview, at: int, runs: Sequence[DerivedRun], rounded: Sequen
 def unpack(
     stored: memoryview, into: memoryview, at: int, runs: Sequence[DerivedRun]
 ) -> list[DerivedRun]:
-    """Put what is stored into a block that begins at byte `at` of the image; the runs that are left
-    to be rounded. `ValueError`, in words, for what cannot be."""
+    """Copy the stored bytes into a block that starts at byte `at` of the layout, and return the
+    runs that the caller has to round from their masters. Raise `ValueError` if the size or the bits
+    do not fit."""
     size = -(-len(runs) // 8)
     bits = int.from_bytes(stored[:size], "little")
     left = [run for number, run in enumerate(runs) if bits >> number & 1]
@@ -108,7 +110,7 @@ def unpack(
 
 
 def problem(entries: Iterable[TensorEntry], derived: Collection[str]) -> str | None:
-    """Why these tensors cannot follow from others, in words, or None."""
+    """Return a description of the first tensor that cannot be derived, or None."""
     known = {entry.name: entry for entry in entries}
     for name in derived:
         entry = known.get(name)

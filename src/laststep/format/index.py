@@ -1,13 +1,14 @@
-"""The index: everything that one rank wrote for a checkpoint, and where each block of it lies.
+"""The index: everything that one rank wrote for a checkpoint, and the location of each block.
 
-A block is up to 1 MiB of the tensors of one layout, with its digest. A *run* says where some blocks
-lie that follow each other: in which file, at which offset, and how they are encoded. An encoded
-block may need a *base*, an earlier block that is not encoded against another one, or *masters*
-(`format.deriving`); so decoding takes one step at most. Plain values lie in the index itself.
+A block is up to 1 MiB of the tensors of one layout, with its digest. A *run* gives the location of
+consecutive blocks: file, offset and encoding. An encoded block may need a *base*, which is an
+earlier block that has no base itself, or *masters* (`format.deriving`); so decoding takes at most
+one step. Plain values are stored in the index itself.
 
-The file is the digest of the payload and the payload, a msgpack array. The manifest repeats the
-digest. `decode` checks everything that a reader relies on, and raises only `CorruptError`, and
-`UsageError` for a later format. Knows nothing of stores."""
+The file consists of the digest of the payload and the payload, a msgpack array. The manifest
+repeats the digest. `decode` checks everything that a reader relies on; it raises only
+`CorruptError`, and `UsageError` for a later format. Does not know stores.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
+from laststep.constants import BLOCK_BYTES, FORMAT_VERSION
 from laststep.errors import CorruptError, UsageError
 from laststep.format import deriving
 from laststep.format.deriving import ROUNDED, Master
@@ -30,23 +32,22 @@ from laststep.format.manifest import (
     is_plain_name,
     refuse_later,
 )
-from laststep.terms import BLOCK_BYTES, FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 RAW = 0
-"""The number of the encoding of blocks that are stored as they are."""
+"""Number of the encoding of blocks that are stored raw."""
 MAX_FILES = 4096
-"""More than any writer lets an index draw on."""
+"""Limit for readers; writers stay well below it."""
 _ENCODING_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _ELEMENT_BYTES = (1, 2, 4, 8, 16)
 _DATA_SUFFIXES = (".safetensors", ".pack")
 
 
 class Encoding(NamedTuple):
-    """How blocks are encoded: the codec, and the size of the elements that it was told."""
+    """Encoding of blocks: the codec, and the element size passed to it."""
 
     codec: str
     element_bytes: int
@@ -60,9 +61,9 @@ class StoredFile(
     name: str
     size_bytes: Count
     origin: str = ""
-    """The folder of the checkpoint that it was written for; "": this one."""
+    """Folder of the checkpoint that it was written for; "" for this one."""
     sharers: Count = 0
-    """How many checkpoints, one after the other, have shared it before this one."""
+    """Number of earlier checkpoints in a row that have shared it."""
 
     @property
     def own_name(self) -> str:
@@ -70,21 +71,28 @@ class StoredFile(
         stem, _, suffix = self.name.rpartition(".")
         return f"{stem.partition('~')[0]}.{suffix}"
 
-    def shared_name(self, epoch: int, attempt: int) -> str:
-        """Its name in the folders of checkpoints that share it: its own, and the attempt that wrote
-        it."""
+    def shared_name(self, term: int, attempt: int) -> str:
+        """Return its name in the folders of checkpoints that share it: its own name with the
+        attempt that wrote it."""
         stem, _, suffix = self.own_name.rpartition(".")
-        return f"{stem}~{epoch}-{attempt}.{suffix}"
+        return f"{stem}~{term}-{attempt}.{suffix}"
 
 
 class BlockRef(NamedTuple):
-    """Where one block lies, and how it is stored."""
+    """Location and encoding of one block."""
 
     file: int
     offset: int
     size_bytes: int
     encoding: int = RAW
     base: BaseRef | None = None
+
+    def renumbered(self, numbers: Mapping[int, int]) -> BlockRef:
+        """Return the same block in an index with other file numbers."""
+        base = self.base
+        if base is not None:
+            base = base._replace(block=base.block.renumbered(numbers))
+        return self._replace(file=numbers[self.file], base=base)
 
 
 class BaseRef(NamedTuple):
@@ -95,73 +103,73 @@ class BaseRef(NamedTuple):
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Blocks of a layout that follow each other, and lie one behind the other in one file."""
+    """Consecutive blocks of a layout that are stored back to back in one file."""
 
     blocks: Count
     file: Count
     offset: Count
     encoding: Count = RAW
     sizes: bytes = b""
-    """The stored size of each block, 4 bytes in little-endian order; empty: as long as it is."""
+    """Stored size of each block, as 4-byte little-endian integers; empty if the blocks are raw."""
     bases: tuple[BlockRun, ...] = ()
-    """The runs of their bases, which are as many blocks; empty: they need none."""
+    """Runs of the bases, with the same number of blocks; empty if there are none."""
     base_digests: bytes = b""
 
 
 class StoredLayout(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True
 ):
-    """A layout, the digests of its blocks, and where these lie."""
+    """A layout, with the digests and locations of its blocks."""
 
     layout: FileLayout
     digests: bytes
     runs: tuple[BlockRun, ...]
     lossy: dict[str, str] = {}
-    """The entries that were rounded, and how."""
+    """Rounded tensors, with the rounding of each."""
     derived: dict[str, Master] = {}
-    """The entries that may be stored as the rounding of another tensor, and that one."""
+    """Tensors that may be stored as the rounding of a master, with the master of each."""
 
     def digest(self, number: int) -> bytes:
         return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     def refs(self) -> list[BlockRef]:
-        """Where each block lies."""
+        """Return the reference of each block."""
         return list(refs_of(self.runs, self.layout))
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """All that one rank wrote."""
+    """Everything that one rank wrote."""
 
     format: int = FORMAT_VERSION
     rank: Count = 0
     files: tuple[StoredFile, ...] = ()
     encodings: tuple[Encoding, ...] = ()
-    """By their numbers, from 1 on."""
+    """Numbered from 1."""
     layouts: tuple[StoredLayout, ...] = ()
     values: dict[str, bytes] = {}
     """Plain values, as typed JSON, by name."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all its data files."""
+        """Size of all its data files."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def shared_bytes(self) -> int:
-        """Of the files that were written for earlier checkpoints."""
+        """Size of the files that were written for earlier checkpoints."""
         return sum(file.size_bytes for file in self.files if file.origin)
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """The ways in which tensors were rounded."""
+        """The roundings applied to any tensor."""
         return tuple(sorted({how for stored in self.layouts for how in stored.lossy.values()}))
 
     def encoding(self, number: int) -> Encoding | None:
-        """How blocks of that encoding are stored; None: as they are."""
+        """Return the encoding with that number; None for raw."""
         return None if number == RAW else self.encodings[number - 1]
 
     def is_derived(self, block: BlockRef) -> bool:
-        """Return whether a block is put together from master tensors."""
+        """Return True if a block is derived from master tensors."""
         return self.encoding(block.encoding) == ROUNDED
 
     def layout(self, name: str) -> StoredLayout | None:
@@ -169,7 +177,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
 
 
 def refs_of(runs: Iterable[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
-    """The reference of each block of a layout, in order."""
+    """Yield the reference of each block of a layout, in order."""
     number = 0
     for run in runs:
         sizes = struct.unpack(f"<{len(run.sizes) // 4}I", run.sizes)
@@ -196,7 +204,7 @@ def _bases(run: BlockRun, layout: FileLayout, first: int) -> list[BaseRef]:
 
 
 def runs_of(refs: Sequence[BlockRef]) -> tuple[BlockRun, ...]:
-    """Blocks that follow each other, as few runs."""
+    """Join consecutive blocks into as few runs as possible."""
     cuts = [0]
     for number, (before, ref) in enumerate(pairwise(refs), 1):
         if not _continues(before, ref):
@@ -206,7 +214,7 @@ def runs_of(refs: Sequence[BlockRef]) -> tuple[BlockRun, ...]:
 
 
 def in_place(layout: FileLayout, file: int) -> tuple[BlockRun, ...]:
-    """The blocks of a layout that all lie in their place in a plain data file."""
+    """Return the runs of a layout whose blocks are all in their place in a plain data file."""
     count = layout.block_count
     return (BlockRun(count, file, layout.header_bytes),) if count else ()
 
@@ -250,12 +258,12 @@ class _FirstMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(index: Index) -> bytes:
-    """The bytes of an index file; `UsageError` if they could not be read back."""
+    """Return the bytes of an index file. Raise `UsageError` if they could not be read back."""
     try:
         payload = _encode(index)
     except UnicodeEncodeError as error:
         raise UsageError(
-            "cannot write an index", found=f"a name that is no Unicode: {error}"
+            "cannot write an index", found=f"a name that is not valid Unicode: {error}"
         ) from None
     problem = _problem(index)
     if problem is not None:
@@ -264,13 +272,13 @@ def encode(index: Index) -> bytes:
 
 
 def digest_of(data: bytes) -> bytes:
-    """The digest that an index file says it has."""
+    """Return the digest recorded in an index file."""
     return data[:DIGEST_BYTES]
 
 
 def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> None:
-    """Raise `CorruptError` if an index file is not what was written. `expected` is its digest as
-    the manifest says it; None: the manifest is lost, and the file has to speak for itself."""
+    """Raise `CorruptError` if an index file has changed. `expected` is its digest from the
+    manifest; None if the manifest is lost, when only the file's own digest is checked."""
     said, found = bytes(data[:DIGEST_BYTES]), digest(memoryview(data)[DIGEST_BYTES:])
     if found != said or (expected is not None and found != expected):
         raise CorruptError(
@@ -283,7 +291,7 @@ def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None
 
 
 def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> Index:
-    """The index in a file; see `check`."""
+    """Return the index in a file; see `check`."""
     check(data, where=where, expected=expected)
     payload = data[DIGEST_BYTES:]
     try:
@@ -306,7 +314,7 @@ def _corrupt(where: str, found: str) -> CorruptError:
 
 
 def _problem(index: Index) -> str | None:
-    """The first thing that a reader could stumble over, in words, or None."""
+    """Return a description of the first problem that could mislead a reader, or None."""
     if index.format != FORMAT_VERSION:
         return f"format {index.format}"
     names = [file.name for file in index.files]
@@ -348,8 +356,8 @@ def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
             return f"a block that ends at byte {ref.offset + ref.size_bytes} of a shorter file"
         if ref.size_bytes > BLOCK_BYTES:
             return f"a block of {ref.size_bytes} stored bytes"
-    if derives and not stored.derived:
-        return "a derived block without masters"
+    if not stored.derived:
+        return "a derived block without masters" if derives else None
     return deriving.problem(stored.layout.tensors, stored.derived) or _master_problem(stored, index)
 
 
@@ -364,7 +372,7 @@ def _run_problem(
         if len(run.sizes) != (0 if run.encoding == RAW else 4 * run.blocks):
             return f"{len(run.sizes)} bytes of sizes for {run.blocks} blocks"
         if run.bases and (not bases_allowed or index.encoding(run.encoding) in (None, ROUNDED)):
-            return "a base where none can be"
+            return "a base for a block that cannot have one"
         due = run.blocks if run.bases else 0
         if len(run.base_digests) != due * DIGEST_BYTES:
             return f"{len(run.base_digests)} bytes of digests of {due} bases"
@@ -377,12 +385,13 @@ def _run_problem(
 
 
 def _ends(runs: Sequence[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
-    """The blocks of which the bounds are checked: all that are encoded, the last of others."""
+    """Yield the blocks whose bounds have to be checked: all encoded ones with their bases, and the
+    last of each raw run."""
     number = 0
     for run in runs:
         number += run.blocks
         if run.encoding == RAW:
-            # Blocks that are stored as they are have all the full length, but for the last.
+            # Raw blocks all have the full length, except the last.
             offset = run.offset + (run.blocks - 1) * BLOCK_BYTES
             yield BlockRef(run.file, offset, layout.block_size(number - 1))
     if any(run.encoding != RAW for run in runs):
@@ -392,9 +401,8 @@ def _ends(runs: Sequence[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
 
 
 def _master_problem(stored: StoredLayout, index: Index) -> str | None:
-    """Why masters cannot be used: each MUST be stored by itself, in fp32, in the same shape."""
-    if not stored.derived:
-        return None
+    """Return why a master cannot be used, or None: each MUST be stored underived, in fp32, with the
+    same shape."""
     own = {entry.name: entry for entry in stored.layout.tensors}
     files = {file for file, _ in stored.derived.values()}
     there = {one.layout.name: one for one in index.layouts if one.layout.name in files}
@@ -403,7 +411,7 @@ def _master_problem(stored: StoredLayout, index: Index) -> str | None:
         for file, one in there.items()
         if any(index.encoding(run.encoding) == ROUNDED for run in one.runs)
     }
-    # By name: there may be 100,000 pairs.
+    # Looked up by name, because there may be 100,000 pairs.
     entries = {(file, entry.name): entry for file in there for entry in there[file].layout.tensors}
     for name, (file, tensor) in stored.derived.items():
         master = entries.get((file, tensor))
@@ -414,12 +422,12 @@ def _master_problem(stored: StoredLayout, index: Index) -> str | None:
         if file in derives and any(
             index.is_derived(ref) for ref in _within(there[file], master.start, master.stop)
         ):
-            return f"{tensor[:100]!r}, which is derived itself, as a master"
+            return f"{tensor[:100]!r}, which is itself derived, as a master"
     return None
 
 
 def _within(stored: StoredLayout, start: int, stop: int) -> Iterator[BlockRef]:
-    """The first block of each run that has something of bytes [start, stop)."""
+    """Yield the first block of each run that overlaps bytes [start, stop)."""
     first, last, at = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), 0
     for run in stored.runs if start < stop else ():
         if at < last and first < at + run.blocks:
@@ -428,7 +436,7 @@ def _within(stored: StoredLayout, start: int, stop: int) -> Iterator[BlockRef]:
 
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:
-    """What a rank reports of its index, of which these are the bytes."""
+    """Return the summary that a rank reports about its index, whose encoded bytes are `data`."""
     return WrittenIndexes(
         indexes=digest_of(data),
         files=len(index.files),
@@ -438,17 +446,15 @@ def written_of(index: Index, data: bytes) -> WrittenIndexes:
     )
 
 
-def whole_index(
-    rank: int,
-    layouts: Sequence[FileLayout],
-    digests: Sequence[bytes],
-    values: Mapping[str, bytes],
-    lossy: Sequence[dict[str, str]],
-) -> Index:
-    """The index of a save that has every layout in place."""
-    files = tuple(StoredFile(name=one.name, size_bytes=one.size_bytes) for one in layouts)
-    stored = tuple(
-        StoredLayout(layout=layout, digests=sums, runs=in_place(layout, n), lossy=rounded)
-        for n, (layout, sums, rounded) in enumerate(zip(layouts, digests, lossy, strict=True))
+def plain_index(index: Index) -> Index:
+    """Return an index of the same contents, with every layout in place in a plain data file."""
+    layouts = [stored.layout for stored in index.layouts]
+    return msgspec.structs.replace(
+        index,
+        files=tuple(StoredFile(name=one.name, size_bytes=one.size_bytes) for one in layouts),
+        encodings=(),
+        layouts=tuple(
+            msgspec.structs.replace(stored, runs=in_place(stored.layout, number))
+            for number, stored in enumerate(index.layouts)
+        ),
     )
-    return Index(rank=rank, files=files, layouts=stored, values=dict(values))

@@ -1,11 +1,11 @@
-"""The layout of a data file: which tensors it holds and where each lies.
+"""The layout of a data file: its tensors and their offsets.
 
-The planner makes one `FileLayout` per data file. The same value travels to the flusher, lies in
-shared memory and is stored in the index. A data file is plain safetensors: its header follows from
-the layout alone, so it is complete before any tensor has moved. Pure.
+The planner makes one `FileLayout` per data file. The same value is sent to the flusher, kept in
+shared memory and stored in the index. A data file is plain safetensors: its header depends on the
+layout alone, so it is complete before any tensor is copied. Pure.
 
-Headers of other safetensors files are read here too: `CorruptError` for whatever is not so,
-`UsageError` for what only other libraries read.
+Also reads the headers of other safetensors files: `CorruptError` if a header is malformed,
+`UsageError` if only other libraries can read it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from laststep.codecs import objects
+from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 from laststep.errors import CorruptError, UsageError
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ MAX_OFFSET = (1 << 63) - 1
 
 
 def tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | None:
-    """Why these tensors do not fill the range from 0 to `tensor_bytes`, in words, or None."""
+    """Return why these tensors do not exactly fill the bytes from 0 to `tensor_bytes`, or None."""
     at = 0
     for tensor in tensors:
         if tensor.start != at or tensor.stop < at:
@@ -46,13 +46,14 @@ def tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | N
 
 
 def _fits(tensor: TensorEntry) -> bool:
-    """Whether dtype and shape come to the bytes that the entry has."""
+    """Return True if dtype and shape match the number of bytes of the entry."""
     shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
     if dtype is None or math.prod(shape) * dtype.size_bytes != tensor.stop - tensor.start:
         return False
     if tensor.start != tensor.stop:
         return min(shape, default=0) >= 0 and tensor.stop <= MAX_OFFSET
-    # An empty tensor may have huge sides, but safetensors and torch multiply them up to the zero.
+    # An empty tensor may have huge sides, but safetensors and torch multiply the sides before the
+    # zero, which must not overflow.
     leading = 1
     for side in shape:
         leading *= side
@@ -63,7 +64,7 @@ def _fits(tensor: TensorEntry) -> bool:
 
 LENGTH_BYTES = 8
 _MAX_PLAIN_BYTES = 100_000_000
-"""What the safetensors library takes as a header; `MAX_HEADER_BYTES` is our own, lower limit."""
+"""Header limit of the safetensors library; `MAX_HEADER_BYTES` is our own, lower limit."""
 
 _NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.code is not None}
 _SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
@@ -80,9 +81,10 @@ class RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class TensorEntry(NamedTuple):
-    """A tensor and its bytes' place in the data; `dtype` is a key of `terms.DTYPES`.
+    """A tensor and the position of its bytes; `dtype` is a key of `constants.DTYPES`.
 
-    A named tuple, because a header may have 100,000 of them."""
+    A named tuple, because a header may have 100,000 of them.
+    """
 
     name: str
     dtype: str
@@ -92,7 +94,8 @@ class TensorEntry(NamedTuple):
 
 
 def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) -> int:
-    """The length of the header region of a file of `size_bytes` that begins with `prefix`."""
+    """Return the length of the header region of a file of `size_bytes` that starts with
+    `prefix`."""
     if len(prefix) < LENGTH_BYTES:
         raise corrupt(where, f"only {len(prefix)} bytes")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -104,12 +107,12 @@ def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) 
 def decode_plain(
     region: bytes | memoryview, *, data_bytes: int, where: str
 ) -> tuple[TensorEntry, ...]:
-    """The tensors of any safetensors file, in the order of their bytes."""
+    """Return the tensors of any safetensors file, in the order of their bytes."""
     parsed = parse(region, where)
     try:
         msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
     except msgspec.ValidationError as error:
-        raise corrupt(where, f"metadata that is no map of strings: {error}") from None
+        raise corrupt(where, f"metadata that is not a map of strings: {error}") from None
     entries = entries_of(parsed, where)
     tensors = [tensor_of(name, entry, where) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
@@ -129,7 +132,7 @@ def corrupt(where: str, found: str) -> CorruptError:
 
 
 def parse(region: bytes | memoryview, where: str) -> dict[str, object]:
-    """The members of the header's JSON, with the length field checked."""
+    """Return the members of the header's JSON, after checking the length field."""
     whole = region_bytes_of(region, size_bytes=len(region), where=where)
     if whole != len(region):
         raise corrupt(where, f"a length field for {whole} of {len(region)} bytes")
@@ -165,7 +168,8 @@ def tensor_of(name: str, entry: RawEntry, where: str) -> TensorEntry:
 
 
 class Part(NamedTuple):
-    """The whole tensor of which an entry holds a box: its name, its shape, where the box starts."""
+    """The whole tensor that an entry holds a box of: its name, its shape, and the start of the
+    box."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -178,15 +182,15 @@ class FileLayout(
     """One data file: a header, then the bytes of its tensors without gaps."""
 
     name: str
-    """Within the folder of the checkpoint."""
+    """Relative to the folder of the checkpoint."""
     item: str | None
-    """The item of all its tensors; None: each name begins with its item's."""
+    """The item of all its tensors; None if each tensor's name starts with its item's name."""
     header_bytes: int
     tensor_bytes: int
     tensors: tuple[TensorEntry, ...]
-    """In the order of their bytes. Offsets count from the end of the header."""
+    """In the order of their bytes. Offsets are relative to the end of the header."""
     parts: dict[str, Part] = {}
-    """The entries that hold a box of a larger tensor, by the entry's name."""
+    """Entries that hold a box of a larger tensor, by the entry's name."""
 
     @property
     def size_bytes(self) -> int:
@@ -197,7 +201,7 @@ class FileLayout(
         return -(-self.tensor_bytes // BLOCK_BYTES)
 
     def block_size(self, number: int) -> int:
-        """The bytes of a block; only the last one may be short."""
+        """Return the size of a block; only the last one may be short."""
         return min(BLOCK_BYTES, self.tensor_bytes - number * BLOCK_BYTES)
 
     def header(self) -> bytes:
@@ -207,7 +211,7 @@ class FileLayout(
         return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
     def problem(self) -> str | None:
-        """Return the first thing that is wrong with this layout, in words, or None."""
+        """Return a description of the first problem of this layout, or None."""
         if len({entry.name for entry in self.tensors}) != len(self.tensors):
             return "two tensors of one name"
         if any(entry.name == METADATA for entry in self.tensors):
@@ -221,7 +225,7 @@ class FileLayout(
         for name, part in self.parts.items():
             shape = shapes.get(name)
             if shape is None:
-                return f"a part {name!r} that is no tensor of the file"
+                return f"a shard {name!r} that is not a tensor of the file"
             fits = len(shape) == len(part.shape) == len(part.start) and all(
                 start >= 0 and start + size <= side <= MAX_OFFSET
                 for start, size, side in zip(part.start, shape, part.shape, strict=True)
@@ -232,7 +236,8 @@ class FileLayout(
 
 
 def header_bytes_of(tensors: Sequence[TensorEntry]) -> int:
-    """Return the length of the header region of a file with these tensors."""
+    """Return the length of the header region of a file with these tensors. Raise `UsageError` if it
+    exceeds the limit."""
     size = align_up(LENGTH_BYTES + len(_json_of(tensors)), ALIGN_BYTES)
     if size > MAX_HEADER_BYTES:
         raise UsageError(
@@ -250,7 +255,7 @@ def _json_of(tensors: Sequence[TensorEntry]) -> bytes:
         known = DTYPES.get(dtype)
         if known is None:
             raise UsageError("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
-        if known.code is None:  # the index knows dtype and shape
+        if known.code is None:  # safetensors has no such dtype; the index has dtype and shape
             entries[name] = RawEntry("U8", (stop - start,), (start, stop))
         else:
             entries[name] = RawEntry(known.code, shape, (start, stop))
@@ -258,5 +263,5 @@ def _json_of(tensors: Sequence[TensorEntry]) -> bytes:
         return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
         raise UsageError(
-            "cannot write a header", found=f"a name that is no Unicode: {error}"
+            "cannot write a header", found=f"a name that is not valid Unicode: {error}"
         ) from None

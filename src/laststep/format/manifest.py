@@ -1,13 +1,13 @@
-"""The manifest: the small record whose existence decides that a checkpoint is, or is not.
+"""The manifest: the small record that commits or aborts a checkpoint.
 
-Knows nothing of stores or of how the decision is made. The document carries the digest of its own
-content (`format.envelope`); once that is right, everything in it is checked. It has the digest of
-the index of every rank, which says what lies where. Metrics and metadata are typed JSON
-(`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`; `decode` only
-`CorruptError`, and `UsageError` for a later format.
+Knows neither stores nor how the decision is made. The document contains the digest of its own
+content (`seal`); everything in it is validated after the digest has been checked. It holds the
+digest of every rank's index, and the indexes hold the locations of all data. Metrics and metadata
+are typed JSON (`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`;
+`decode` only `CorruptError`, and `UsageError` for a later format.
 
-Also has what documents share: the envelope with a digest, the refusal of later formats, and the
-names that files of a checkpoint may have.
+Also holds the parts that several kinds of documents share: the envelope with a digest, the refusal
+of later formats, and the rules for file names in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import msgspec
 
 from laststep.codecs import objects
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest_text
+from laststep.constants import FORMAT_VERSION, with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.format.spans import RanksOf, Span, cover_once
-from laststep.terms import FORMAT_VERSION, with_article
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 _MAX_NAME_BYTES = 255
 _APART = frozenset('/\\:*?"<>|')
-"""What separates or means something in a path, on one system or another."""
+"""Characters with a special meaning in paths on some system."""
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def is_file_name(name: str) -> bool:
-    """Return whether that can be a file in a checkpoint's folder, or in a folder within it."""
+    """Return True if `name` can be a file in a checkpoint's folder or one folder below it."""
     parts = name.split("/")
     return len(parts) <= 2 and all(map(is_plain_name, parts))
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` is one visible component of a path on every system that we know of."""
+    """Return True if `name` is one visible path component on every system that we know of."""
     return (
         name.isprintable()
         and 0 < len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
@@ -56,7 +56,7 @@ _RELEASE = re.compile(r"[0-9][0-9A-Za-z.+-]{0,39}")
 
 
 class Versioned(msgspec.Struct, frozen=True):
-    """What documents of every format have in common, as far as small records go."""
+    """Fields that small records of every format have."""
 
     format: int
     laststep: str = ""
@@ -65,8 +65,8 @@ class Versioned(msgspec.Struct, frozen=True):
 def refuse_later(
     number: object, *, what: str, where: str, writer: object = None, latest: int = FORMAT_VERSION
 ) -> None:
-    """`UsageError` for a later format than this version reads; `writer` is the version of laststep
-    that the document names, or nothing."""
+    """Raise `UsageError` for a later format than this version reads. `writer` is the laststep
+    version named in the document, if any."""
     if type(number) is not int or number <= latest:
         return
     found, reads = f"format {number}", f"a version that writes format {number}"
@@ -84,7 +84,7 @@ def refuse_later(
 DAMAGE_REMEDY = (
     "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
 )
-"""What to do about stored bytes that are not what was written."""
+"""Remedy for stored bytes that have changed."""
 
 _DIGEST = re.compile(re.escape(DIGEST_NAME) + r":[0-9a-f]{32}")
 _DIGEST_TEXT_BYTES = len(DIGEST_NAME) + 1 + 32
@@ -92,12 +92,14 @@ _OPEN, _CLOSE = b'{"digest": "', b"}"
 
 
 def seal(content: bytes, *, member: str) -> bytes:
-    """The document whose second member, of that name, is `content`."""
+    """Return a document with the digest of `content` and, as the second member, `content`
+    itself."""
     return _OPEN + digest_text(content).encode() + _between(member) + content + _CLOSE
 
 
 def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
-    """The content of a document that `seal` made; `what` it is, in words, for the error."""
+    """Return the content of a document made by `seal`. Raise `CorruptError`, naming `what`, if it
+    has changed."""
     content = data[len(_OPEN) + _DIGEST_TEXT_BYTES + len(_between(member)) : -len(_CLOSE)]
     if data != seal(content, member=member):
         raise _changed(data, content, where, what)
@@ -105,12 +107,12 @@ def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is the digest of something, as manifests write it."""
+    """Return True if `text` is a digest in the notation of manifests."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def corrupt(where: str, expected: str, found: str, *, what: str, why: str = "") -> CorruptError:
-    """The error for a manifest that is not as it was written."""
+    """Return the error for a changed manifest."""
     return CorruptError(
         f"cannot read a {what}" + (f": {why}" if why else ""),
         where=where,
@@ -125,7 +127,8 @@ def _between(member: str) -> bytes:
 
 
 def _changed(data: bytes, content: bytes, where: str, what: str) -> CorruptError:
-    """What is wrong with an envelope, in words; bytes that are no digest are not shown."""
+    """Return an error that describes the damage to an envelope; bytes that are not a digest are not
+    shown."""
     if not data:
         expected = "the record of a checkpoint"
         return corrupt(where, expected, "an empty file", what=what, why="it is empty")
@@ -140,12 +143,12 @@ Metric = float | int | str | bool
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 MAX_RANKS = 1 << 24
-"""More than any job has; whatever a manifest says, checking it takes no more memory than that."""
+"""More than any job has. Limits the memory that checking a manifest can take."""
 _TABLE = re.compile(r"[0-9a-f]{32}")
 _SAME_FIELDS = (
     "run",
     "step",
-    "epoch",
+    "term",
     "attempt",
     "created_s",
     "laststep",
@@ -167,21 +170,22 @@ class _Record(
 
 
 class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ranks have made durable: the digests of their indexes, and sums over these."""
+    """Everything that ranks have made durable: the digests of their indexes, and totals over
+    them."""
 
     indexes: bytes = b""
-    """One after the other, in the order of ranks."""
+    """Concatenated digests, in the order of ranks."""
     files: Count = 0
-    """How many data files there are."""
+    """Number of data files."""
     size_bytes: Count = 0
-    """Of all data files."""
+    """Size of all data files."""
     shared_bytes: Count = 0
-    """Of those that were written for earlier checkpoints."""
+    """Size of the files that were written for earlier checkpoints."""
     lossy: tuple[str, ...] = ()
-    """How tensors were rounded; nothing: all is exact."""
+    """Roundings applied to tensors; empty if all are exact."""
 
     def plus(self, more: WrittenIndexes) -> WrittenIndexes:
-        """The same with what later ranks have written."""
+        """Add the indexes of the ranks that follow."""
         return WrittenIndexes(
             indexes=self.indexes + more.indexes,
             files=self.files + more.files,
@@ -202,24 +206,25 @@ class ItemRecord(_Record, frozen=True, kw_only=True):
     per_rank: bool = False
 
 
-class ClassRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks that held the same tensors in the same layouts: the digest of their table, and who."""
+class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that held the same tensors in the same layouts: the digest of their local layout, and
+    their numbers."""
 
-    table: str
+    local_layout: str
     spans: tuple[Span, ...]
 
     @property
     def ranks(self) -> RanksOf:
-        """These ranks, in ascending order."""
+        """The ranks of the group, in ascending order."""
         return RanksOf(self.spans)
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision that a checkpoint is. `continues` names the folder of the one before it."""
+    """The decision to commit a checkpoint. `continues` names the folder of the previous one."""
 
     run: str
     step: int
-    epoch: int
+    term: int
     attempt: int
     created_s: float
     laststep: str
@@ -229,12 +234,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     metadata: object = None
     continues: str | None = None
     ranks: int = 1
-    """How many ranks wrote it. There may be more indexes: a DCP coordinator writes one of its
+    """Number of ranks that wrote it. There may be more indexes: a DCP coordinator writes one of its
     own."""
-    classes: tuple[ClassRecord, ...] = ()
-    """Which ranks held the same; nothing where that is not known."""
-    left_out: tuple[str, ...] = ()
-    """Of an excerpt: the items that its original has and this has not, in alphabetical order."""
+    layout_groups: tuple[LayoutGroupRecord, ...] = ()
+    """Groups of ranks with equal local layouts; empty if unknown."""
+    omitted_items: tuple[str, ...] = ()
+    """Items that a partial checkpoint lacks, in alphabetical order."""
 
     format: int = FORMAT_VERSION
 
@@ -243,37 +248,36 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.written.indexes) // DIGEST_BYTES
 
     def index_digest(self, number: int) -> bytes:
-        """The digest of the index of a rank."""
+        """Return the digest of a rank's index."""
         return self.written.indexes[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     @property
     def size_bytes(self) -> int:
-        """Of all its data files."""
+        """Size of all its data files."""
         return self.written.size_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Of those that were written for earlier checkpoints."""
+        """Size of the files that were written for earlier checkpoints."""
         return self.written.shared_bytes
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """How tensors in it were rounded; nothing: all is exact."""
+        """Roundings applied to its tensors; empty if all are exact."""
         return self.written.lossy
 
     @property
     def new_bytes(self) -> int:
-        """Of those that were written for this one."""
+        """Size of the files that were written for this checkpoint."""
         return self.size_bytes - self.shared_bytes
 
     @property
     def file_count(self) -> int:
-        """How many data files it has."""
         return self.written.files
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decision that there is no checkpoint here: why, and who took it."""
+    """The decision against a checkpoint: the reason, and the writer that decided."""
 
     format: Literal[1] = 1
     decision: Literal["abort"] = "abort"
@@ -282,20 +286,20 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A class as it is written; a span without its stride, where that is 1."""
+    """A layout group as written; the stride of a span is omitted if it is 1."""
 
-    table: str
+    local_layout: str
     spans: tuple[tuple[Count, ...], ...]
 
 
 class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A commit as it is written; metrics and metadata are typed JSON."""
+    """A commit as written; metrics and metadata are typed JSON."""
 
     format: Literal[1]
     decision: Literal["commit"] = "commit"
     run: str
     step: Count
-    epoch: Count
+    term: Count
     attempt: Count
     created_s: float
     laststep: str
@@ -305,25 +309,26 @@ class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metadata: msgspec.Raw
     continues: str | None
     ranks: Count | msgspec.UnsetType = msgspec.UNSET
-    classes: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
-    left_out: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    layout_groups: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
+    omitted_items: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-# Made here, so that the first commit of a job does not wait for it.
+# Created at import, so that the first commit of a job does not wait for it.
 _decode_commit = msgspec.json.Decoder(_CommitDocument).decode
 _decode_abort = msgspec.json.Decoder(Abort).decode
 
 
 def encode(decision: Commit | Abort) -> bytes:
-    """The bytes of `manifest.json`; `UsageError` if the decision could not be read back."""
+    """Return the bytes of `manifest.json`. Raise `UsageError` if the decision could not be read
+    back."""
     document = decision if isinstance(decision, Abort) else _document_of(decision)
     try:
         data = seal(msgspec.json.encode(document), member="manifest")
-        # What is written is read back first: nothing is committed that no reader would take.
+        # Decode before writing: a manifest that no reader accepts must not be committed.
         decode(data, where="the manifest to be written")
     except UnicodeEncodeError as error:
         raise UsageError(
-            "cannot write a manifest", found=f"text that is no Unicode: {error}"
+            "cannot write a manifest", found=f"text that is not valid Unicode: {error}"
         ) from None
     except CorruptError as error:
         raise UsageError(
@@ -333,7 +338,7 @@ def encode(decision: Commit | Abort) -> bytes:
 
 
 def decode(data: bytes, *, where: str) -> Commit | Abort:
-    """The decision that `data` records, verified against its digest and checked throughout."""
+    """Return the decision in `data`, after verifying its digest and validating every field."""
     content = unseal(data, member="manifest", where=where, what="manifest")
     plain = parse_content(content, where=where, what="manifest")
     try:
@@ -350,7 +355,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
 
 
 def parse_content(content: bytes, *, where: str, what: str) -> dict[str, object]:
-    """The members of a manifest of any kind, of a format that this version reads."""
+    """Return the members of a manifest of any kind, if this version reads its format."""
     plain = objects.parse(content, where=where)
     if not isinstance(plain, dict):
         raise corrupt(where, "a JSON object", with_article(type(plain)), what=what)
@@ -364,12 +369,12 @@ def _corrupt(where: str, expected: str, found: str) -> CorruptError:
 
 def _document_of(commit: Commit) -> _CommitDocument:
     _check_metrics(commit.metrics)
-    classes = tuple(
+    layout_groups = tuple(
         _ClassDocument(
-            table=record.table,
+            local_layout=record.local_layout,
             spans=tuple(tuple(span[:2]) if span.stride == 1 else span for span in record.spans),
         )
-        for record in commit.classes
+        for record in commit.layout_groups
     )
     return _CommitDocument(
         format=1,
@@ -377,13 +382,13 @@ def _document_of(commit: Commit) -> _CommitDocument:
         metrics=msgspec.Raw(objects.encode(commit.metrics)),
         metadata=msgspec.Raw(objects.encode(commit.metadata)),
         ranks=commit.ranks if commit.ranks != 1 else msgspec.UNSET,
-        classes=classes or msgspec.UNSET,
-        left_out=commit.left_out or msgspec.UNSET,
+        layout_groups=layout_groups or msgspec.UNSET,
+        omitted_items=commit.omitted_items or msgspec.UNSET,
     )
 
 
 def _same_fields(commit: Commit | _CommitDocument) -> dict[str, Any]:
-    """The fields that are written just as they are."""
+    """Return the fields that are written unchanged."""
     return {name: getattr(commit, name) for name in _SAME_FIELDS}
 
 
@@ -399,20 +404,22 @@ def _check_metrics(metrics: dict[str, Metric]) -> None:
             )
 
 
-def _classes_of(document: _CommitDocument, where: str) -> tuple[ClassRecord, ...]:
-    classes = () if document.classes is msgspec.UNSET else document.classes
-    for entry in classes:
+def _classes_of(document: _CommitDocument, where: str) -> tuple[LayoutGroupRecord, ...]:
+    layout_groups = () if document.layout_groups is msgspec.UNSET else document.layout_groups
+    for entry in layout_groups:
         for span in entry.spans:
             if not (len(span) == 2 or (len(span) == 3 and span[2] > 1)):
                 raise _corrupt(where, "a first rank, a count and perhaps a stride", str(span))
     return tuple(
-        ClassRecord(table=entry.table, spans=tuple(Span(*span) for span in entry.spans))
-        for entry in classes
+        LayoutGroupRecord(
+            local_layout=entry.local_layout, spans=tuple(Span(*span) for span in entry.spans)
+        )
+        for entry in layout_groups
     )
 
 
 def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) -> Commit:
-    """`plain` is the same, parsed: metrics and metadata are in there."""
+    """`plain` is the parsed document, which contains metrics and metadata."""
     metrics = objects.from_parsed(plain["metrics"], where=f"metrics of {where}")
     if type(metrics) is not dict:
         raise _corrupt(where, "metrics by name", type(metrics).__name__)
@@ -425,13 +432,13 @@ def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) 
         metrics=metrics,
         metadata=objects.from_parsed(plain["metadata"], where=f"metadata of {where}"),
         ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
-        classes=_classes_of(document, where),
-        left_out=() if document.left_out is msgspec.UNSET else document.left_out,
+        layout_groups=_classes_of(document, where),
+        omitted_items=() if document.omitted_items is msgspec.UNSET else document.omitted_items,
     )
 
 
 def _problem(commit: Commit) -> tuple[str, str] | None:
-    """What was expected and what was found instead, or None if all is sound."""
+    """Return (expected, found) of the first problem, or None if the commit is valid."""
     if not math.isfinite(commit.created_s) or commit.created_s < 0:
         return "a time of creation", repr(commit.created_s)
     if commit.continues is not None and not is_plain_name(commit.continues):
@@ -442,7 +449,7 @@ def _problem(commit: Commit) -> tuple[str, str] | None:
         _written_problem(commit)
         or _classes_problem(commit)
         or _item_problem(commit)
-        or _excerpt_problem(commit)
+        or _partial_problem(commit)
     )
 
 
@@ -458,17 +465,17 @@ def _written_problem(commit: Commit) -> tuple[str, str] | None:
 
 
 def _classes_problem(commit: Commit) -> tuple[str, str] | None:
-    """Classes are all ranks, each once."""
-    if not commit.classes:
+    """Check that every rank is in exactly one layout group."""
+    if not commit.layout_groups:
         return None
-    for record in commit.classes:
-        if _TABLE.fullmatch(record.table) is None:
-            return "32 hex digits for the table of a class", repr(record.table)
-    if not _all_differ(record.table for record in commit.classes):
-        return "classes that differ in their tables", "one table twice"
-    spans = [span for record in commit.classes for span in record.spans]
+    for record in commit.layout_groups:
+        if _TABLE.fullmatch(record.local_layout) is None:
+            return "32 hex digits for the layout of a layout group", repr(record.local_layout)
+    if not _all_differ(record.local_layout for record in commit.layout_groups):
+        return "layout groups that differ in their layouts", "the same layout twice"
+    spans = [span for record in commit.layout_groups for span in record.spans]
     if not cover_once(spans, commit.ranks):
-        return f"classes that hold each of {commit.ranks} ranks once", "other ranks"
+        return f"layout groups that hold each of {commit.ranks} ranks once", "other ranks"
     return None
 
 
@@ -481,13 +488,17 @@ def _item_problem(commit: Commit) -> tuple[str, str] | None:
     return None
 
 
-def _excerpt_problem(commit: Commit) -> tuple[str, str] | None:
-    left_out, here = commit.left_out, {record.name for record in commit.items}
-    if not left_out:
+def _partial_problem(commit: Commit) -> tuple[str, str] | None:
+    omitted_items, here = commit.omitted_items, {record.name for record in commit.items}
+    if not omitted_items:
         return None
-    if list(left_out) != sorted(set(left_out)) or "" in left_out or not here.isdisjoint(left_out):
-        return "names of other items that were left out, in order", repr(left_out)
-    if not here or commit.classes:
+    if (
+        list(omitted_items) != sorted(set(omitted_items))
+        or "" in omitted_items
+        or not here.isdisjoint(omitted_items)
+    ):
+        return "sorted names of other, omitted items", repr(omitted_items)
+    if not here or commit.layout_groups:
         return "items, and no classes, which tell of all of them", repr(sorted(here))
     return None
 

@@ -1,7 +1,7 @@
-"""Sets of ranks as a few spans: runs of consecutive ranks, or every so many.
+"""Sets of ranks as a few spans: consecutive ranks, or every N-th.
 
-Pure arithmetic: nothing here lists the ranks of a set, so that "every 8th of 131,072" costs three
-numbers to write, and a few operations to ask.
+Pure arithmetic. A set is never expanded into a list of its ranks, so that "every 8th of 131,072"
+takes three numbers to store and a few operations to query.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """So many ranks from the first on, each `stride` above the one before."""
+    """`length` ranks starting at `first`, each `stride` above the previous one."""
 
     first: int
     length: int
@@ -23,26 +23,26 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One above the last."""
+        """One above the last rank."""
         return self.first + (self.length - 1) * self.stride + 1
 
     def below(self, rank: int) -> int:
-        """How many of it are below a rank."""
+        """Return the number of its ranks below `rank`."""
         return min(max(-(-(rank - self.first) // self.stride), 0), self.length)
 
 
 def spans_of(ranks: Iterable[int]) -> tuple[Span, ...]:
-    """A set of ranks, given in ascending order, in few spans."""
+    """Convert ranks, given in ascending order, to a few spans."""
     spans = _runs(ranks)
-    # Of many alike at one distance, take those of the same place in each together; these again may
-    # be alike, as the sides of a mesh are. Ends, since there are fewer each time.
+    # Many equal spans at equal distances become one span per position in them. The result may be
+    # regular again, like the dimensions of a mesh. Terminates, since the number of spans falls.
     while len(fewer := _transposed(spans)) < len(spans):
         spans = fewer
     return tuple(spans)
 
 
 def _runs(ranks: Iterable[int]) -> list[Span]:
-    """Runs of consecutive ranks."""
+    """Return the runs of consecutive ranks."""
     runs: list[Span] = []
     first = stop = -1
     for rank in ranks:
@@ -71,7 +71,8 @@ def _transposed(spans: Sequence[Span]) -> list[Span]:
 
 
 def _alike(spans: Sequence[Span], at: int) -> int:
-    """How many from there on differ only in where they begin, each by the same distance."""
+    """Count the spans from `at` on that have equal length and stride and start at equal
+    distances."""
     last = at
     while (
         last + 1 < len(spans)
@@ -83,7 +84,8 @@ def _alike(spans: Sequence[Span], at: int) -> int:
 
 
 def cover_once(spans: Iterable[Span], ranks: int) -> bool:
-    """Whether every rank below that number is in exactly one of the spans, and no other rank is."""
+    """Return True if every rank below `ranks` is in exactly one span and there are no other
+    ranks."""
     seen = bytearray(ranks)
     for span in spans:
         if span.first < 0 or span.length < 1 or span.stride < 1 or span.stop > ranks:
@@ -96,10 +98,10 @@ def cover_once(spans: Iterable[Span], ranks: int) -> bool:
 
 
 class RanksOf(Sequence[int]):
-    """The ranks of some spans in ascending order, worked out when they are asked for."""
+    """The ranks of some spans in ascending order, computed on demand."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """The spans MUST have no rank in common."""
+        """The spans MUST be disjoint."""
         self._spans = tuple(spans)
         self._stop = max((span.stop for span in spans), default=0)
 
@@ -110,10 +112,11 @@ class RanksOf(Sequence[int]):
         return isinstance(rank, int) and self._below(rank + 1) > self._below(rank)
 
     def index(self, rank: int, start: int = 0, stop: int | None = None) -> int:
-        """Which of them a rank is, in ascending order; `ValueError` where it is none."""
+        """Return the position of a rank in ascending order. Raise `ValueError` if it is not in the
+        set."""
         at = self._below(rank)
         if rank not in self or at < start or (stop is not None and at >= stop):
-            raise ValueError(f"rank {rank} is none of these")
+            raise ValueError(f"rank {rank} is not in this group")
         return at
 
     @overload
@@ -125,8 +128,8 @@ class RanksOf(Sequence[int]):
             return tuple(self[number] for number in range(*at.indices(len(self))))
         wanted = at + len(self) if at < 0 else at
         if not 0 <= wanted < len(self):
-            raise IndexError(f"there are {len(self)} ranks, and no number {at}")
-        # The lowest rank with so many up to it.
+            raise IndexError(f"there are only {len(self)} ranks, so no rank {at}")
+        # The lowest rank up to which there are `wanted + 1` ranks of the set.
         return bisect.bisect_left(range(self._stop), wanted + 1, key=lambda r: self._below(r + 1))
 
     def __iter__(self) -> Iterator[int]:

@@ -1,1 +1,1 @@
-"""The host memory that captures land in, shared with the flusher."""
+"""The host memory that captures are copied into, shared with the flusher."""

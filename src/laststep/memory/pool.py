@@ -1,12 +1,13 @@
-"""The host memory that captures land in and flushes read from: shared, capped, ready ahead of time.
+"""The host memory that captures are copied into and flushes read from: shared, limited, prepared
+ahead of time.
 
-Owns the memory file, its mapping and its registration with CUDA. A thread of its own makes memory
-ready, populated, and pinned where a GPU is used. Pinning holds a lock of the driver that launches
-need too, and one call right after the other starves them: so it goes slot by slot, with pauses,
-unless training waits for the memory anyway. Slots are leased by whoever fills them and released
-when the flusher has written them; memory beyond what was asked for is made ready only when somebody
-waits, and never past the cap. Where there is no more, the pool goes on with what it has, and each
-save and each restore tries again.
+Owns the memory file, its mapping and its registration with CUDA. A background thread prepares
+memory: it populates the pages, and pins them if a GPU is used. Pinning holds a driver lock that
+kernel launches need too, and back-to-back calls starve them, so it pins slot by slot with pauses,
+unless training waits for the memory anyway. A slot is leased by the code that fills it and released
+when the flusher has written it. Memory beyond the requested amount is prepared only when a thread
+waits for it, and never past the limit. If no more memory is available, the pool continues with what
+it has, and each save and each restore tries again to grow it.
 """
 
 from __future__ import annotations
@@ -17,33 +18,36 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.memory import segments as memory
-from laststep.memory.slots import REMOTE_SLOT_BYTES, SLOT_BYTES, Landing, Slots
-from laststep.process import threads
-from laststep.terms import CHUNK_BYTES
+from laststep.memory.slots import REMOTE_SLOT_BYTES, SLOT_BYTES, ReadBuffers, Slots
+from laststep.process.threads import Worker, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
 log = logging.getLogger(__name__)
 
 _STEP_SLOTS = (64 << 20) // CHUNK_BYTES
 _PIECE_BYTES = CHUNK_BYTES // 2
-"""What one thread makes pages of; so many do at once, where memory is pinned."""
+"""Size of the piece that one thread populates; `_MAKERS` threads do so at once if memory is
+pinned."""
 _MAKERS = _STEP_SLOTS * CHUNK_BYTES // _PIECE_BYTES
 _PIN_PAUSE_S = 0.008
-"""Measured on an H200, with training that is bound by its launches: pinning 3 GB in steps of 16 MiB
-without a pause held it up by 150 ms, with this one by nothing that could be told from noise."""
+"""Measured on an H200 with launch-bound training: pinning 3 GB in steps of 16 MiB without a pause
+delayed it by 150 ms; with this pause the delay was within noise."""
 
 
 def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
-    """Room for the pool, of which nothing is used yet; in a file that is there, or in a new one."""
+    """Reserve address space for the pool without using memory yet, in the file `fd` or a new one.
+    Return the descriptor and the mapping. Raise `StorageError` if that fails, after closing
+    `fd`."""
     try:
         fd = memory.create(size_bytes) if fd < 0 else fd
         return fd, memory.Mapping(fd, size_bytes)
@@ -66,21 +70,22 @@ def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
 
 
 class Pool:
-    """A capped set of slots of CHUNK_BYTES each, in memory shared with the flusher.
+    """A limited set of slots of CHUNK_BYTES each, in memory shared with the flusher.
 
-    A slot is written by whoever has leased it, until it is sealed for the flusher.
+    A slot may be written by the code that leased it, until it is sealed for the flusher.
     """
 
     slot_bytes = CHUNK_BYTES
     lands_all = True
     guarded: ClassVar[bool] = False
-    """For tests: the memory of a slot is read-only from its sealing until its next lease. A process
-    that writes past the end of its slot, into one of the flusher's, dies and spoils no other save.
-    This does not stop writes through the pool's file, so `land` checks for itself. A device that
-    writes into pinned memory goes unnoticed."""
+    """For tests: make the memory of a slot read-only from its sealing until its next lease. A
+    process that writes past the end of its slot, into one of the flusher's, then dies instead of
+    corrupting another save. Writes through the pool's file are not stopped, so `land` checks for
+    itself. Writes by a device into pinned memory are not detected."""
 
     def __init__(self, cap_bytes: int, *, pinned: bool, fd: int = -1) -> None:
-        """`fd` is of a file in shared memory of that length; without one, memory of its own."""
+        """`fd` is a shared memory file of that length; without one, the pool creates its own. The
+        pool owns `fd`."""
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
         self.fd, self._mapping = _reserved(self.cap_bytes, fd)
@@ -89,34 +94,34 @@ class Pool:
         self._pinned = pinned
         self._registered: list[int] = []
         self._pageable: list[int] = []
-        """Slots that are ready and not pinned; only the growing thread uses this."""
-        self._makers: ThreadPoolExecutor | None = None
+        """Slots that are ready but not pinned; used only by the growing thread."""
+        self._makers: WorkerPool | None = None
         self._making: dict[int, list[Future[None]]] = {}
-        """The pages of slots that are being made; only the growing thread uses both."""
+        """Pending page population by slot; this and `_makers` are used only by the growing
+        thread."""
         self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
         self._told_short: int | None = None
-        """How many slots were ready when the log last said that there is no more memory."""
+        """Number of ready slots when a lack of memory was last logged."""
         self.tell_slots: Callable[[int], None] = _tell_nobody
-        """Called on the growing thread with the number of slots, where there is no memory for more,
-        and when it has grown after that."""
+        """Called on the growing thread with the number of slots when there is no memory for more,
+        and when the pool has grown after that."""
         self._taken: Callable[[], int] = int
-        """How much of the cap others have, for now; asked on the growing thread."""
+        """Returns the bytes of the limit that others hold for now; called on the growing thread."""
         self._least = self.cap_slots
         self._hurried = 0
-        """How many slots are to be ready without pauses."""
+        """Number of slots to make ready without pauses."""
         self._urgent = 0
-        """How many wait for memory and keep training waiting."""
+        """Number of waiters that keep training waiting."""
         self._resting_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
         self._guards = self.guarded
         self._sealed: set[int] = set()
-        """The slots that are read-only, in a pool with guards."""
+        """The slots that are read-only, if the pool is guarded."""
         self._changed = threading.Condition()
-        self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
-        threads.start(self._grower)
+        self._grower = Worker("pool", self._grow).start()
 
     @property
     def ready_bytes(self) -> int:
@@ -126,41 +131,43 @@ class Pool:
 
     @property
     def room_bytes(self) -> int:
-        """What could be leased now: free slots, and memory that the cap still allows."""
+        """Bytes that could be leased now: free slots, and memory that the limit still allows."""
         with self._changed:
             growth = self.cap_slots - self._ready
         return (self.slots.free + growth) * CHUNK_BYTES
 
     def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
-        """Have at least this much memory made ready in the background, within the cap; without
-        pauses where a save that finds it missing would cost training more."""
+        """Prepare at least this much memory in the background, within the limit. `without_pauses`
+        is for cases where a save that lacks the memory would cost training more than the pauses
+        save."""
         with self._changed:
-            self._hope()
+            self._retry_growth()
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
             if without_pauses:
                 self._hurried = self._wanted
             self._changed.notify_all()
 
     def share(self, taken: Callable[[], int], *, least_bytes: int) -> None:
-        """What that tells, in bytes, counts against the cap: beyond `least_bytes` no more is made
-        ready than is left of it. Each save and each restore asks again."""
+        """Count the bytes that `taken` returns against the limit: beyond `least_bytes`, the pool
+        grows only into the remainder. Each save and each restore checks again."""
         with self._changed:
             self._taken, self._least = taken, -(-least_bytes // CHUNK_BYTES) + _STEP_SLOTS
 
     def pin(self) -> None:
-        """Have the memory pinned from now on, and what is ready already in the background: a device
-        has turned up that nobody expected at construction."""
+        """Pin memory from now on, and pin the ready memory in the background: a device has appeared
+        that was not expected at construction."""
         with self._changed:
             self._pinned = True
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def reading(self, threads: int, *, remote: bool = False) -> Iterator[Pool | Landing]:
-        """Give a restore, which reads with so many threads, room to read into. Memory that is
-        pinned is what a device needs: this pool's, of which only so much is made ready, without
-        pauses, because nobody trains meanwhile. Else the pool rests, and leaves the cores to it."""
+    def reading(self, threads: int, *, remote: bool = False) -> Iterator[Pool | ReadBuffers]:
+        """Provide memory for a restore that reads with `threads` threads. If the pool is pinned, as
+        a device needs, yield this pool. Until the restore is over, it grows to at most two slots
+        per thread, without pauses because nothing trains meanwhile. Otherwise yield separate read
+        buffers, and stop the pool's growth to leave the cores to the restore."""
         with self._changed:
-            self._hope()
+            self._retry_growth()
             pinned = self._pinned
             self._resting_at = 2 * threads if pinned else 0
         try:
@@ -168,7 +175,7 @@ class Pool:
                 yield self
             else:
                 size = REMOTE_SLOT_BYTES if remote else SLOT_BYTES
-                with Landing(min(threads, self.cap_bytes // (2 * size)), size) as room:
+                with ReadBuffers(min(threads, self.cap_bytes // (2 * size)), size) as room:
                     yield room
         finally:
             with self._changed:
@@ -176,7 +183,7 @@ class Pool:
                 self._changed.notify_all()
 
     def wait_ready(self) -> None:
-        """Wait until all memory that was asked for is ready."""
+        """Wait until all requested memory is ready."""
         with self._changed:
             while self._ready < self._wanted and not self._closed:
                 self._changed.wait()
@@ -184,8 +191,8 @@ class Pool:
     def lease(
         self, timeout_s: float | None = None, *, for_save: bool = False, urgent: bool = False
     ) -> int | None:
-        """A free slot; more memory is made ready if there is none and the cap allows it, at once
-        if it is urgent."""
+        """Return a free slot; None on timeout. If none is free and the limit allows it, the pool
+        grows, without pauses if `urgent`."""
         if self.slots.free:
             return self._opened(self.slots.lease(timeout_s, for_save=for_save))
         with self._changed:
@@ -200,14 +207,16 @@ class Pool:
                 self._urgent -= urgent
 
     def lease_more(self, count: int) -> list[int]:
-        """Up to `count` slots that are free right now, unless others wait for them."""
+        """Return up to `count` slots that are free right now, unless other threads wait for
+        them."""
         slots = self.slots.lease_more(count)
         for slot in slots:
             self._opened(slot)
         return slots
 
     def seal(self, slots: Iterable[int]) -> None:
-        """Note that nobody writes into these slots any more: they are about to be handed over."""
+        """Declare that nothing writes into these slots any more: they are about to be handed
+        over."""
         if self._guards:
             for slot in slots:
                 self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
@@ -220,24 +229,24 @@ class Pool:
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
         self.slots.release([slot])
 
     def memory(self) -> memoryview:
-        """All of it, for a flusher in this process."""
+        """Return the whole memory, for a flusher in this process."""
         return self._mapping.view
 
     def view(self, slot: int) -> memoryview:
-        """A slot as bytes."""
+        """Return a slot as bytes."""
         return self._mapping.view[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def tensor(self, slot: int) -> torch.Tensor:
-        """A slot as a tensor of bytes."""
+        """Return a slot as a tensor of bytes."""
         return self._bytes[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Copy memory of the host, ranges of (address, bytes), one behind the other into a slot.
-        Returns False where some of that memory is gone; the slot may then hold anything."""
+        """Copy host memory, given as ranges of (address, bytes), back to back into a slot. Return
+        False if some of that memory has been freed; the contents of the slot are then undefined.
+        Raise `UsageError` if the ranges do not fit or the slot is sealed."""
         size = sum(length for _, length in ranges)
         if at < 0 or at + size > CHUNK_BYTES:
             raise UsageError(
@@ -247,15 +256,15 @@ class Pool:
             )
         if slot in self._sealed:
             raise UsageError(
-                "a copy goes into a slot that was handed over",
+                "cannot copy into a slot that was handed over",
                 found=f"slot {slot}",
                 expected="a slot that is leased",
             )
         return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
     def close(self) -> None:
-        """Stop growing and unpin. The memory itself goes with the last reference to it. In a forked
-        child there is nothing to end: all of it is the parent's."""
+        """Stop growing and unpin. The memory itself is freed with the last reference to it. Does
+        nothing in a forked child: the parent owns everything."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -265,7 +274,7 @@ class Pool:
             self._changed.notify_all()
         self._grower.join()
         if self._makers is not None:
-            self._makers.shutdown()
+            self._makers.close()
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
@@ -281,8 +290,8 @@ class Pool:
                 if self._closed:
                     return
                 late = self._late()
-                # Pages of several slots at once where that is done by several threads; else one by
-                # one, so that a restore that begins meanwhile has the cores soon.
+                # Several slots at once if several threads populate them; else one at a time, so
+                # that a restore that starts meanwhile soon gets the cores.
                 step = _STEP_SLOTS if self._pinned else 1
                 first, count = self._ready, min(step, self._goal() - self._ready)
             try:
@@ -301,37 +310,37 @@ class Pool:
                     self._add(slot)
                 if self._told_short is not None:
                     self.tell_slots(first + count)
-            except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
+            except Exception as error:  # noqa: BLE001 (waiting saves must get any error)
                 self._give_up(error)
 
     def _late(self) -> bool:
-        """Whether there are slots that became ready before they were to be pinned."""
+        """Return True if some slots became ready before pinning was requested."""
         return self._pinned and bool(self._pageable)
 
     def _goal(self) -> int:
-        """How many slots are to be ready now; with the lock held."""
+        """Return the number of slots to make ready now. Requires the lock."""
         return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
 
     def _check_shared(self, slots: int) -> None:
-        """`MemoryError` where so many are not to be had of the cap for now."""
+        """Raise `MemoryError` if the limit does not allow that number of slots for now."""
         if slots <= self._least:
             return
         taken = self._taken()
         if slots > self.cap_bytes // CHUNK_BYTES - -(-taken // CHUNK_BYTES):
-            raise MemoryError(f"an earlier start has {taken} bytes, until this one has committed")
+            raise MemoryError(f"an earlier job instance holds {taken} bytes until this one commits")
 
     def _make_pages(self, first: int, count: int) -> None:
         if not self._pinned:
             for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
-                # In two steps: beside training on all cores this takes half as much from it.
+                # In two steps: next to training on all cores, this costs training half as much.
                 self._mapping.allocate(start, CHUNK_BYTES)
                 self._mapping.populate(start, CHUNK_BYTES)
             return
-        # Where there is a GPU there are cores: zero the pages of several slots at once. In one
-        # step: the first of two is done for one slot after the other, whoever asks for it. Those
-        # of the next step are made while this one's are pinned, with pauses.
+        # A machine with a GPU has cores to spare: zero the pages of several slots at once. In one
+        # step, because the kernel serialises `allocate` between threads. The pages of the next
+        # batch are made while this one is pinned, with pauses.
         if self._makers is None:
-            self._makers = ThreadPoolExecutor(_MAKERS, thread_name_prefix="laststep-populate")
+            self._makers = WorkerPool("populate", _MAKERS)
         with self._changed:
             goal = self._goal()
         for slot in range(first, max(min(first + 2 * count, goal), first + count)):
@@ -346,8 +355,8 @@ class Pool:
                 made.result()
 
     def _pause(self) -> None:
-        """Wait after the last pinning so that launches get through, unless nobody trains, or
-        training waits for memory."""
+        """Pause after the last pinning so that kernel launches get through; not if nothing trains
+        or training waits for memory."""
         left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
         with self._changed:
             self._changed.wait_for(
@@ -381,10 +390,11 @@ class Pool:
             self._changed.notify_all()
 
     def _give_up(self, error: Exception) -> None:
-        """Go on with the memory there is; only a pool without any memory is an error."""
+        """Stop growing and continue with the present memory; only a pool without any memory is an
+        error."""
         self._making.clear()
         if self._pinned:
-            self._pageable.clear()  # what cannot be pinned now stays as it is
+            self._pageable.clear()  # slots that cannot be pinned now stay pageable
         with self._changed:
             self._wanted = self.cap_slots = ready = self._ready
             if ready == 0:
@@ -395,10 +405,10 @@ class Pool:
             self._told_short = ready
             log.warning("the pool stays at %d bytes: %s", ready * CHUNK_BYTES, error)
 
-    def _hope(self) -> None:
-        """Try again to grow where that failed: memory may be free by now. With the lock held."""
+    def _retry_growth(self) -> None:
+        """Try again to grow after a failure: memory may be free by now. Requires the lock."""
         if self.cap_slots == 0:
-            # Some who wait may not have heard of the failure yet: they need another try, or another
+            # Some waiters may not have received the failure yet: they need another try or another
             # error.
             self._wanted = 1
             self.slots.fail(None)
@@ -407,7 +417,7 @@ class Pool:
 
 
 def _tell_nobody(slots: int) -> None:
-    """Nobody wants to know."""
+    """Default for `tell_slots`."""
 
 
 def _no_memory(error: Exception) -> LaststepError:

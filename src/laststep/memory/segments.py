@@ -1,18 +1,18 @@
-"""Shared memory that outlives those who use it: a *segment* for each rank of each start of a job.
+"""Shared memory that outlives its processes: one *segment* per rank and job instance.
 
-A segment is a folder on a filesystem in memory, /dev/shm if nobody says otherwise, that belongs to
-one user and that nobody else can look into. In it lie the memory of a pool, a note of whose it is,
-and small records of what is whole in that memory, of which this module knows only the names. A lock
-on the memory's file shows that the trainer or its flusher lives: both have the same open file. The
-kernel lets go of it with the last of them, however that ends.
+A segment is a folder on an in-memory filesystem, /dev/shm by default, which belongs to one user and
+is inaccessible to others. It contains the memory of a pool, a file that names its owner, and small
+records of the complete snapshots in that memory, whose contents this module does not interpret. A
+lock on the memory's file shows that the trainer or its flusher is alive: both share the same open
+file. The kernel releases the lock when the last of them ends, for whatever reason.
 
-A record is there whole or not at all: it gets its name when it is written. Nothing is synced, since
-nothing of it outlives the machine.
+A record is complete or absent: it is renamed into place once it is written. Nothing is synced,
+since nothing in memory survives the machine anyway.
 
-Anything else may lie in these folders: directories, links, pipes, files that cannot be read. It is
-left alone, with one warning, and does not stop a run.
+These folders may contain anything else: directories, links, pipes, unreadable files. Such entries
+are left alone, with one warning, and do not stop a run.
 
-The mapping itself is made, grown page by page and measured here too, without torch.
+The mapping itself is also created, populated and measured here, without torch.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _IOV_MAX = 1024
 
 
 def create(size_bytes: int) -> int:
-    """The descriptor of a new shared memory file of that length."""
+    """Create a shared memory file of that length and return its descriptor."""
     fd = os.memfd_create("laststep", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
     return fd
 
 
 def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Write memory of this process, ranges of (address, bytes), one behind the other into a file,
-    from `at` on. Returns False where some of that memory is gone: the system checks before it
-    reads, so this process does not die of memory that another thread has just freed."""
+    """Write memory of this process, given as ranges of (address, bytes), back to back into a file,
+    starting at `at`. Return False if some of that memory has been freed: the kernel checks the
+    addresses, so this process does not crash on memory that another thread has just freed."""
     for first in range(0, len(ranges), _IOV_MAX):
         batch = [stretch for stretch in ranges[first : first + _IOV_MAX] if stretch[1]]
         while batch:
@@ -81,7 +81,7 @@ def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
-    """What is left of ranges of which so many bytes are done."""
+    """Return the ranges that remain after `written` bytes."""
     for number, (address, size) in enumerate(ranges):
         if written < size:
             return [(address + written, size - written), *ranges[number + 1 :]]
@@ -90,7 +90,7 @@ def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
 
 
 class Mapping:
-    """One process's view of a shared memory file; without a file (-1), memory of its own."""
+    """One process's view of a shared memory file; private memory if `fd` is -1."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
@@ -101,18 +101,19 @@ class Mapping:
         self.view = memoryview(mapped)
         self.size_bytes = size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        # A forked loader worker must neither keep the pages nor trip over registered memory.
+        # A forked data loader worker must neither keep the pages alive nor fail on pinned memory.
         system.advise(self.address, size_bytes, _MADV_DONTFORK)
         system.prefer_huge_pages(self.address, size_bytes)
         _mappings.add(self)
 
     def allocate(self, start: int, size_bytes: int) -> None:
-        """Make pages of the file; whoever touches them first maps them."""
+        """Allocate pages of the file without mapping them; the first access maps them."""
         os.posix_fallocate(self._fd, start, size_bytes)
 
     def populate(self, start: int, size_bytes: int) -> None:
-        """Make pages present; `OSError` where there are no more. Where the kernel is too old for
-        the advice, touch them, once they are there: who touches what cannot be made dies."""
+        """Allocate and map pages; raise `OSError` if there is no memory left. On kernels without
+        MADV_POPULATE_WRITE, allocate the pages first and then touch them: touching a page that
+        cannot be allocated would kill the process."""
         refused = system.advise(self.address + start, size_bytes, _MADV_POPULATE_WRITE)
         if refused == errno.EINVAL:
             if self._fd >= 0:
@@ -124,7 +125,8 @@ class Mapping:
             raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Let go of the memory, unless somebody still looks at it: then it goes with the last."""
+        """Release the memory, unless views of it still exist: then it is freed with the last of
+        them."""
         if self._map is None:
             return
         with contextlib.suppress(BufferError):
@@ -132,26 +134,27 @@ class Mapping:
             self._map.close()
 
     def protect(self, start: int, size_bytes: int, *, writable: bool) -> None:
-        """Have writes through this mapping to that part end the process, or allow them again."""
+        """Make that part read-only through this mapping, so that a write kills the process, or
+        writable again."""
         allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if _libc.mprotect(self.address + start, size_bytes, allowed) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def disown(self) -> None:
-        """Called in a forked child, where this is not mapped. If the mmap object were collected, it
-        would unmap whatever lies at its address there, so it is kept for ever."""
+        """Called in a forked child, where the memory is not mapped. Collecting the mmap object
+        there would unmap whatever is at its address, so it is kept forever."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
         self._map = None
 
     @property
     def is_open(self) -> bool:
-        """Whether this mapping still keeps the file."""
+        """True while this mapping keeps the file open."""
         return self._map is not None and not self._map.closed
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
-"""The mappings of this process that are not collected yet, closed or not."""
+"""Mappings of this process that have not been garbage-collected, closed or not."""
 
 
 def _in_child() -> None:
@@ -163,10 +166,11 @@ def _in_child() -> None:
 
 
 def _close_all(files: set[tuple[int, int]]) -> None:
-    """Close every descriptor of these files, which are named by device and inode. An mmap has a
-    hidden one of its own; any that is left keeps the memory when the parent has let go of it."""
-    for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (see `kernel`)
-        with contextlib.suppress(OSError):  # that of the listing is closed by now
+    """Close every descriptor of these files, given as (device, inode). An mmap has a hidden
+    descriptor of its own; any that is left would keep the memory after the parent has released
+    it."""
+    for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (no pathlib here)
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(name))
             if (status.st_dev, status.st_ino) in files:
                 os.close(int(name))
@@ -176,7 +180,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def available_bytes() -> int:
-    """Host memory that can still be had: the machine's, or what the control group leaves of it."""
+    """Return the host memory that is still available: on the machine, or within the control group's
+    limit if that is less."""
     available = _meminfo("MemAvailable")
     limit = _number("/sys/fs/cgroup/memory.max")
     used = _number("/sys/fs/cgroup/memory.current")
@@ -206,25 +211,25 @@ _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
 _BEING_MADE = "new-"
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SMALL_BYTES = 64 << 20
-"""What containers have in /dev/shm unless somebody asks for more."""
+"""Default size of /dev/shm in containers."""
 
 
 class SegmentOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose a segment is."""
+    """The process that owns a segment."""
 
     run: str
-    """The place of the run that its saves go to, with no link on the way."""
+    """Location of the run that its saves are written to, with links resolved."""
     rank: int
     ranks: int
     pid: int
     host: str
     created_s: float
     started: str = ""
-    """When that process was started, and in which namespace: numbers are given out again."""
+    """Start time of that process and its pid namespace, because pids are reused."""
 
 
 class Segment:
-    """A segment, as those see it who own it or who find it."""
+    """A segment, for its owner or for a process that found it."""
 
     def __init__(self, folder: str, owner: SegmentOwner) -> None:
         self.folder = folder
@@ -232,26 +237,28 @@ class Segment:
 
     @property
     def base(self) -> str:
-        """Where the folder of its user lies."""
+        """The folder that contains the user's folder."""
         return self.folder.rsplit("/", 2)[0]
 
     @property
     def pool_path(self) -> str:
-        """The file of its memory."""
+        """Path of the file that holds its memory."""
         return f"{self.folder}/{_POOL}"
 
     def is_alive(self) -> bool:
-        """Return whether its trainer or its flusher lives, or may live for all that is known."""
+        """Return True if its trainer or its flusher is alive, or if that cannot be determined."""
         return self._is_locked() is not False
 
     def _is_locked(self) -> bool | None:
-        """Return whether a process holds the lock; None if that cannot be found out."""
+        """Return True if a process holds the lock; None if that cannot be determined."""
         try:
             fd = open_file(self.pool_path)
         except (FileNotFoundError, NotAFileError):
             return False
         except OSError as error:
-            warn_once(log, f"cannot tell who uses {self.pool_path}, which is left alone: {error}")
+            warn_once(
+                log, f"cannot determine the owner of {self.pool_path}, which is kept: {error}"
+            )
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -262,20 +269,21 @@ class Segment:
         return False
 
     def is_ending(self) -> bool:
-        """Whether its flusher lives and its trainer does not: then nothing more comes into it."""
+        """Return True if its flusher is alive but its trainer is dead: no more saves will arrive in
+        it."""
         started, _, namespace = self.owner.started.partition("@")
         told = "" not in (started, namespace) and namespace == pid_namespace()
         return told and process_started(self.owner.pid) != started and bool(self._is_locked())
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes."""
+        """Memory that it takes."""
         with contextlib.suppress(OSError):
             return os.stat(self.pool_path).st_blocks * 512  # noqa: PTH116 (no pathlib here)
         return 0
 
     def records(self) -> list[str]:
-        """The names of what is whole in it, oldest first."""
+        """Return the names of its records, oldest first."""
         try:
             names = [name for name in os.listdir(self.folder) if name.startswith(_RECORD)]  # noqa: PTH208
         except FileNotFoundError:
@@ -286,13 +294,12 @@ class Segment:
         return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
 
     def ranks_with(self, name: str) -> frozenset[int]:
-        """Of the ranks of its job, as far as they are on this machine, those that have such a
-        record too."""
+        """Return the ranks of its run on this machine that also have a record of this name."""
         there = found(self.base, self.owner.run)
         return frozenset(one.owner.rank for one in there if name in one.records())
 
     def put(self, name: str, data: bytes) -> None:
-        """Make a record; a name is used once."""
+        """Write a record; each name is used only once."""
         path = f"{self.folder}/{_RECORD}{name}"
         unfinished = f"{self.folder}/{_BEING_MADE}{name}"
         try:
@@ -303,11 +310,13 @@ class Segment:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)  # noqa: PTH108 (as above)
-            raise _failed("cannot note what is whole in shared memory", path, error) from error
+            raise _failed(
+                "cannot record a finished snapshot in shared memory", path, error
+            ) from error
 
     def read(self, name: str) -> bytes | None:
-        """A record; None where it is gone by now. `CorruptError` where it is not what was written,
-        `StorageError` where it cannot be read."""
+        """Return a record; None if it is gone. Raise `CorruptError` if it has changed,
+        `StorageError` if it cannot be read."""
         path = f"{self.folder}/{_RECORD}{name}"
         try:
             found = _contents(path)
@@ -325,20 +334,20 @@ class Segment:
         return found[DIGEST_BYTES:]
 
     def drop(self, name: str) -> None:
-        """Remove a record: what it names may be overwritten from now on."""
+        """Remove a record; the snapshot it describes may be overwritten from now on."""
         _unlink(f"{self.folder}/{_RECORD}{name}")
 
     def remove(self) -> bool:
-        """Remove all of it; the records go first. The memory itself goes with the last process that
-        has it mapped. Return False, and log why, if something cannot be removed."""
+        """Remove the segment, records first. The memory itself is freed with the last process that
+        has it mapped. Return False, and log the reason, if something cannot be removed."""
         for name in self.records():
             self.drop(name)
         return _remove(self.folder)
 
 
 def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tuple[Segment, int]:
-    """A new segment for saves to that run, and the descriptor of its memory, of that length, whose
-    lock is held by all who have it."""
+    """Create a segment for saves to that run. Return it with the descriptor of its memory, of
+    `size_bytes`; every process with a copy of the descriptor holds the lock."""
     place = made_own_folder(base)
     room = os.statvfs(place)
     free = room.f_bavail * room.f_frsize
@@ -377,12 +386,12 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
 
 
 def refuse_disks(base: str) -> None:
-    """`StorageError` for a place that is not in memory: a device cannot write to pages of a disk's
-    cache."""
+    """Raise `StorageError` for a path that is not in memory: a device cannot write into a disk's
+    page cache."""
     kind = system.filesystem_of(base)
     if kind not in _IN_MEMORY:
         raise StorageError(
-            "this is no shared memory, which a device could write to",
+            "this is not shared memory",
             where=base,
             expected=f"a filesystem in memory ({', '.join(_IN_MEMORY)})",
             found=kind or "no such",
@@ -391,12 +400,12 @@ def refuse_disks(base: str) -> None:
 
 
 def let_go(fd: int) -> None:
-    """Show that nobody will change the memory any more whose descriptor this is."""
+    """Release the lock of this descriptor, to show that the memory will not change any more."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def opened(folder: str) -> Segment:
-    """The segment in that folder; `StorageError` where there is none."""
+    """Return the segment in that folder. Raise `StorageError` if there is none."""
     owner = _owner_of(folder)
     if owner is None:
         raise StorageError("there is no segment of shared memory", where=folder)
@@ -404,7 +413,7 @@ def opened(folder: str) -> Segment:
 
 
 def found(base: str = BASE, run: str | None = None) -> list[Segment]:
-    """The segments that there are, of that run or of all, in the order in which they were made."""
+    """Return the existing segments of that run, or of all runs, oldest first."""
     try:
         place = own_folder(base)
         names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
@@ -427,8 +436,8 @@ def of_dead_processes(base: str, run: str) -> list[Segment]:
 
 
 def remove_debris(base: str = BASE) -> list[str]:
-    """Remove folders that nobody needs: half made by a process that died, or half removed. Returns
-    them. Does nothing while somebody makes a segment."""
+    """Remove and return folders that a dead process left half made or half removed. Does nothing
+    while another process is making a segment."""
     try:
         place = own_folder(base)
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -442,7 +451,7 @@ def remove_debris(base: str = BASE) -> list[str]:
 
 
 def _is_debris(place: str, name: str) -> bool:
-    """Whether it is a segment's folder that got its name too early or has lost its owner."""
+    """Return True if this is the folder of a segment that is half made or half removed."""
     if name == RUNS or not _is_own_folder(f"{place}/{name}"):
         return False
     has_owner = os.path.lexists(f"{place}/{name}/{_OWNER}")
@@ -450,8 +459,8 @@ def _is_debris(place: str, name: str) -> bool:
 
 
 def _remove(folder: str) -> bool:
-    """Remove a folder and the files in it; return False, and log why, if something stays. Its owner
-    goes last, so that what stays is found again."""
+    """Remove a folder and its files; return False, and log the reason, if something stays. The
+    owner file is removed last, so that a partly removed folder is found again."""
     try:
         names = set(os.listdir(folder)) - {_OWNER}  # noqa: PTH208 (as above)
         removed = [_unlink(f"{folder}/{name}") for name in names]
@@ -468,24 +477,24 @@ def _remove(folder: str) -> bool:
 
 
 def _unlink(path: str) -> bool:
-    """Remove a file; return False, and log why, if it stays."""
+    """Remove a file; return False, and log the reason, if it stays."""
     try:
         os.unlink(path)  # noqa: PTH108 (as above)
     except FileNotFoundError:
         return True  # another process has removed it
     except OSError as error:
-        warn_once(log, f"cannot remove what lies in shared memory: {error}")
+        warn_once(log, f"cannot remove a snapshot from shared memory: {error}")
         return False
     return True
 
 
 class NotAFileError(OSError):
-    """There is something else in the place of a file."""
+    """Something other than a plain file is at the path."""
 
 
 def open_file(path: str) -> int:
-    """Open a file for reading and return its descriptor. `NotAFileError` for anything but a plain
-    file: a pipe would block, a link may lead anywhere."""
+    """Open a file for reading and return its descriptor. Raise `NotAFileError` for anything but a
+    plain file: a pipe would block, and a link may point anywhere."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -510,7 +519,8 @@ def _is_own_folder(path: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(place: str, how: int) -> Iterator[None]:
-    """Whoever makes a segment shares this lock: who has it alone knows that nobody does."""
+    """Lock the user's folder. Makers of segments share this lock; an exclusive holder knows that no
+    segment is being made."""
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, how)
@@ -524,8 +534,8 @@ def _owner_of(folder: str) -> SegmentOwner | None:
         if _is_own_folder(folder):
             return msgspec.json.decode(_contents(f"{folder}/{_OWNER}"), type=SegmentOwner)
     except FileNotFoundError:
-        return None  # it is being removed, or was half removed
-    except (OSError, msgspec.MsgspecError) as error:
+        return None  # being removed, or half removed
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         warn_once(log, f"skipped {folder}, which is not a segment of shared memory: {error}")
         return None
     warn_once(log, f"skipped {folder}, which is not a folder of this user")
@@ -533,13 +543,13 @@ def _owner_of(folder: str) -> SegmentOwner | None:
 
 
 def _in_order(name: str) -> tuple[int, ...]:
-    """Names of records are numbers with dashes between: what they mean is others' business."""
+    """Sort key for names of records, which are numbers with dashes between them."""
     return tuple(int(part) for part in name.split("-") if part.isdecimal())
 
 
 def _too_small(base: str, there: int, wanted: int) -> StorageError:
     return StorageError(
-        "there is too little shared memory",
+        "not enough shared memory",
         where=base,
         expected=f"{wanted} bytes",
         found=f"{there} bytes",

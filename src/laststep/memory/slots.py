@@ -1,11 +1,11 @@
-"""Hand out the slots of the pool: who holds which, in which order they are waited for.
+"""Hand out the slots of the pool: track their holders and serve waiters in order.
 
-Knows nothing of memory. A slot is free or leased, never both; the set of free slots is kept as
-such, so that a full pool cannot be mistaken for an empty one. Waiters are served in order of
-arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with the error that made their waiting
-pointless.
+Does not manage memory, except for read buffers. A slot is either free or leased; the set of free
+slots is stored explicitly, so that a full pool cannot be mistaken for an empty one. Waiters are
+served in order of arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with the error that
+makes waiting pointless.
 
-A landing is memory that a restore has for itself, in huge pages, where no pinned pool is at hand.
+`ReadBuffers` are memory of a restore itself, in huge pages, for when the pool is not pinned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.memory.segments import Mapping
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+class Filled(NamedTuple):
+    """Bytes of a file's tensor area that a slot holds."""
+
+    file: int
+    start: int
+    size_bytes: int
+    slot: int
+
+
 class Slots:
     """The free and the leased slots of a pool; slots are added as their memory becomes ready."""
 
@@ -33,7 +42,7 @@ class Slots:
         self._free: deque[int] = deque()
         self._leased: set[int] = set()
         self._reading: set[int] = set()
-        """Leased, and not for a save: whoever has them gives them back, flusher or not."""
+        """Slots leased by a restore, which returns them itself, with or without a flusher."""
         self._waiting: deque[object] = deque()
         self._error: LaststepError | None = None
         self._lost: LaststepError | None = None
@@ -55,7 +64,7 @@ class Slots:
             return len(self._waiting)
 
     def add(self, slots: range) -> None:
-        """New slots whose memory is ready."""
+        """Add slots whose memory is ready."""
         with self._changed:
             known = self._leased.union(self._free)
             if known.intersection(slots):
@@ -64,7 +73,8 @@ class Slots:
             self._changed.notify_all()
 
     def lease(self, timeout_s: float | None = None, *, for_save: bool = False) -> int | None:
-        """The next free slot, waiting for it in order of arrival; None when the time is up."""
+        """Return the next free slot, waiting in order of arrival; None on timeout. Raise the error
+        of `fail` or `lose_flusher` if waiting is pointless."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ticket = object()
         with self._changed:
@@ -73,7 +83,7 @@ class Slots:
             while True:
                 with self._changed:
                     if self._free and self._waiting[0] is ticket:
-                        slot = self._free.pop()  # freed last: its memory is still in the caches
+                        slot = self._free.pop()  # the one freed last is still in the CPU caches
                         self._leased.add(slot)
                         if not for_save:
                             self._reading.add(slot)
@@ -83,14 +93,15 @@ class Slots:
                     if left is not None and left <= 0:
                         return None
                     self._changed.wait(signals.look_within(left))
-                signals.let_in()  # without the lock: who knows what a handler waits for
+                signals.check_signals()  # without the lock, since a handler may wait for it
         finally:
             with self._changed:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def lease_more(self, count: int) -> list[int]:
-        """Up to `count` slots that are free right now, unless others wait for them."""
+        """Return up to `count` slots that are free right now, unless other threads wait for
+        them."""
         with self._changed:
             count = 0 if self._waiting else min(count, len(self._free))
             taken = [self._free.pop() for _ in range(count)]
@@ -98,32 +109,33 @@ class Slots:
             return taken
 
     def release(self, slots: list[int]) -> None:
-        """Give leased slots back; one that is not leased is an error, not a second free slot."""
+        """Return leased slots. Raise `UsageError` for one that is not leased, rather than freeing
+        it twice."""
         with self._changed:
             for slot in slots:
                 if slot not in self._leased:
-                    raise UsageError("a slot was released that nobody holds", found=str(slot))
+                    raise UsageError("released a slot that is not leased", found=str(slot))
                 self._leased.remove(slot)
                 self._reading.discard(slot)
                 self._free.append(slot)
             self._changed.notify_all()
 
     def fail(self, error: LaststepError | None) -> None:
-        """Raise `error` for all who wait, now or later: there is no memory. None: it may come."""
+        """Raise `error` for all waiters, present and future: there is no memory. None clears it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def lose_flusher(self, error: LaststepError) -> None:
-        """What was handed over does not come back: saves that wait, or will, get `error`. A restore
-        goes on with what is left, and gets it only where nothing is."""
+        """Slots that were handed over will not return: saves that wait, or will wait, get `error`.
+        A restore continues with the remaining slots, and gets the error only if there are none."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
 
     def reset(self, kept: frozenset[int] = frozenset()) -> None:
-        """Make all slots free again but for those that are kept, for a new flusher, which has them
-        then; only when nobody holds or waits for any. It brings no memory where there is none."""
+        """Free all slots except `kept`, which belong to the new flusher. Call only when nobody
+        holds or waits for slots. Does not clear an error of `fail`."""
         with self._changed:
             self._free.extend(sorted(self._leased - kept))
             self._leased &= kept
@@ -132,7 +144,7 @@ class Slots:
             self._changed.notify_all()
 
     def _check(self, *, for_save: bool) -> None:
-        """Raise why it is pointless to wait, if it is; with the lock held."""
+        """Raise the error that makes waiting pointless, if there is one. Requires the lock."""
         if self._error is not None:
             raise self._error
         if self._lost is not None and (for_save or (self._leased and not self._reading)):
@@ -141,8 +153,8 @@ class Slots:
 
 SLOT_BYTES = 4 << 20
 REMOTE_SLOT_BYTES = 8 << 20
-"""What is read from a server at once, which a request costs more than a disk. It mostly stays in
-memory of the client (`store.InPlace`), and the slot is never touched."""
+"""Read size for a server, where a request costs more than on a disk. The data usually stays in the
+client's memory (`store.InPlace`), and the slot is never touched."""
 
 
 def _reserved(size_bytes: int) -> Mapping:
@@ -158,7 +170,8 @@ def _reserved(size_bytes: int) -> Mapping:
 
 
 def huge_pages(size_bytes: int) -> memoryview:
-    """A buffer to read into, aligned, for those who need no slots; it goes with its last view."""
+    """Return an aligned buffer in huge pages, for readers that need no slots; freed with its last
+    view."""
     mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     prefer_huge_pages(address, len(mapped))
@@ -166,8 +179,8 @@ def huge_pages(size_bytes: int) -> memoryview:
     return memoryview(mapped)[first : first + size_bytes]
 
 
-class Landing:
-    """Slots to read into, two for each of so many threads, until it is closed."""
+class ReadBuffers:
+    """Slots to read into, two per thread, until it is closed."""
 
     lands_all = False
 
@@ -190,15 +203,14 @@ class Landing:
         self._mapping.close()
 
     def lease(self, timeout_s: float | None = None) -> int | None:
-        """A free slot; None when the time is up."""
+        """Return a free slot; None on timeout."""
         return self._slots.lease(timeout_s)
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
         self._slots.release([slot])
 
     def view(self, slot: int) -> memoryview:
-        """A slot as bytes."""
+        """Return a slot as bytes."""
         return self._mapping.view[self._at(slot) : self._at(slot + 1)]
 
     def _at(self, slot: int) -> int:

@@ -1,1 +1,1 @@
-"""Who writes and reads what, decided purely: values in, values out, no disk and no torch."""
+"""Decide who writes and reads what: pure functions, without disk or torch."""

@@ -1,10 +1,10 @@
-"""Decide which tensors of a save may follow from which others: candidates, that are tried later.
+"""Find the tensors of a save that may be derived from others. The candidates are tried later.
 
-Pure: nothing looks at a value here, only at names, dtypes and shapes. A tensor of bf16 or fp16 may
-be the rounding of one of fp32 that has the same shape, and is the same part of its tensor where
-ranks share it. Which one is declared by patterns of names, or guessed by how states are built: what
-an optimizer keeps for a parameter goes by its name; copies in lists come in the order of what they
-are copies of.
+Pure: only names, dtypes and shapes are examined, never values. A bf16 or fp16 tensor may be the
+rounding of an fp32 master of the same shape; if ranks share the tensor, both must be the same part
+of it. Pairs are declared by name patterns, or guessed from how states are usually built: an
+optimizer keeps state for a parameter under its name, and copies in lists are in the order of their
+originals.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST = 4
-"""Candidates of one tensor: each costs a rounding of its bytes, until it is known to be wrong."""
+"""The most candidates per tensor. Each costs a rounding of the tensor's bytes until it is known to
+be wrong."""
 _HINTS = re.compile(r"master|fp32|param|main|copy|orig")
-"""In the names of masters: these are tried first."""
+"""Words in the names of likely masters, which are tried first."""
 
 
 _Box = tuple[tuple[int, ...], ...]
 
 
 class _Tensor(NamedTuple):
-    """A tensor, or the part of one, that lies in a planned file."""
+    """A tensor, or a part of one, in a planned file."""
 
     name: str
-    """In full, `item/name`."""
+    """The full name, `item/name`."""
     dtype: str
     box: _Box
-    """Its own shape and, of a part, the shape of the tensor and where the part begins."""
+    """The shape; for a part also the shape of the whole tensor and the start of the part."""
     file: int
     entry: int
 
@@ -55,12 +56,12 @@ class _Tensor(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its name in its item."""
+        """The name within the item."""
         return self.name.partition("/")[2]
 
     @property
     def series(self) -> str:
-        """Its name without the places that it has in lists."""
+        """The name without list indices."""
         return re.sub(r"#\d+", "#", self.name)
 
 
@@ -69,13 +70,16 @@ def with_derived(
     asked: bool | Mapping[str, str],  # noqa: FBT001
     *,
     is_all: bool = True,
-    excerpts: Sequence[Collection[str]] = (),
+    partial_tiers: Sequence[Collection[str]] = (),
 ) -> SavePlan:
-    """A plan that says what may follow from what. `asked` maps patterns of tensors to those of
-    their masters, or is True: then what may be so is found. Files of which something follows from
-    others come last, so that those others are there when it comes. `is_all`: no other rank has a
-    part of the save, so that a pattern without any tensor here has none at all. Nothing that goes
-    into one of the `excerpts`, which are items, follows from what does not."""
+    """Return the plan with pairs of tensors and possible masters.
+
+    `asked` maps name patterns of tensors to those of their masters; True means to guess. Files with
+    derived tensors are moved to the end, so that their masters arrive first. `is_all` is True
+    if no other rank has a part of the save: a pattern that matches nothing here then matches
+    nothing at all, which is logged. `partial_tiers` are the items of each partial replica; a tensor
+    that is copied there is not derived from one that is not.
+    """
     tensors = [
         tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file.layout)
     ]
@@ -85,7 +89,7 @@ def with_derived(
         pairs = _declared(low, masters, asked, is_all=is_all)
     else:
         pairs = _found(low, masters)
-    for items in excerpts:
+    for items in partial_tiers:
         pairs = [(one, of) for one, of in pairs if one.item not in items or of.item in items]
     follows = {tensor.file for tensor, _ in pairs}
     order = sorted(range(len(plan.files)), key=lambda number: number in follows)
@@ -126,7 +130,7 @@ def _declared(
                 pairs += [] if master is None else [(tensor, master)]
         if len(pairs) == before and is_all:
             log.warning("derived: no %s has a %s of fp32 and its shape so far", pattern, target)
-    return list(dict.fromkeys(pairs))  # two patterns may mean the same
+    return list(dict.fromkeys(pairs))  # two patterns may match the same pair
 
 
 def _found(low: list[_Tensor], masters: list[_Tensor]) -> list[tuple[_Tensor, _Tensor]]:
@@ -156,8 +160,8 @@ def _found(low: list[_Tensor], masters: list[_Tensor]) -> list[tuple[_Tensor, _T
 
 
 def _keys(tensor: _Tensor) -> list[str]:
-    """What may stand for a tensor in the name of what belongs to it: its name, from some part of
-    the path on, as a path or as modules name their parameters."""
+    """Return the strings that may stand for this tensor in the name of its master: its name or a
+    suffix of its path, joined by `/` or, as modules name their parameters, by `.`."""
     item, *parts = tensor.name.split("/")
     ends = [parts[at:] for at in range(len(parts))]
     return [f"{item}:{'.'.join(parts)}", *("/".join(e) for e in ends), *(".".join(e) for e in ends)]

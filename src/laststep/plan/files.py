@@ -1,11 +1,9 @@
-"""Decide where every tensor of a save lies: in which file, at which offset.
+"""Decide the file and the offset of every tensor of a save.
 
-Pure. The image is the file: offsets are fixed before anything moves, tensors are packed without
-holes in order of descending element size (so each is aligned to its element), and inside that by
-device and dtype, so that copies run over long stretches. The same description always gives the same
-plan.
-
-An excerpt, a copy with only some items, has the layouts that these items need.
+Pure. Offsets are fixed before anything is copied, and the captured image is the file. Tensors are
+packed without gaps in order of descending element size (so that each is aligned), then by device
+and dtype, so that copies cover long ranges. Equal descriptions give equal plans. This module also
+decides which layouts a partial checkpoint needs.
 """
 
 from __future__ import annotations
@@ -18,14 +16,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import structs
 
+from laststep.constants import DTYPES, MAX_HEADER_BYTES
 from laststep.errors import NotFoundError
+from laststep.format.index import runs_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
-from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from laststep.format.index import BlockRun, Index, StoredLayout
+    from laststep.format.index import Index, StoredLayout
     from laststep.format.manifest import Commit, WrittenIndexes
     from laststep.state.provider import Piece  # noqa: TC004 (nothing decodes these structs)
 
@@ -37,15 +36,15 @@ _SIZE_BYTES: Final = operator.attrgetter("size_bytes")
 
 SHARED_FILE = "shared"
 FLAT_RANKS = 256
-"""In a job of more ranks, files lie in folders within the checkpoint's, each for some ranks. A rank
-has a few files, mostly three: no folder is to have more than about 1,024 entries."""
+"""In larger jobs, files are stored in subfolders, each for some ranks. A rank has about three
+files, and no folder should have more than about 1,024 entries."""
 _RANKS_PER_FOLDER, _FOLDERS = 128, 1024
 OWN_FILE_BYTES = 1 << 20
 """An item at least this large gets a data file of its own."""
-TABLE_NAME = "~table"
-"""The value in which ranks of a job say what they hold (`plan.tables`)."""
+LAYOUT_NAME = "~layout"
+"""The name of the plain value that holds the local layout (`plan.layouts`)."""
 _ENTRY_BYTES = 160
-"""Generous bound of one header entry without its name; only decides where files are split."""
+"""An upper bound of one header entry without its name; only decides where files are split."""
 
 
 class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     per_rank: bool = False
     mixed: bool = False
-    """Whether some of it is each rank's own and some is not."""
+    """True if one part of the item is per rank and another is not."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,7 +64,7 @@ class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterPair(NamedTuple):
-    """An entry of a file that may be the rounding of an entry of a file."""
+    """An entry of a file that may be the rounding of another entry."""
 
     file: int
     entry: int
@@ -74,7 +73,7 @@ class MasterPair(NamedTuple):
 
 
 class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One data file, and which of the plan's pieces lie in it, in the order of its entries."""
+    """One data file and the pieces in it, in the order of its entries."""
 
     layout: FileLayout
     pieces: tuple[int, ...]
@@ -86,13 +85,13 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[ItemSpec, ...]
     files: tuple[FilePlan, ...]
     pieces: tuple[Piece, ...]
-    """Those of all items, in order."""
+    """The pieces of all items, in order."""
     values: tuple[str, ...]
-    """The names of the plain values that go into the index: the trees of items, and the table."""
+    """The names of the plain values in the index: the trees of items, and the local layout."""
     derived: tuple[MasterPair, ...] = ()
-    """What may be stored as the rounding of something else (`plan.deriving`)."""
+    """Entries that may be stored as the rounding of others (`plan.deriving`)."""
     is_declared: bool = False
-    """Whether the user has said that it is."""
+    """True if the user declared the pairs in `derived`."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -100,7 +99,7 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder_of(rank: int, ranks: int) -> str:
-    """The folder within that of the checkpoint in which the files of a rank lie; "" for none."""
+    """Return the subfolder of a checkpoint for a rank's files; "" for none."""
     if ranks <= FLAT_RANKS:
         return ""
     each = max(_RANKS_PER_FOLDER, -(-ranks // _FOLDERS))
@@ -113,13 +112,12 @@ def plan_save(
     rank: tuple[int, int] | None = None,
     values: tuple[str, ...] | None = None,
 ) -> SavePlan:
-    """Place every piece of every item into files. `values` are the names of the plain values that
-    are stored with them; None: the trees of all items. In a job of several ranks, `rank`, which of
-    how many, tells the files of each from the others'."""
+    """Place every piece of every item into files. `values` are the names of the plain values (None:
+    the trees of all items). `rank` is (number, count) and makes file names unique in a job."""
     mine = "" if rank is None else f"-r{rank[0]:05d}"
     where = "" if rank is None else folder_of(*rank)
     pieces = tuple(chain.from_iterable(item.pieces for item in items))
-    names: list[str] = []  # of all pieces, as their files have them
+    names: list[str] = []  # of all pieces, as in their files
     files: list[FilePlan] = []
     shared: list[int] = []
     for item in items:
@@ -143,17 +141,17 @@ def plan_save(
 
 
 def index_name(rank: int, ranks: int = 1) -> str:
-    """The file that says what a rank wrote."""
+    """Return the name of a rank's index."""
     return f"{folder_of(rank, ranks)}index-r{rank:05d}"
 
 
 def pack_name(rank: int, ranks: int = 1) -> str:
-    """The file for blocks of a rank that do not lie in their place in a data file."""
+    """Return the name of a rank's pack file."""
     return f"{folder_of(rank, ranks)}blocks-r{rank:05d}.pack"
 
 
 def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]:
-    """Cut a list of pieces so that no file's header grows past its bound."""
+    """Cut a list of pieces so that no header exceeds its bound."""
     lengths = [len(pieces[number].name) for number in numbers]
     if numbers and 6 * sum(lengths) + _ENTRY_BYTES * len(lengths) <= MAX_HEADER_BYTES // 2:
         return [list(numbers)]
@@ -177,7 +175,7 @@ def _place(
         alike[_KIND(pieces[number])].append(number)
     kinds = sorted(alike, key=lambda kind: (-DTYPES[kind[1]].size_bytes, *kind))
     order = [number for kind in kinds for number in alike[kind]]
-    # From here on column by column: there may be 100,000 pieces, and training waits.
+    # Process columns from here on: there may be 100,000 pieces, and training waits.
     specs = [pieces[number] for number in order]
     own = [names[number] for number in order]
     bounds = list(accumulate(map(_SIZE_BYTES, specs), initial=0))
@@ -200,12 +198,13 @@ def _place(
     return FilePlan(layout=layout, pieces=tuple(order))
 
 
-_SAME = ("run", "step", "epoch", "attempt", "created_s", "ranks", "metrics", "continues")
+_SAME = ("run", "step", "term", "attempt", "created_s", "ranks", "metrics", "continues")
 
 
-def left_out_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
-    """The items of a checkpoint's original that are not among these: where it lacks no others, it
-    is brought as it is. `NotFoundError` where it lacks one of these."""
+def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
+    """Return the omitted items of a copy of this checkpoint with only `items`, including those that
+    it already lacks. If the result equals `commit.omitted_items`, the copy is a full one. Raise
+    `NotFoundError` if the checkpoint lacks one of `items`."""
     here = [record.name for record in commit.items]
     if lacking := [item for item in items if item not in here]:
         raise NotFoundError(
@@ -213,27 +212,33 @@ def left_out_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
             found=", ".join(here) + _without(commit),
             remedy="name items that it has; `laststep show` lists them",
         )
-    return tuple(sorted({*commit.left_out, *here} - {*items}))
+    return tuple(sorted({*commit.omitted_items, *here} - {*items}))
 
 
 def _without(commit: Commit) -> str:
-    return f" (an excerpt without {', '.join(commit.left_out)})" if commit.left_out else ""
+    return (
+        f" (a partial checkpoint without {', '.join(commit.omitted_items)})"
+        if commit.omitted_items
+        else ""
+    )
 
 
 def only_items(index: Index, items: Collection[str], where: str) -> Index:
-    """The part of an index that these items need. `NotFoundError` where tensors are derived from
-    the layout of another item."""
+    """Return the part of an index that these items need. Raise `NotFoundError` if their tensors are
+    derived from the layout of an omitted item."""
     names = _needed_layouts(index, items, where)
     layouts = [stored for stored in index.layouts if stored.layout.name in names]
     used = {part.file for stored in layouts for run in stored.runs for part in (run, *run.bases)}
-    # A layout without bytes has a file too.
+    # A layout without tensor bytes has no runs, but it has a file.
     used |= {number for number, file in enumerate(index.files) if file.name in names}
     number_of = {old: new for new, old in enumerate(sorted(used))}
     return structs.replace(
         index,
         files=tuple(index.files[number] for number in sorted(used)),
         layouts=tuple(
-            structs.replace(stored, runs=tuple(_moved(run, number_of) for run in stored.runs))
+            structs.replace(
+                stored, runs=runs_of([ref.renumbered(number_of) for ref in stored.refs()])
+            )
             for stored in layouts
         ),
         values={name: data for name, data in index.values.items() if name in items},
@@ -241,22 +246,24 @@ def only_items(index: Index, items: Collection[str], where: str) -> Index:
 
 
 def _needed_layouts(index: Index, items: Collection[str], where: str) -> set[str]:
-    """The names of the layouts of these items, and of those that they are derived from."""
+    """Return the names of these items' layouts and of the layouts that they are derived from."""
     by_name = {stored.layout.name: stored for stored in index.layouts}
     needed = {name for name, stored in by_name.items() if not _items_in(stored).isdisjoint(items)}
     waiting = sorted(needed)
     while waiting:
         stored = by_name[waiting.pop()]
         masters = {file for file, _ in stored.derived.values()} - needed
-        # Tensors of small items come along, as they do where these share a layout.
+        # Masters in the shared layout of small items are copied along, as is the whole layout.
         if others := [name for name in masters if by_name[name].layout.item is not None]:
             raise NotFoundError(
-                f"tensors in {stored.layout.name} are derived from what is left out",
+                f"tensors in {stored.layout.name} are derived from omitted items",
                 where=where,
                 expected=f"what {', '.join(sorted(others))} holds among the items",
                 found=f"items={tuple(items)}",
-                remedy="take the item of the masters too; or save with derived=False, which "
-                "stores them both",
+                remedy=(
+                    "include the item of the master tensors; or save with derived=False, which "
+                    "stores both"
+                ),
             )
         needed |= masters
         waiting += masters
@@ -270,25 +277,20 @@ def _items_in(stored: StoredLayout) -> set[str]:
     return {entry.name.partition("/")[0] for entry in layout.tensors}
 
 
-def _moved(run: BlockRun, number_of: dict[int, int]) -> BlockRun:
-    bases = tuple(_moved(base, number_of) for base in run.bases)
-    return structs.replace(run, file=number_of[run.file], bases=bases)
-
-
-def excerpt_of(commit: Commit, items: Collection[str], written: WrittenIndexes) -> Commit:
-    """The manifest of an excerpt of which that was written. What its original says of classes of
-    ranks would tell of all items, and goes."""
+def partial_of(commit: Commit, items: Collection[str], written: WrittenIndexes) -> Commit:
+    """Return the manifest of a partial checkpoint. It has no layout groups, because those describe
+    all items of the original."""
     return structs.replace(
         commit,
         items=tuple(record for record in commit.items if record.name in items),
         written=written,
-        classes=(),
-        left_out=left_out_of(commit, items),
+        layout_groups=(),
+        omitted_items=omitted_items_of(commit, items),
     )
 
 
-def is_excerpt(there: Commit, of: Commit, left_out: tuple[str, ...]) -> bool:
-    """Whether a checkpoint is the excerpt of another one that lacks just these items."""
-    return there.left_out == left_out and all(
+def is_partial(there: Commit, of: Commit, omitted_items: tuple[str, ...]) -> bool:
+    """Return True if `there` is the partial checkpoint of `of` that omits exactly these items."""
+    return there.omitted_items == omitted_items and all(
         getattr(there, name) == getattr(of, name) for name in _SAME
     )

@@ -1,10 +1,10 @@
-"""How often to save: the interval that loses least, reckoned from plain numbers.
+"""Compute the save interval that loses the least time, from plain numbers.
 
-Pure. A save costs training some seconds, and a failure loses what came after the last save that
-survives it. With a cost C of a save, a mean time M between failures and an interval I, the share of
-the time that is lost is C/I + (I/2 + L)/M, where L is how long a save takes until it counts. That
-is least at sqrt(2·C·M), whatever L is (Young, Daly). Two bounds stand above it: saves must not pile
-up, and must not cost more than a set share of training.
+Pure. A save costs training some seconds, and a failure loses everything after the last save that
+survives it. With a cost C of a save, a mean time M between failures and an interval I, the fraction
+of time lost is C/I + (I/2 + L)/M, where L is the time until a save counts. The minimum is at
+sqrt(2·C·M), whatever L is (Young, Daly). The interval is raised if saves would otherwise create a
+backlog or cost more than a given fraction of training.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.terms import duration_text
+from laststep.constants import duration_text
 from laststep.watching import human
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 APART = 2.0
-"""Saves begin at least so many times their latency apart. Once would do for the typical save; half
-of them take longer, and between two of them steps are to be seen that no save disturbs."""
+"""The least number of latencies between the starts of two saves. One would suffice for the median
+save, but half of the saves take longer, and some undisturbed steps must remain between two
+saves."""
 PRIOR_S = 24 * 3600.0
 PRIOR_RANK_S = 10_000 * 3600.0
-"""What is believed of a job before anything is known: one failure in a day, or in 10,000 hours of
-ranks if that is less. The report on Llama 3 has 50,000 hours of GPUs for each unexpected end (419
-of them in 54 days on 16,384): few jobs are looked after like that one, so it is a fifth. Small jobs
-end by their owners, queues and reboots long before."""
+"""Prior: one failure per day or, if that is more frequent, per 10,000 rank hours. The Llama 3
+report has 50,000 GPU hours per unexpected interruption (419 in 54 days on 16,384 GPUs); few jobs
+are operated as carefully, so this is a fifth of that. Small jobs are ended by their owners, queues
+and reboots long before that."""
 
 
 class Bound(enum.StrEnum):
-    """What an interval follows from."""
+    """The rule that determined an interval."""
 
     LEAST = "least"
     LATENCY = "latency"
@@ -43,41 +44,42 @@ class Bound(enum.StrEnum):
 
 _WHY = {
     Bound.LEAST: "that loses least",
-    Bound.LATENCY: "oftener would let saves pile up",
-    Bound.SHARE: "oftener would cost more than the share of training that saves may cost",
+    Bound.LATENCY: "saving more often would create a backlog",
+    Bound.SHARE: "saving more often would exceed the share of training time allowed for saves",
 }
 
 
 class TierCost(NamedTuple):
-    """A place that saves go to, as numbers; of several, nearer ones come first."""
+    """The measured cost of a tier. Sequences of these start with the nearest tier."""
 
     cost_s: float
-    """What a save to it costs training, on top of one to the nearer tiers."""
+    """Training time that a save to it costs, beyond a save to the nearer tiers."""
     latency_s: float
-    """How long after its capture a save to it counts."""
+    """Time from the capture until a save to it counts."""
     mtbf_s: float
-    """The mean time between failures that it survives, and no nearer one does."""
+    """Mean time between failures that this tier survives and no nearer one does."""
 
 
 class Interval(NamedTuple):
-    """How long after the begin of a save to a tier the next one begins, and why."""
+    """The time from the start of one save to a tier to the start of the next, and the rule that set
+    it."""
 
     seconds: float
     bound: Bound
 
 
 def intervals(tiers: Sequence[TierCost], most_share: float) -> tuple[Interval, ...]:
-    """The intervals that lose least, one for each tier; farther tiers never get more saves than
-    nearer ones, since each of their saves is one to the nearer ones too."""
+    """Return the interval per tier that loses least. Farther tiers never get more saves than nearer
+    ones, since each of their saves is also one to the nearer tiers."""
     floors = list(itertools.accumulate((APART * tier.latency_s for tier in tiers), max))
 
     def share(factor: float, floors: Sequence[float] = floors) -> float:
         return cost_share(tiers, [seconds for seconds, _ in _best(tiers, floors, factor)])
 
-    # Where saves cost too much in all, the intervals that lose least are these, all stretched by
-    # one factor: the bound is a higher price of a save, and the root of a price is a factor.
+    # If saves cost too much in total, the optimum is to stretch all intervals by one factor: the
+    # bound acts like a higher cost of a save, which enters the interval as a square root.
     least, most = 1.0, 1.0
-    if share(1.0) > most_share:  # floors only make it less
+    if share(1.0) > most_share:  # floors only reduce it
         most = max(share(1.0, [0.0] * len(tiers)) / most_share, 1.0)
     while most - least > 1e-9 * most:
         middle = (least + most) / 2
@@ -93,9 +95,9 @@ def intervals(tiers: Sequence[TierCost], most_share: float) -> tuple[Interval, .
 def _best(
     tiers: Sequence[TierCost], floors: Sequence[float], factor: float
 ) -> list[tuple[float, bool]]:
-    """sqrt(2·C·M) of each tier, stretched, and not below its floor; and whether it is the floor. A
-    tier that would be saved to more often than a nearer one, whose failures it survives too, shares
-    one interval with that: of their costs and rates together."""
+    """Return sqrt(2·C·M) per tier, times `factor` and at least its floor, and True if the floor
+    applies. A tier that would be saved to more often than a nearer one is merged with it into one
+    interval, computed from the sum of their costs and failure rates."""
 
     def interval(cost_s: float, rate: float, floor_s: float) -> float:
         return max(factor * _optimum(cost_s, rate), floor_s)
@@ -119,48 +121,49 @@ def _optimum(cost_s: float, rate: float) -> float:
 
 
 def cost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
-    """The share of training that saves at such intervals cost."""
+    """Return the fraction of training time that saves at these intervals cost."""
     pairs = zip(tiers, seconds, strict=True)
     return sum(tier.cost_s / one if tier.cost_s else 0.0 for tier, one in pairs)
 
 
 def lost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
-    """The share of the time that saves at such intervals and failures lose together."""
+    """Return the fraction of time that saves at these intervals and failures lose together."""
     pairs = zip(tiers, seconds, strict=True)
     failing = sum((one / 2 + tier.latency_s) / tier.mtbf_s for tier, one in pairs)
     return cost_share(tiers, seconds) + failing
 
 
 def believed_mtbf_s(failures: int, uptime_s: float, ranks: int) -> float:
-    """The mean time between failures of a job that has failed so often in so much time. What was
-    believed before counts as one failure (a Gamma prior of shape 1): without any history it is all,
-    after ten failures a tenth."""
+    """Return the estimated mean time between failures of a job with this history. The prior counts
+    as one failure (a Gamma prior of shape 1): without history it decides alone, and after ten
+    failures it has about a tenth of the weight."""
     prior_s = min(PRIOR_S, PRIOR_RANK_S / ranks)
     return (prior_s + uptime_s) / (1 + failures)
 
 
 def mid(values: Sequence[float]) -> float:
-    """The median; 0 of nothing."""
+    """Return the median; 0 for an empty sequence."""
     return statistics.median(values) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reckoning:
-    """Why saves are so far apart: what was measured, what follows, and in one sentence (`str`)."""
+class IntervalEstimate:
+    """The save interval and the measurements that it is computed from; `str` gives a one-sentence
+    summary."""
 
     interval_s: float
     bound: Bound
-    """Which of the rules gave the interval."""
+    """The rule that determined the interval."""
     cost_s: float
-    """What a save costs training: what it holds up, and what it slows down."""
+    """Training time that a save costs: the stall, and slower iterations."""
     latency_s: float
-    """From `save()` until the save is committed."""
+    """Time from `save()` to the commit."""
     mtbf_s: float
     """The mean time between failures."""
     mtbf_from: str
-    """Where that comes from, in words."""
+    """The source of `mtbf_s`, in words."""
     lost_share: float
-    """The share of the time that saves and failures are expected to lose."""
+    """The fraction of time that saves and failures are expected to lose."""
     step_s: float
     size_bytes: int
     bytes_per_s: float

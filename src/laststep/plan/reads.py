@@ -1,10 +1,8 @@
-"""Decide which bytes to read for what is wanted, and where they go.
+"""Decide which bytes to read for the requested tensors, and where they go.
 
 Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are
-read together, up to a slot at a time; each block is read once however many tensors it holds.
-
-In a job of several ranks each block is read by one rank, for all: which one follows from who wants
-what.
+read together, up to a slot at a time; each block is read once however many tensors it holds. In a
+job of several ranks each block is read by one rank for all of them.
 """
 
 from __future__ import annotations
@@ -13,16 +11,16 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.state.boxes import Box, boxes_of_range, row_major
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from laststep.plan.who_reads import Wants, WriterSource
+    from laststep.plan.who_reads import ReadRequests, WriterSource
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """A byte range of a file's tensor area, and the caller's number for where it goes."""
 
     start: int
@@ -31,7 +29,7 @@ class Want(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """The piece of a read that belongs to one target."""
+    """The part of a read that belongs to one target."""
 
     target: int
     at: int
@@ -43,7 +41,7 @@ class ReadPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One request: whole blocks of one file's tensor area, and whose bytes they are."""
+    """One read: whole blocks of one file's tensor area, and the targets of their bytes."""
 
     file: int
     start: int
@@ -52,24 +50,25 @@ class Read:
 
 
 def plan_reads(
-    file: int, tensor_bytes: int, wants: list[Want], most_bytes: int = CHUNK_BYTES
+    file: int, tensor_bytes: int, requests: list[ReadRequest], most_bytes: int = CHUNK_BYTES
 ) -> list[Read]:
-    """Reads that cover every want, in order of offset, none of more than `most_bytes`, which are
-    whole blocks, and no block twice."""
-    wants = sorted(
-        (want for want in wants if want.start < want.stop), key=lambda w: (w.start, w.stop)
+    """Return reads that cover every request, in order of offset, each of at most `most_bytes` and
+    of whole blocks, no block twice."""
+    requests = sorted(
+        (request for request in requests if request.start < request.stop),
+        key=lambda w: (w.start, w.stop),
     )
-    ranges = _ranges(wants, tensor_bytes, most_bytes)
+    ranges = _ranges(requests, tensor_bytes, most_bytes)
     parts: list[list[ReadPart]] = [[] for _ in ranges]
     first = 0
-    for want in wants:  # both are sorted by offset
-        while first < len(ranges) and ranges[first][1] <= want.start:
+    for request in requests:  # both are sorted by offset
+        while first < len(ranges) and ranges[first][1] <= request.start:
             first += 1
         number = first
-        while number < len(ranges) and ranges[number][0] < want.stop:
+        while number < len(ranges) and ranges[number][0] < request.stop:
             low, high = ranges[number]
-            start, stop = max(low, want.start), min(high, want.stop)
-            part = ReadPart(want.target, start - low, start - want.start, stop - start)
+            start, stop = max(low, request.start), min(high, request.stop)
+            part = ReadPart(request.target, start - low, start - request.start, stop - start)
             parts[number].append(part)
             number += 1
     return [
@@ -78,11 +77,13 @@ def plan_reads(
     ]
 
 
-def _ranges(wants: list[Want], tensor_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
-    """Runs of whole blocks that hold a want, cut at multiples of `most_bytes`."""
+def _ranges(
+    requests: list[ReadRequest], tensor_bytes: int, most_bytes: int
+) -> list[tuple[int, int]]:
+    """Return runs of whole blocks that hold a request, cut at multiples of `most_bytes`."""
     runs: list[list[int]] = []
-    for want in wants:
-        first, last = want.start // BLOCK_BYTES, -(-want.stop // BLOCK_BYTES)
+    for request in requests:
+        first, last = request.start // BLOCK_BYTES, -(-request.stop // BLOCK_BYTES)
         if runs and first <= runs[-1][1]:
             runs[-1][1] = max(runs[-1][1], last)
         else:
@@ -98,7 +99,7 @@ def _ranges(wants: list[Want], tensor_bytes: int, most_bytes: int) -> list[tuple
 
 
 _Reach = tuple[int, int, tuple[int, ...]]
-"""Bytes [first, last) of a file, and the ranks that want something of them."""
+"""Bytes [first, last) of a file, and the ranks that request some of them."""
 
 
 class FileBox(NamedTuple):
@@ -114,7 +115,7 @@ class FileBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of a file that one rank reads, and what of them is whose."""
+    """Bytes of a file that one rank reads, and the boxes in them."""
 
     file: int
     start: int
@@ -122,14 +123,14 @@ class Chunk:
     stored: tuple[FileBox, ...]
 
     def cut(self, most_bytes: int) -> Iterator[Chunk]:
-        """The same in parts of at most so many bytes, which are whole blocks."""
+        """Cut into parts of at most `most_bytes`, which are whole blocks."""
         for start in range(self.start, self.stop, most_bytes):
             stop = min(start + most_bytes, self.stop)
             held = tuple(s for s in self.stored if s.start < stop and start < s.stop)
             yield Chunk(self.file, start, stop, held)
 
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
-        """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
+        """Return the boxes in it, each with the byte of the chunk at which it begins."""
         for stored in self.stored:
             first = max(self.start - stored.start, 0) // stored.itemsize
             last = (min(self.stop, stored.stop) - stored.start) // stored.itemsize
@@ -143,22 +144,22 @@ def chunks_of(
     rank: int,
     source: WriterSource,
     stored: Sequence[FileBox],
-    wants: Wants,
+    requests: ReadRequests,
     tensor_bytes: Mapping[int, int],
 ) -> list[Chunk]:
-    """The chunks that a rank reads of a source's files, in which `stored` lies; `tensor_bytes` says
-    how long the tensor area of each is."""
+    """Return the chunks that a rank reads of a source's files, which hold `stored`; `tensor_bytes`
+    is the length of each file's tensor area."""
     in_chunk: dict[tuple[int, int], list[FileBox]] = {}
     for box in stored:
         for number in range(box.start // CHUNK_BYTES, -(-box.stop // CHUNK_BYTES)):
             in_chunk.setdefault((box.file, number), []).append(box)
-    reach = functools.cache(lambda box: _reach(box, source.readers, wants))
+    reach = functools.cache(lambda box: _reach(box, source.readers, requests))
     readers = frozenset(source.readers)
 
     @functools.cache
     def reach_of_all(box: FileBox) -> list[tuple[int, int]]:
-        ranks = wants.ranks(wants.of_box(box.tensor, box.box))
-        return _outer(reach(box) if readers.issuperset(ranks) else _reach(box, ranks, wants))
+        ranks = requests.ranks(requests.of_box(box.tensor, box.box))
+        return _outer(reach(box) if readers.issuperset(ranks) else _reach(box, ranks, requests))
 
     # Files have other numbers on other ranks, but come in the same order.
     order = {file: at for at, file in enumerate(dict.fromkeys(box.file for box in stored))}
@@ -181,8 +182,8 @@ def _readers(
     reach: Callable[[FileBox], list[_Reach]],
     source: WriterSource,
 ) -> Iterator[int]:
-    """Who reads each chunk of a source's files: of those who want something of it, whoever has read
-    least. What none of them wants is for somebody else, or for nobody."""
+    """Choose the reader of each chunk: of the ranks that request some of it, the one that has read
+    least. A chunk that none of them requests is left out."""
     read = dict.fromkeys(source.readers, 0)
     for turn, (file, number) in enumerate(chunks):
         low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
@@ -198,17 +199,17 @@ def _readers(
         yield reader
 
 
-def _reach(stored: FileBox, ranks: tuple[int, ...], wants: Wants) -> list[_Reach]:
-    """The bytes of the file that these ranks want of a stored box, from the first to the last."""
+def _reach(stored: FileBox, ranks: tuple[int, ...], requests: ReadRequests) -> list[_Reach]:
+    """Return the bytes of the file that these ranks request of a stored box, from first to last."""
     return [
         (first, last, who)
-        for boxes, who in wants.alike(stored.tensor, ranks)
+        for boxes, who in requests.alike(stored.tensor, ranks)
         for first, last in _chunk_readers_ranges(stored, boxes)
     ]
 
 
 def _outer(reach: list[_Reach]) -> list[tuple[int, int]]:
-    """What is reached by any; those that lie within another's are left out."""
+    """Merge ranges; drop those inside another."""
     outer: list[tuple[int, int]] = []
     for first, last, _ in sorted(reach):
         if not outer or last > outer[-1][1]:
@@ -217,7 +218,7 @@ def _outer(reach: list[_Reach]) -> list[tuple[int, int]]:
 
 
 def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) -> Chunk | None:
-    """The blocks of a chunk from the first to the last of which somebody wants something."""
+    """Trim a chunk to the blocks from the first to the last that is requested."""
     start, stop = chunk.stop, chunk.start
     for box in chunk.stored:
         for first, last in reach(box):
@@ -232,7 +233,7 @@ def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) ->
 
 
 def _chunk_readers_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
-    """The bytes of the file from the first to the last element that is wanted of a stored box."""
+    """Return the bytes of the file from the first to the last requested element of a stored box."""
     for box in boxes:
         common = stored.box.meet(box)
         if common == stored.box:

@@ -1,10 +1,9 @@
-"""What ranks have made durable, put together: from receipts to what the manifest says.
+"""Combine the receipts of all ranks into what the manifest says.
 
-Pure. A rank leaves a receipt. The first rank of a group sums up those of its group, and the first
-rank of the job these sums: whichever way the ranks are cut into groups, the outcome is the same.
-
-Jobs of more than 256 ranks are cut into groups, so that nobody hears from more than some hundred
-others. Replicas that should be equal are compared by digests.
+Pure. Every rank posts a receipt. The first rank of each group sums up its group, and rank 0 sums up
+the groups; the result does not depend on how ranks are grouped. Jobs of more than 256 ranks are
+grouped, so that no rank hears from more than a few hundred others. Replicas that should be equal
+are compared by digest.
 """
 
 from __future__ import annotations
@@ -16,44 +15,43 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.format.manifest import ClassRecord, ItemRecord, WrittenIndexes
+from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.format.spans import spans_of
-from laststep.plan.tables import Replicas, digest_of, encode_table
+from laststep.plan.layouts import Replicas, digest_of, encode_local_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from laststep.plan.tables import Agreement, Key
+    from laststep.plan.layouts import GlobalLayout, Key
 
 
 ONE_GROUP_RANKS = 256
-"""Up to so many ranks, all are one group: the first rank hears from everybody itself."""
+"""Up to this many ranks form one group: rank 0 hears from every rank itself."""
 
 
 class Groups(NamedTuple):
-    """The groups of a job: so many consecutive ranks in each, but for the last."""
+    """The groups of a job: `size` consecutive ranks each; the last may be smaller."""
 
     ranks: int
     size: int
 
     @property
     def leaders(self) -> range:
-        """The first rank of each group."""
+        """Return the first rank of each group."""
         return range(0, self.ranks, self.size)
 
     def leader_of(self, rank: int) -> int:
-        """The first rank of the group that a rank is in."""
+        """Return the first rank of a rank's group."""
         return rank - rank % self.size
 
     def group_of(self, rank: int) -> range:
-        """All ranks of the group that a rank is in."""
+        """Return all ranks of a rank's group."""
         first = self.leader_of(rank)
         return range(first, min(first + self.size, self.ranks))
 
 
 def cut(ranks: int, per_node: int = 1) -> Groups:
-    """The groups of a job of so many ranks. Nodes of `per_node` ranks are not cut apart, where that
-    is known."""
+    """Return the groups of a job, without splitting nodes of `per_node` ranks."""
     if ranks <= ONE_GROUP_RANKS:
         return Groups(ranks, ranks)
     nodes = max(round(math.sqrt(ranks) / per_node), 1)
@@ -61,11 +59,11 @@ def cut(ranks: int, per_node: int = 1) -> Groups:
 
 
 NAMED = 4
-"""So many ranks that have other contents than what is stored are asked in which tensors."""
+"""At most this many ranks whose contents differ from what is stored are asked for the tensors."""
 
 
 class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks that have the same contents: the first few of them, and how many there are."""
+    """Ranks with equal contents: the first few, and their number."""
 
     digest: bytes
     ranks: tuple[int, ...]
@@ -73,7 +71,7 @@ class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ways(self) -> bytes:
-        """A digest of the ways in which they digested: only ranks with the same can be compared."""
+        """A digest of how they digested; only ranks with the same can be compared."""
         return self.digest[:DIGEST_BYTES]
 
     def plus(self, more: EqualRanks) -> EqualRanks:
@@ -82,45 +80,47 @@ class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Seen = dict[int, tuple[EqualRanks, ...]]
-"""What was seen on some ranks, by the number of the set of ranks that hold the same."""
+"""Contents seen on ranks, by the number of the set of tensors."""
 
 
 class ReplicatedTensors(NamedTuple):
-    """Tensors that the ranks of the same classes hold, and the lowest of these ranks, whose are
-    stored."""
+    """Tensors that the ranks of the same layout groups hold, and the lowest of these ranks, which
+    stores them."""
 
-    classes: tuple[int, ...]
+    layout_groups: tuple[int, ...]
     keys: tuple[Key, ...]
     lowest: int
 
 
-def held_alike(agreement: Agreement) -> tuple[ReplicatedTensors, ...]:
-    """All that should be equal on several ranks, in an order that is the same for everybody."""
+def held_alike(global_layout: GlobalLayout) -> tuple[ReplicatedTensors, ...]:
+    """Return everything that should be equal on several ranks, in the same order everywhere."""
     holders: dict[Key, list[int]] = {}
-    for number, alike in enumerate(agreement.classes):
-        for item in alike.table:
+    for number, alike in enumerate(global_layout.layout_groups):
+        for item in alike.local_layout:
             for tensor in () if item.per_rank else item.tensors:
                 if tensor.replicas is Replicas.UNPROVEN:
                     holders.setdefault((item.name, tensor.name), []).append(number)
     held: dict[tuple[int, ...], list[Key]] = {}
     for key, numbers in holders.items():
-        if sum(len(agreement.classes[number].ranks) for number in numbers) > 1:
+        if sum(len(global_layout.layout_groups[number].ranks) for number in numbers) > 1:
             held.setdefault(tuple(numbers), []).append(key)
     return tuple(
         ReplicatedTensors(
-            numbers, tuple(keys), min(agreement.classes[number].ranks[0] for number in numbers)
+            numbers,
+            tuple(keys),
+            min(global_layout.layout_groups[number].ranks[0] for number in numbers),
         )
         for numbers, keys in held.items()
     )
 
 
 def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
-    """What one rank tells of itself."""
+    """Return what one rank reports of itself."""
     return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
 
 
 def seen_by(many: Iterable[Seen]) -> Seen:
-    """What was seen on several ranks."""
+    """Merge the reports of several ranks."""
     merged: dict[int, dict[bytes, EqualRanks]] = {}
     for seen in many:
         for number, equals in seen.items():
@@ -139,7 +139,7 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written of an item, by a rank or by several."""
+    """What was written of an item, by one or several ranks."""
 
     kind: str
     per_rank: bool
@@ -147,7 +147,7 @@ class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
     def plus(self, more: ItemTally) -> ItemTally:
-        """The sum of this and of what later ranks wrote."""
+        """Add what later ranks wrote."""
         return ItemTally(
             kind=self.kind,
             per_rank=self.per_rank,
@@ -157,28 +157,28 @@ class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has made durable, or why it has not."""
+    """A rank's statement that its files are durable, or why they are not."""
 
-    agreement: bytes = b""
-    rank_class: int = 0
-    """Of the classes of that agreement, the one that it is in."""
+    global_layout: bytes = b""
+    layout_group: int = 0
+    """The number of its layout group in that global layout."""
     written: WrittenIndexes = WrittenIndexes()
     items: dict[str, ItemTally] = {}
     trees: dict[str, bytes] = {}
-    """Of the items that ranks have in common: the digest of their plain values."""
+    """Digests of the plain values of items that ranks share."""
     replicas: dict[int, bytes] = {}
-    """What it holds of replicas that should be equal (`replicas`), where these are compared."""
+    """Digests of the replicas that should be equal, if they are compared."""
     problem: str = ""
 
 
 class Trees(msgspec.Struct, frozen=True, kw_only=True):
-    """The digests of the plain values on a rank."""
+    """The digests of a rank's plain values."""
 
     rank: int
     trees: dict[str, bytes]
 
     def differs(self, other: Trees) -> Differing | None:
-        """The item of which another rank of the same class has other values; mostly none."""
+        """Return an item whose values differ on another rank of the same layout group, if any."""
         for name, tree in self.trees.items():
             if other.trees.get(name) != tree:
                 return Differing(item=name, ranks=(self.rank, other.rank))
@@ -188,19 +188,20 @@ class Trees(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The receipts of a group of ranks, summed up."""
 
-    agreements: tuple[tuple[bytes, int], ...]
-    """What the ranks take for agreed, and the first of them that does."""
+    global_layouts: tuple[tuple[bytes, int], ...]
+    """The global layouts that ranks assume, each with the first rank that does."""
     trees: dict[int, Trees]
-    """The plain values of each class, as its first rank in the group has them."""
+    """The plain values of each layout group, as its first rank in this group has them."""
     items: dict[str, ItemTally]
     written: WrittenIndexes = WrittenIndexes()
     replicas: Seen = {}
     differing: Differing | None = None
 
 
-def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
-    """The receipts of a group, by rank, under what the rank that gathers them takes for agreed."""
-    agreements: dict[bytes, int] = {}
+def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> Summary:
+    """Sum up the receipts of a group, by rank, under the global layout that the summing rank
+    assumes."""
+    global_layouts: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
     items: dict[str, ItemTally] = {}
     written = WrittenIndexes()
@@ -208,16 +209,16 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     for rank in sorted(receipts):
         receipt = receipts[rank]
         written = written.plus(receipt.written)
-        agreements.setdefault(receipt.agreement, rank)
+        global_layouts.setdefault(receipt.global_layout, rank)
         for name, part in receipt.items.items():
             items[name] = items[name].plus(part) if name in items else part
-        if receipt.agreement == agreement.digest:
+        if receipt.global_layout == global_layout.digest:
             trees = Trees(rank=rank, trees=receipt.trees)
-            first = firsts.setdefault(agreement.class_of[rank], trees)
+            first = firsts.setdefault(global_layout.layout_group_of[rank], trees)
             differing = differing or first.differs(trees)
     seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
     return Summary(
-        agreements=tuple(agreements.items()),
+        global_layouts=tuple(global_layouts.items()),
         trees=firsts,
         items=items,
         written=written,
@@ -226,14 +227,14 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     )
 
 
-def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:
-    """Why this cannot be committed though every rank is done; mostly "". Where plain values differ,
-    it says only which item of which ranks: the values are known to these ranks alone."""
-    for agreed, rank in (entry for summary in summaries for entry in summary.agreements):
-        if agreed != agreement.digest:
+def objection_to(summaries: Sequence[Summary], global_layout: GlobalLayout) -> str | Differing:
+    """Return why this cannot be committed although every rank is done, or "". If plain values
+    differ, return only the item and the ranks: only these ranks know the values."""
+    for agreed, rank in (entry for summary in summaries for entry in summary.global_layouts):
+        if agreed != global_layout.digest:
             return (
-                f"rank {rank} describes the state otherwise than rank 0 knew; "
-                "the ranks agree anew, and the next save works"
+                f"rank {rank} describes the state differently than rank 0 expected; the ranks "
+                "exchange layouts again, and the next save works"
             )
     firsts: dict[int, Trees] = {}
     for summary in summaries:
@@ -246,9 +247,9 @@ def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Di
     return ""
 
 
-def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRecord, ...]:
-    """The items of a checkpoint, from what all ranks wrote of them."""
-    shared = Counter(item for item, _ in agreement.keys)
+def items_of(summaries: Sequence[Summary], global_layout: GlobalLayout) -> tuple[ItemRecord, ...]:
+    """Return the items of a checkpoint, from what all ranks wrote."""
+    shared = Counter(item for item, _ in global_layout.keys)
     parts: dict[str, ItemTally] = {}
     for summary in summaries:
         for name, part in summary.items.items():
@@ -265,11 +266,12 @@ def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRe
     )
 
 
-def classes_of(agreement: Agreement) -> tuple[ClassRecord, ...]:
-    """Which ranks hold the same, as the manifest says it."""
+def layout_groups_of(global_layout: GlobalLayout) -> tuple[LayoutGroupRecord, ...]:
+    """Return the layout groups as the manifest lists them."""
     return tuple(
-        ClassRecord(
-            table=digest_of(encode_table(rank_class.table)).hex(), spans=spans_of(rank_class.ranks)
+        LayoutGroupRecord(
+            local_layout=digest_of(encode_local_layout(layout_group.local_layout)).hex(),
+            spans=spans_of(layout_group.ranks),
         )
-        for rank_class in agreement.classes
+        for layout_group in global_layout.layout_groups
     )

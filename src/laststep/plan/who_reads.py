@@ -1,13 +1,12 @@
-"""Decide whose files a rank reads when a job loads: found by arithmetic, before a file is opened.
+"""Decide which ranks read which writer's files when a job loads, before a file is opened.
 
-Pure. The checkpoint says how its ranks held the state, the job how its ranks want it. From the one
-follows who wrote what (`plan.who_writes`), from the other who wants it (`plan.wishes`). The files
-of one writer are read by ranks that want something of the most that it wrote: by all of these where
-they are few, else by as many as there are chunks, or as give everyone about two files, in turns.
-Everybody comes to the same answer, and a rank looks only at the lines that hold something for
-itself.
+Pure. The checkpoint says how its ranks held the state, and the job how its ranks want it. From the
+first follows who wrote what (`plan.who_writes`), from the second who needs it. A writer's files are
+read by ranks that need some of the largest range that it wrote: by all of them if they are few,
+else by as many as there are chunks, or as give every rank about two files, in turn. Every rank
+computes the same answer and looks only at the ranges that hold something for itself.
 
-Ranks that want the same tensors in the same layouts say so once; who wants what of a box follows by
+Ranks that want the same tensors in the same layouts say so once; who needs which box follows by
 arithmetic.
 """
 
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from laststep.plan.who_writes import Line, Spread, lines_of, size_of, writing_layouts
+from laststep.constants import CHUNK_BYTES
+from laststep.plan.who_writes import ReplicatedRange, Spread, ranges_of, size_of, writing_layouts
 from laststep.state.boxes import Box, whole
 from laststep.state.layouts import Layout, Mesh, MeshRange, from_plain, held_whole, to_plain
-from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,52 +32,55 @@ if TYPE_CHECKING:
     from laststep.state.layouts import Mesh
 
 
-Wish = dict[int, Layout | None]
-"""The tensors that a rank wants, by number; without a layout, it wants all of it."""
+RankRequest = dict[int, Layout | None]
+"""The tensors that a rank needs, by number; without a layout, all of the tensor."""
 
 
-def encode_wish(wish: Wish) -> bytes:
-    """A wish as bytes; equal wishes give equal bytes. Layouts, of which there are few, are listed
-    once."""
+def encode_request(rank_request: RankRequest) -> bytes:
+    """Encode a request; equal ones give equal bytes. The few distinct layouts are listed once."""
     distinct: dict[Layout, int] = {}
     table = {
         tensor: -1 if layout is None else distinct.setdefault(layout, len(distinct))
-        for tensor, layout in wish.items()
+        for tensor, layout in rank_request.items()
     }
     return msgspec.msgpack.encode((table, [to_plain(layout) for layout in distinct]))
 
 
-def decode_wish(data: bytes) -> Wish:
-    """The wish again."""
+def decode_request(data: bytes) -> RankRequest:
+    """Decode a request."""
     table, plain = msgspec.msgpack.decode(data, strict=False)
     layouts = [from_plain(layout) for layout in plain]
     return {int(t): None if number < 0 else layouts[number] for t, number in table.items()}
 
 
 class RanksWanting(NamedTuple):
-    """Ranks that want something of a box: those of a span, or of them only some classes."""
+    """Ranks that need some of a box: a range of a mesh, maybe restricted to some groups."""
 
     span: MeshRange
-    classes: tuple[int, ...] | None
+    groups: tuple[int, ...] | None
 
 
 class _WantedLayout(NamedTuple):
-    """A layout in which a tensor is wanted, and by which classes, unless by its whole mesh."""
+    """A layout in which a tensor is requested, and the groups that request it; None: its whole
+    mesh."""
 
     layout: Layout
-    classes: tuple[int, ...] | None
+    groups: tuple[int, ...] | None
 
 
-class Wants:
-    """What all ranks want."""
+class ReadRequests:
+    """The requests of all ranks."""
 
     def __init__(
-        self, wishes: Sequence[Wish], class_of: Mapping[int, int], shapes: Sequence[tuple[int, ...]]
+        self,
+        rank_requests: Sequence[RankRequest],
+        group_of: Mapping[int, int],
+        shapes: Sequence[tuple[int, ...]],
     ) -> None:
-        """`class_of` says whose wish each rank has."""
-        self.size = len(class_of)
-        self._wishes = wishes
-        self._class_of = class_of
+        """`group_of` maps each rank to its request."""
+        self.size = len(group_of)
+        self._rank_requests = rank_requests
+        self._group_of = group_of
         self._shapes = shapes
         self._wholes: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
@@ -89,47 +91,47 @@ class Wants:
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def tensors(self, rank: int) -> list[int]:
-        """The tensors of which a rank wants something."""
-        return list(self._wishes[self._class_of[rank]])
+        """Return the tensors of which a rank needs something."""
+        return list(self._rank_requests[self._group_of[rank]])
 
     def boxes(self, rank: int, tensor: int) -> tuple[Box, ...]:
-        """What a rank wants of a tensor."""
-        wish = self._wishes[self._class_of[rank]]
-        if tensor not in wish:
+        """Return the boxes of a tensor that a rank needs."""
+        rank_request = self._rank_requests[self._group_of[rank]]
+        if tensor not in rank_request:
             return ()
-        layout = wish[tensor]
+        layout = rank_request[tensor]
         return (whole(self._shapes[tensor]),) if layout is None else self._held_by(layout, rank)
 
     def by_all(self, tensor: int) -> bool:
-        """Whether every rank wants all of a tensor."""
+        """Return whether every rank needs all of a tensor."""
         wanted = self._layouts(tensor)
         return (
             len(wanted) == 1
-            and wanted[0].classes is None
+            and wanted[0].groups is None
             and not wanted[0].layout.cutting
             and math.prod(wanted[0].layout.mesh.sizes) == self.size
         )
 
     def whole(self, tensor: int) -> bool:
-        """Whether all who want something of a tensor want all of it."""
+        """Return whether every rank that needs some of a tensor needs all of it."""
         return not any(wanted.layout.cutting for wanted in self._layouts(tensor))
 
     def of_box(self, tensor: int, box: Box) -> frozenset[RanksWanting]:
-        """Who wants something of a box."""
+        """Return the ranks that need some of a box."""
         return frozenset(
-            RanksWanting(span, wanted.classes)
+            RanksWanting(span, wanted.groups)
             for wanted in self._layouts(tensor)
             for span in self._holders(wanted.layout, box)
         )
 
     def ranks(self, wanting: frozenset[RanksWanting]) -> tuple[int, ...]:
-        """All ranks of these, in order."""
+        """Return these ranks as sorted numbers."""
         if wanting not in self._ranks:
             every: set[int] = set()
-            for span, classes in wanting:
+            for span, groups in wanting:
                 ranks = span.ranks()
-                if classes is not None:
-                    ranks = filter(lambda rank: self._class_of.get(rank) in classes, ranks)
+                if groups is not None:
+                    ranks = filter(lambda rank: self._group_of.get(rank) in groups, ranks)
                 every.update(ranks)
             self._ranks[wanting] = tuple(sorted(every))
         return self._ranks[wanting]
@@ -137,13 +139,13 @@ class Wants:
     def alike(
         self, tensor: int, ranks: tuple[int, ...]
     ) -> list[tuple[tuple[Box, ...], tuple[int, ...]]]:
-        """What these ranks want of a tensor; those who want the same, together."""
+        """Return the boxes of a tensor that these ranks need, grouped by equal needs."""
         by_boxes: dict[tuple[Box, ...], list[int]] = {}
-        for layout, classes in self._layouts(tensor):
+        for layout, groups in self._layouts(tensor):
             for group in _standing_alike(layout.mesh, layout.cutting, ranks):
                 members = group
-                if classes is not None:
-                    members = tuple(rank for rank in group if self._class_of[rank] in classes)
+                if groups is not None:
+                    members = tuple(rank for rank in group if self._group_of[rank] in groups)
                 if members and (boxes := self._held_by(layout, members[0])):
                     by_boxes.setdefault(boxes, []).extend(members)
         return [(boxes, tuple(members)) for boxes, members in by_boxes.items()]
@@ -162,31 +164,31 @@ class Wants:
 
     def _layouts_of(self, tensor: int) -> tuple[_WantedLayout, ...]:
         wishing: dict[Layout | None, list[int]] = {}
-        for number, wish in enumerate(self._wishes):
-            if tensor in wish:
-                wishing.setdefault(wish[tensor], []).append(number)
+        for number, rank_request in enumerate(self._rank_requests):
+            if tensor in rank_request:
+                wishing.setdefault(rank_request[tensor], []).append(number)
         wanted = []
         for layout, numbers in wishing.items():
-            classes = tuple(numbers)
+            groups = tuple(numbers)
             if layout is None:
-                wanted.append(_WantedLayout(self._whole_on(classes, self._shapes[tensor]), None))
+                wanted.append(_WantedLayout(self._whole_on(groups, self._shapes[tensor]), None))
             else:
-                complete = self._is_complete(layout.mesh, classes)
-                wanted.append(_WantedLayout(layout, None if complete else classes))
+                complete = self._is_complete(layout.mesh, groups)
+                wanted.append(_WantedLayout(layout, None if complete else groups))
         return tuple(wanted)
 
-    def _whole_on(self, classes: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-        """A tensor that all ranks of some classes hold."""
-        case = (classes, shape)
+    def _whole_on(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
+        """Return the layout of a tensor that all ranks of these groups hold whole."""
+        case = (groups, shape)
         if case not in self._wholes:
-            ranks = sorted(rank for rank, number in self._class_of.items() if number in classes)
+            ranks = sorted(rank for rank, number in self._group_of.items() if number in groups)
             self._wholes[case] = held_whole(shape, ranks)
         return self._wholes[case]
 
-    def _is_complete(self, mesh: Mesh, classes: tuple[int, ...]) -> bool:
-        case = (mesh, classes)
+    def _is_complete(self, mesh: Mesh, groups: tuple[int, ...]) -> bool:
+        case = (mesh, groups)
         if case not in self._complete:
-            self._complete[case] = all(self._class_of.get(r) in classes for r in mesh.ranks())
+            self._complete[case] = all(self._group_of.get(r) in groups for r in mesh.ranks())
         return self._complete[case]
 
 
@@ -194,7 +196,7 @@ class Wants:
 def _standing_alike(
     mesh: Mesh, cutting: tuple[int, ...], ranks: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The ranks, by where they stand along these dimensions of a mesh."""
+    """Group ranks by their coordinates along these mesh dimensions."""
     standing: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
         at = mesh.coordinate(rank)
@@ -204,31 +206,31 @@ def _standing_alike(
 
 
 def union(parts: Iterable[frozenset[RanksWanting]]) -> frozenset[RanksWanting]:
-    """Whoever wants something of any."""
+    """Return the ranks that are in any of the parts."""
     return frozenset(itertools.chain.from_iterable(parts))
 
 
 FEW_READERS = 16
-"""Up to so many ranks look at the same files; of more, only as many as there is to read for."""
+"""Up to this many ranks read the same files; of more, only as many as there is work for."""
 
 
 class WriterSource(NamedTuple):
-    """A rank that wrote, and the ranks that read its files now."""
+    """A rank that wrote, and the ranks that now read its files."""
 
     writer: int
     readers: tuple[int, ...]
 
 
 def able_of(source: WriterSource, able: frozenset[int]) -> WriterSource:
-    """The same source, read only by those who can."""
+    """Return the source with only those readers that are able to read."""
     return WriterSource(source.writer, tuple(rank for rank in source.readers if rank in able))
 
 
 def readers_of(
     ranks: tuple[int, ...], number: int, size_bytes: int, pieces: int = 1
 ) -> tuple[int, ...]:
-    """Which of the ranks that want something of `size_bytes` read; they take turns by `number`,
-    where they want all of so many such pieces."""
+    """Choose readers among the ranks that need some of `size_bytes`; they take turns by `number` if
+    they need all of `pieces` such pieces."""
     count = _turns(len(ranks), size_bytes, pieces)
     if count == len(ranks):
         return ranks
@@ -244,112 +246,130 @@ def _turns(ranks: int, size_bytes: int, pieces: int) -> int:
     return min(ranks, chunks, max(2, -(-2 * ranks // pieces)))
 
 
-def known_sources(stored: Mapping[int, Sequence[FileBox]], wants: Wants) -> Iterator[WriterSource]:
-    """All sources, where everything is known of what lies in the files of each writer."""
+def known_sources(
+    stored: Mapping[int, Sequence[FileBox]], requests: ReadRequests
+) -> Iterator[WriterSource]:
+    """Yield all sources if the content of every writer's files is known."""
     for writer, boxes in stored.items():
-        ranks = wants.ranks(union([wants.of_box(box.tensor, box.box) for box in boxes]))
+        ranks = requests.ranks(union([requests.of_box(box.tensor, box.box) for box in boxes]))
         if ranks:
             size_bytes = sum(box.stop - box.start for box in boxes)
             yield WriterSource(writer, readers_of(ranks, writer, size_bytes))
 
 
 class Ledger:
-    """Who wrote what of a checkpoint."""
+    """Computes who wrote what of a checkpoint."""
 
-    def __init__(self, spreads: Sequence[Spread], wants: Wants) -> None:
+    def __init__(self, spreads: Sequence[Spread], requests: ReadRequests) -> None:
         self._spreads = spreads
-        self._wants = wants
+        self._requests = requests
         self._cuts: dict[tuple[Mesh, tuple[int, ...]], None] = {}
         for spread in spreads:
             for layout in writing_layouts(spread.layouts):
                 self._cuts[layout.mesh, layout.cutting] = None
-        self._standing: dict[int, _LinesOfPlace] = {}
-        self._alike: dict[tuple[object, ...], _LinesOfPlace] = {}
-        self._known: dict[tuple[object, ...], Line] = {}
+        self._standing: dict[int, _RangesOfPlace] = {}
+        self._alike: dict[tuple[object, ...], _RangesOfPlace] = {}
+        self._known: dict[tuple[object, ...], ReplicatedRange] = {}
         self._common: dict[int, frozenset[RanksWanting] | None] = {}
 
     def sources(self, rank: int) -> Iterator[WriterSource]:
-        """The sources that a rank is a reader of."""
-        for line, pieces in self._pieces_for(rank):
-            for piece, readers in self._turns_of(rank, line, pieces):
-                writer = line.writer(piece)
-                if self._leading(writer) is line:
+        """Yield the sources that a rank reads."""
+        for shared_range, pieces in self._pieces_for(rank):
+            for piece, readers in self._turns_of(rank, shared_range, pieces):
+                writer = shared_range.writer(piece)
+                if self._leading(writer) is shared_range:
                     yield WriterSource(writer, readers)
 
-    def _pieces_for(self, rank: int) -> Iterator[tuple[Line, list[range]]]:
-        """The lines that hold something for a rank, and in which of their pieces."""
-        by_line: dict[int, tuple[Line, set[range]]] = {}
-        for tensor in self._wants.tensors(rank):
-            for line, piece in self._pieces_with(rank, tensor):
-                by_line.setdefault(id(line), (line, set()))[1].add(piece)
-        for line, pieces in by_line.values():
-            yield line, _merged(pieces)
+    def _pieces_for(self, rank: int) -> Iterator[tuple[ReplicatedRange, list[range]]]:
+        """Yield the ranges that hold something for a rank, and in which of their pieces."""
+        by_range: dict[int, tuple[ReplicatedRange, set[range]]] = {}
+        for tensor in self._requests.tensors(rank):
+            for shared_range, piece in self._pieces_with(rank, tensor):
+                by_range.setdefault(id(shared_range), (shared_range, set()))[1].add(piece)
+        for shared_range, pieces in by_range.values():
+            yield shared_range, _merged(pieces)
 
-    def _pieces_with(self, rank: int, tensor: int) -> Iterator[tuple[Line, range]]:
+    def _pieces_with(self, rank: int, tensor: int) -> Iterator[tuple[ReplicatedRange, range]]:
         layouts = self._spreads[tensor].layouts
         if not layouts:
             return
         layout = layouts[0]
-        for wanted in self._wants.boxes(rank, tensor):
+        for wanted in self._requests.boxes(rank, tensor):
             for span in layout.holders(wanted):
                 for holder in span.ranks(layout.cutting):
-                    for line, number in self._of(holder).with_tensor(tensor):
-                        common = line.entries[number].held.meet(wanted)
+                    for shared_range, number in self._of(holder).with_tensor(tensor):
+                        common = shared_range.entries[number].held.meet(wanted)
                         if common is not None:
-                            yield line, line.pieces_with(number, common)
+                            yield shared_range, shared_range.pieces_with(number, common)
 
     def _turns_of(
-        self, rank: int, line: Line, pieces: Iterable[range]
+        self, rank: int, shared_range: ReplicatedRange, pieces: Iterable[range]
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The pieces for which a rank reads, each with all who do."""
-        common, size = self._wanted_alike(line), line.size_bytes // line.pieces
-        alike = 1 if common is None else line.pieces
+        """Yield the pieces that a rank reads, each with all its readers."""
+        common, size = (
+            self._wanted_alike(shared_range),
+            shared_range.size_bytes // shared_range.pieces,
+        )
+        alike = 1 if common is None else shared_range.pieces
         for consecutive in pieces:
             turns: Iterable[int] = consecutive
             if common is not None:
                 turns = _own_turns(self._place(rank, common), size, consecutive, alike)
             for piece in turns:
-                readers = readers_of(self._ranks(line, piece), piece, size, alike)
+                readers = readers_of(self._ranks(shared_range, piece), piece, size, alike)
                 if rank in readers:
                     yield piece, readers
 
     def _place(self, rank: int, wanting: frozenset[RanksWanting]) -> tuple[int, int]:
-        """Which of these a rank is, and how many they are."""
-        ranks = self._wants.ranks(wanting)
+        """Return the position of a rank among these, and their number."""
+        ranks = self._requests.ranks(wanting)
         return bisect.bisect_left(ranks, rank), len(ranks)
 
-    def _ranks(self, line: Line, piece: int) -> tuple[int, ...]:
-        """Who wants something of a piece."""
-        common = self._wanted_alike(line)
+    def _ranks(self, shared_range: ReplicatedRange, piece: int) -> tuple[int, ...]:
+        """Return the ranks that need some of a piece."""
+        common = self._wanted_alike(shared_range)
         if common is None:
-            shares = line.shares(piece)
-            common = union([self._wants.of_box(share.tensor, share.box) for share in shares])
-        return self._wants.ranks(common)
+            assignments = shared_range.assignments(piece)
+            common = union(
+                [
+                    self._requests.of_box(assignment.tensor, assignment.box)
+                    for assignment in assignments
+                ]
+            )
+        return self._requests.ranks(common)
 
-    def _wanted_alike(self, line: Line) -> frozenset[RanksWanting] | None:
-        """Who wants something of each piece of a line, if those are always the same."""
-        if id(line) not in self._common:
-            wanting = {self._wants.of_box(entry.tensor, entry.held) for entry in line.entries}
+    def _wanted_alike(self, shared_range: ReplicatedRange) -> frozenset[RanksWanting] | None:
+        """Return the ranks that need some of every piece of a range, if those are the same for
+        all."""
+        if id(shared_range) not in self._common:
+            wanting = {
+                self._requests.of_box(entry.tensor, entry.held) for entry in shared_range.entries
+            }
             # Of a tensor that they have cut, a rank may want what lies in one of the pieces only.
-            alike = len(wanting) == 1 and all(self._wants.whole(e.tensor) for e in line.entries)
-            self._common[id(line)] = union(wanting) if alike or line.pieces == 1 else None
-        return self._common[id(line)]
+            alike = len(wanting) == 1 and all(
+                self._requests.whole(e.tensor) for e in shared_range.entries
+            )
+            self._common[id(shared_range)] = (
+                union(wanting) if alike or shared_range.pieces == 1 else None
+            )
+        return self._common[id(shared_range)]
 
-    def _leading(self, writer: int) -> Line | None:
-        """Of the lines of which a rank wrote a piece that is wanted, the one with the largest."""
-        best: tuple[int, Line] | None = None
-        for line in self._of(writer).lines:
-            piece = line.piece_of(writer)
+    def _leading(self, writer: int) -> ReplicatedRange | None:
+        """Return the range of which a rank wrote the largest requested piece."""
+        best: tuple[int, ReplicatedRange] | None = None
+        for shared_range in self._of(writer).shared_ranges:
+            piece = shared_range.piece_of(writer)
             if piece is None:
                 continue
-            size = sum(size_of(share, self._spreads) for share in line.shares(piece))
-            if size > (0 if best is None else best[0]) and self._ranks(line, piece):
-                best = size, line
+            size = sum(
+                size_of(assignment, self._spreads) for assignment in shared_range.assignments(piece)
+            )
+            if size > (0 if best is None else best[0]) and self._ranks(shared_range, piece):
+                best = size, shared_range
         return None if best is None else best[1]
 
-    def _of(self, rank: int) -> _LinesOfPlace:
-        """What a rank holds; who stands alike in every way in which tensors are cut holds that
-        too."""
+    def _of(self, rank: int) -> _RangesOfPlace:
+        """Return what a rank holds, cached for all ranks at the same coordinates."""
         held = self._standing.get(rank)
         if held is None:
             where = tuple(
@@ -359,34 +379,39 @@ class Ledger:
             )
             held = self._alike.get(where)
             if held is None:
-                lines = lines_of(rank, self._spreads)
+                shared_ranges = ranges_of(rank, self._spreads)
                 # Others hold some of these too, and not all: one object each, whoever asks.
-                held = _LinesOfPlace([self._known.setdefault(line.copies, line) for line in lines])
+                held = _RangesOfPlace(
+                    [
+                        self._known.setdefault(shared_range.copies, shared_range)
+                        for shared_range in shared_ranges
+                    ]
+                )
                 self._alike[where] = held
             self._standing[rank] = held
         return held
 
 
-class _LinesOfPlace:
-    """The lines that ranks hold which stand alike."""
+class _RangesOfPlace:
+    """The ranges held by ranks at the same coordinates."""
 
-    def __init__(self, lines: list[Line]) -> None:
-        self.lines = lines
-        self._index: dict[int, list[tuple[Line, int]]] | None = None
+    def __init__(self, shared_ranges: list[ReplicatedRange]) -> None:
+        self.shared_ranges = shared_ranges
+        self._index: dict[int, list[tuple[ReplicatedRange, int]]] | None = None
 
-    def with_tensor(self, tensor: int) -> list[tuple[Line, int]]:
-        """The lines that hold something of a tensor, and which of their entries."""
+    def with_tensor(self, tensor: int) -> list[tuple[ReplicatedRange, int]]:
+        """Return the ranges that hold some of a tensor, and the entry of each."""
         if self._index is None:
             self._index = {}
-            for line in self.lines:
-                for number, entry in enumerate(line.entries):
-                    self._index.setdefault(entry.tensor, []).append((line, number))
+            for shared_range in self.shared_ranges:
+                for number, entry in enumerate(shared_range.entries):
+                    self._index.setdefault(entry.tensor, []).append((shared_range, number))
         return self._index.get(tensor, [])
 
 
 def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range, alike: int) -> Iterator[int]:
-    """Of pieces that the same ranks want, those which one of these reads, without a look at the
-    others: of a state that all hold, there are as many as ranks."""
+    """Return the pieces that one of the ranks that need them all reads, without looking at the
+    others: a state that all ranks hold has as many pieces as ranks."""
     number, ranks = place
     count = _turns(ranks, size_bytes, alike)
     if count == ranks:
@@ -395,7 +420,7 @@ def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range, alike: in
 
 
 def _merged(ranges: Iterable[range]) -> list[range]:
-    """Ranges that do not overlap, in order."""
+    """Merge overlapping ranges, in order."""
     merged: list[range] = []
     for following in sorted(ranges, key=lambda numbers: (numbers.start, numbers.stop)):
         if merged and following.start <= merged[-1].stop:

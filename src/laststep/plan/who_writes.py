@@ -1,12 +1,12 @@
 """Decide which of the ranks that hold the same bytes writes which of them.
 
-Pure, and computed by every rank for itself, from descriptions alone: nobody collects plans. The
-copies that a set of ranks holds in common are thought of as one line of bytes, in the order of the
-tensors, and cut into as many equal pieces as there are ranks, or fewer where they would be small;
-each rank writes one piece. Cuts are moved to whole rows, so what is written is boxes. Every byte of
-a tensor is written by exactly one rank, whatever the layouts.
+Pure; every rank computes it from the descriptions alone, and nobody collects plans. The bytes that
+a set of ranks holds alike form one range, in the order of the tensors, and are cut into as many
+equal pieces as there are ranks, or fewer if they would be small; each rank writes one piece. Cuts
+are moved to whole rows, so that what is written is boxes. Every byte of a tensor is written by
+exactly one rank, whatever the layouts.
 
-A checkpoint keeps the descriptions, so who loads it finds by the same arithmetic who wrote what.
+A checkpoint keeps the descriptions, so a loading job computes who wrote what in the same way.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
     from laststep.state.layouts import Layout
 
-MIN_SHARE_BYTES = 8 << 20
-"""Ranks write no less than this of what they hold in common, unless there is no more."""
+MIN_ASSIGNMENT_BYTES = 8 << 20
+"""A rank writes at least this much of what it shares with others, unless there is less."""
 
 
 class Spread(NamedTuple):
-    """A tensor of the job, and how the ranks hold it: a layout for each class of ranks that does,
-    in the same order everywhere."""
+    """A tensor of the job and its layouts, one per layout group that holds it, in the same order on
+    all ranks."""
 
     itemsize: int
     layouts: tuple[Layout, ...]
 
 
-class Share(NamedTuple):
-    """Bytes that a rank writes: a box of a tensor, within the box of it that the rank holds."""
+class Assignment(NamedTuple):
+    """A box of a tensor that a rank writes, and the box that the rank holds around it."""
 
     tensor: int
     box: Box
     held: Box
 
 
-class LineBox(NamedTuple):
-    """A box that all ranks of a line hold."""
+class RangeBox(NamedTuple):
+    """A box that all ranks of a replicated range hold."""
 
     tensor: int
     held: Box
@@ -54,7 +54,7 @@ class LineBox(NamedTuple):
 
     @property
     def dim(self) -> int | None:
-        """The dimension along which it may be cut: the first that has more than one index."""
+        """Return the dimension along which it may be cut: the first with more than one index."""
         for dim, (start, stop) in enumerate(zip(*self.held, strict=True)):
             if stop - start > 1:
                 return dim
@@ -62,13 +62,13 @@ class LineBox(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What some ranks hold in common, cut into pieces, one for each writer."""
+class ReplicatedRange:
+    """Bytes that several ranks hold alike, cut into one piece per writer."""
 
     copies: tuple[Holders, ...]
-    entries: tuple[LineBox, ...]
+    entries: tuple[RangeBox, ...]
     starts: tuple[int, ...] = field(repr=False)
-    """The byte of the line at which each entry begins, and its end."""
+    """The byte of the range at which each entry begins, and the end of the range."""
 
     @property
     def size_bytes(self) -> int:
@@ -76,15 +76,15 @@ class Line:
 
     @property
     def holders(self) -> int:
-        """How many hold it."""
+        """The number of ranks that hold it."""
         return sum(holders.size for holders in self.copies)
 
     @property
     def pieces(self) -> int:
-        return min(self.holders, max(1, self.size_bytes // MIN_SHARE_BYTES))
+        return min(self.holders, max(1, self.size_bytes // MIN_ASSIGNMENT_BYTES))
 
     def piece_of(self, rank: int) -> int | None:
-        """Which piece a rank of it writes; None where it writes none."""
+        """Return the piece that a holder writes, or None."""
         before = 0
         for holders in self.copies:
             place = holders.place(rank)
@@ -97,7 +97,7 @@ class Line:
         return None
 
     def writer(self, piece: int) -> int:
-        """The rank that writes a piece."""
+        """Return the rank that writes a piece."""
         place = (piece + self.entries[0].tensor) % self.holders
         for holders in self.copies:
             if place < holders.size:
@@ -106,15 +106,15 @@ class Line:
         raise IndexError(piece)
 
     def range_of(self, piece: int) -> tuple[int, int]:
-        """The bytes of a piece; rows that begin in them are its own."""
+        """Return the bytes of a piece; rows that begin in them belong to it."""
         total, pieces = self.size_bytes, self.pieces
         return piece * total // pieces, (piece + 1) * total // pieces
 
-    def shares(self, piece: int) -> list[Share]:
-        """What is written with a piece."""
+    def assignments(self, piece: int) -> list[Assignment]:
+        """Return the boxes of a piece."""
         low, high = self.range_of(piece)
         first = max(bisect.bisect_right(self.starts, low) - 1, 0)
-        shares = []
+        assignments = []
         for number in range(first, len(self.entries)):
             start = self.starts[number]
             if start >= high:
@@ -122,11 +122,11 @@ class Line:
             entry = self.entries[number]
             box = _rows(entry, low - start, high - start)
             if box is not None:
-                shares.append(Share(entry.tensor, box, entry.held))
-        return shares
+                assignments.append(Assignment(entry.tensor, box, entry.held))
+        return assignments
 
     def pieces_with(self, number: int, wanted: Box) -> range:
-        """The pieces that hold something of a box, which is part of that entry's."""
+        """Return the pieces that hold some of `wanted`, a box inside that entry."""
         entry, start = self.entries[number], self.starts[number]
         first, last = start, start
         dim = entry.dim
@@ -137,21 +137,22 @@ class Line:
         return range(self._piece_at(first), self._piece_at(last) + 1)
 
     def _piece_at(self, byte: int) -> int:
-        """The piece to which rows that begin there belong."""
+        """Return the piece of the rows that begin at this byte."""
         return ((byte + 1) * self.pieces - 1) // max(self.size_bytes, 1)
 
 
 class _HeldBoxes(NamedTuple):
-    """What a rank holds under a layout: the ranks that hold the same, its boxes, their elements."""
+    """The boxes that a rank holds under a layout, their elements, and the ranks that hold the
+    same."""
 
     copies: tuple[Holders, ...]
     held: tuple[Box, ...]
     volumes: tuple[int, ...]
 
 
-def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
-    """All that a rank holds together with others, or alone."""
-    lines: dict[tuple[Holders, ...], list[LineBox]] = {}
+def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
+    """Return the replicated ranges of everything that a rank holds."""
+    shared_ranges: dict[tuple[Holders, ...], list[RangeBox]] = {}
     parts: dict[int, _HeldBoxes] = {}
     for number, (itemsize, layouts) in enumerate(tensors):
         writing = writing_layouts(layouts)
@@ -164,18 +165,18 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
             if held:
                 if len(writing) > 1:
                     copies = tuple(filter(None, (other.copies(held) for other in writing)))
-                lines.setdefault(copies, []).extend(
-                    LineBox(number, box, volume * itemsize)
+                shared_ranges.setdefault(copies, []).extend(
+                    RangeBox(number, box, volume * itemsize)
                     for box, volume in zip(held, volumes, strict=True)
                 )
                 break
     return [
-        Line(
+        ReplicatedRange(
             copies,
-            tuple(line),
-            tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)),
+            tuple(shared_range),
+            tuple(itertools.accumulate((entry.size_bytes for entry in shared_range), initial=0)),
         )
-        for copies, line in lines.items()
+        for copies, shared_range in shared_ranges.items()
     ]
 
 
@@ -189,27 +190,27 @@ def _part(rank: int, layout: Layout) -> _HeldBoxes:
     return _HeldBoxes(copies, held, tuple(box.volume for box in held))
 
 
-def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
-    """All that a rank writes, in the order of the tensors."""
-    shares: list[Share] = []
-    for line in lines_of(rank, tensors):
-        piece = line.piece_of(rank)
+def assignments_of(rank: int, tensors: Sequence[Spread]) -> list[Assignment]:
+    """Return everything that a rank writes, in the order of the tensors."""
+    assignments: list[Assignment] = []
+    for shared_range in ranges_of(rank, tensors):
+        piece = shared_range.piece_of(rank)
         if piece is not None:
-            shares += line.shares(piece)
-    return sorted(shares, key=lambda share: share.tensor)
+            assignments += shared_range.assignments(piece)
+    return sorted(assignments, key=lambda assignment: assignment.tensor)
 
 
 def writing_layouts(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """The layouts whose ranks take part in writing: all that cut the tensor as the first does. One
-    that cuts it otherwise holds the same bytes in other boxes, and leaves them to the others."""
+    """Return the layouts whose ranks write: those that cut the tensor as the first one does. Others
+    hold the same bytes in other boxes and write none of them."""
     if len(layouts) == 1:
         return layouts
     cuts = layouts[0].cuts()
     return tuple(layout for layout in layouts if layout.cuts() == cuts)
 
 
-def _rows(entry: LineBox, low: int, high: int) -> Box | None:
-    """The whole rows that begin at bytes [low, high) of a held box."""
+def _rows(entry: RangeBox, low: int, high: int) -> Box | None:
+    """Return the whole rows that begin at bytes [low, high) of a held box."""
     if low <= 0 < entry.size_bytes <= high:
         return entry.held
     shape, dim = entry.held.shape, entry.dim
@@ -225,6 +226,6 @@ def _rows(entry: LineBox, low: int, high: int) -> Box | None:
     return Box(tuple(start), tuple(stop))
 
 
-def size_of(share: Share, tensors: Sequence[Spread]) -> int:
-    """Bytes of a share."""
-    return math.prod(share.box.shape) * tensors[share.tensor].itemsize
+def size_of(assignment: Assignment, tensors: Sequence[Spread]) -> int:
+    """Return the bytes of an assignment."""
+    return math.prod(assignment.box.shape) * tensors[assignment.tensor].itemsize

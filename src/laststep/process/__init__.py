@@ -1,1 +1,1 @@
-"""What the process and its system give: signals, threads, forks, memory, files of /proc."""
+"""The process and its system: signals, threads, forks, memory, files in /proc."""

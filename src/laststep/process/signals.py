@@ -1,4 +1,4 @@
-"""Interrupts and signals: let them in at safe points, hold them back elsewhere."""
+"""Interrupts and signals: run handlers at safe points, and defer them elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Handler = Callable[[int, "FrameType | None"], Any]
 
 LOOK_S = 0.05
-"""A signal that comes while the main thread waits is let in after so long at most."""
+"""Maximum delay of a signal that arrives while the main thread waits."""
 
 _STUCK_S = 1.0
 
@@ -42,34 +42,35 @@ _NAMES = (
     "PWR",
 )
 _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Those that people, launchers and timers send. To look at all of them takes five times as long."""
+"""Signals that people, launchers and timers send. Checking all signals would take five times as
+long."""
 
-_holding: HeldHandlers | None = None
-"""Of the main thread."""
+_holding: DeferredHandlers | None = None
+"""Active deferral of the main thread, if any."""
 _limits: dict[int, Callable[[], bool]] = {}
-"""Says of threads, by their numbers, whether the time is up for what they do."""
+"""Deadline checks by thread id; they return True once the deadline has passed."""
 
 
 def on_main_thread() -> bool:
-    """Whether this is the thread on which handlers run."""
+    """Return True on the thread that runs signal handlers."""
     return threading.get_ident() == threading.main_thread().ident
 
 
-class Unheld:
-    """A handler that only takes note, and never raises: it runs at once."""
+class NotDeferred:
+    """A handler that only records the signal and never raises, so it runs at once."""
 
 
-class TimeIsUp(Exception):
-    """What was waited for did not come in time."""
+class DeadlineExceeded(Exception):
+    """A wait did not end before its deadline."""
 
 
-class HeldHandlers:
-    """Handlers wait until the outermost of these is over: `with held(): …`."""
+class DeferredHandlers:
+    """Defer handlers until the outermost block ends: `with defer_signals(): …`."""
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}
         self._came: dict[int, float] = {}
-        """Signals that are held back, and since when."""
+        """Deferred signals, with the time of arrival."""
         self._holds = False
 
     def __enter__(self) -> None:
@@ -91,23 +92,23 @@ class HeldHandlers:
         global _holding
         if not self._holds:
             return
-        # From here on `_note` passes every signal on: one that raises before its handler is back in
-        # place loses nothing.
+        # From here on `_note` forwards every signal, so that none is lost if a handler raises
+        # before all handlers are restored.
         _holding, self._holds = None, False
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # else somebody has set another inside
+            if signal.getsignal(number) == self._note:  # else another handler was installed inside
                 signal.signal(number, handler)
-        self.let_in()
+        self.check_signals()
 
-    def let_in(self) -> None:
-        """Run the handlers of what came; the first that raises leaves the others for later."""
+    def check_signals(self) -> None:
+        """Run the handlers of deferred signals; if one raises, the others stay deferred."""
         while self._came:
             number = next(iter(self._came))
             del self._came[number]
             self._before[number](number, None)
 
     def pass_on(self, number: int, frame: FrameType | None, handler: Handler) -> None:
-        """Hold back a handler that another one calls."""
+        """Defer a handler that another handler calls."""
         self._before[number] = handler
         self._note(number, frame)
 
@@ -119,22 +120,23 @@ class HeldHandlers:
         self._before[number](number, frame)
 
 
-def held() -> HeldHandlers:
-    """Let no handler run inside, except where one is let in. May be nested."""
-    return HeldHandlers()
+def defer_signals() -> DeferredHandlers:
+    """Return a context in which handlers run only in `check_signals`. May be nested."""
+    return DeferredHandlers()
 
 
-def let_in() -> None:
-    """Here a handler may raise, and a limit end what is done."""
+def check_signals() -> None:
+    """Run deferred handlers, which may raise, and raise `DeadlineExceeded` if the deadline has
+    passed."""
     if _holding is not None and on_main_thread():
-        _holding.let_in()
+        _holding.check_signals()
     limit = _limits.get(threading.get_ident())
     if limit is not None and limit():
-        raise TimeIsUp
+        raise DeadlineExceeded
 
 
 def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
-    """For handlers: call another one, which may raise, where one that raises may run."""
+    """For handlers: call another handler that may raise, now or when deferred handlers run."""
     if _holding is not None:
         _holding.pass_on(number, frame, handler)
     else:
@@ -142,9 +144,9 @@ def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
 
 
 @contextlib.contextmanager
-def limited(is_over: Callable[[], bool]) -> Iterator[None]:
-    """Whatever this thread waits for inside ends with `TimeIsUp` once that is true, where a handler
-    could have raised as well. The innermost counts."""
+def deadline(is_over: Callable[[], bool]) -> Iterator[None]:
+    """Raise `DeadlineExceeded` from any wait of this thread inside the block once `is_over()`
+    returns True. Only the innermost deadline counts."""
     me = threading.get_ident()
     before = _limits.get(me)
     try:
@@ -158,7 +160,7 @@ def limited(is_over: Callable[[], bool]) -> Iterator[None]:
 
 
 def look_within(left_s: float | None) -> float | None:
-    """How long to wait before the next `let_in`, when `left_s` are left."""
+    """Return the time to wait before the next `check_signals`, given the remaining time."""
     looks = threading.get_ident() in _limits or (_holding is not None and on_main_thread())
     if not looks:
         return left_s
@@ -166,65 +168,65 @@ def look_within(left_s: float | None) -> float | None:
 
 
 def wait(event: threading.Event, timeout_s: float | None = None) -> bool:
-    """Wait for an event, letting handlers in; False when the time is up. An `Event.wait` that is
-    interrupted at the wrong step would block those who set the event for ever."""
+    """Wait for an event and run handlers meanwhile; return False on timeout. A plain `Event.wait`
+    that is interrupted at the wrong moment would block the setters of the event forever."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with held():
+    with defer_signals():
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             if event.wait(look_within(left)):
                 return True
-            let_in()
+            check_signals()
             if deadline is not None and time.monotonic() >= deadline:
                 return False
 
 
 def _handlers() -> dict[int, Handler]:
-    """What Python runs at each signal that it handles, and may raise."""
+    """Return the Python handlers of signals that may raise, by number."""
     found: dict[int, Handler] = {}
     for number in _NUMBERS:
         handler = signal.getsignal(number)
-        if callable(handler) and not isinstance(handler, Unheld):
+        if callable(handler) and not isinstance(handler, NotDeferred):
             found[number] = handler
     return found
 
 
 OF_SCHEDULERS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""What people and schedulers send, often to all processes of a job at once. The flusher ignores
-these: it ends with its trainer, after its work is done."""
+"""Signals that people and schedulers send, often to all processes of a job at once. The flusher
+ignores them: it exits after its trainer, when its work is done."""
 
 SAME_S = 3.0
-"""Signals that come within so long of the first are the same: where a scheduler signals all
-processes of a job, a launcher among them passes it on as well."""
+"""Signals within this time of the first count as the same one: when a scheduler signals all
+processes of a job, a launcher among them forwards it as well."""
 
 
-class Notice(NamedTuple):
-    """That this process, or its job, is to end."""
+class PreemptionSignal(NamedTuple):
+    """A signal that this process, or its job, is about to end."""
 
     cause: str
     came_s: float
-    """Monotonic, of this process."""
+    """Time of arrival on this process's monotonic clock."""
     at_s: float
-    """By the wall clock."""
+    """Time of arrival by the wall clock."""
 
 
-def notice(cause: str) -> Notice:
-    """That it was noticed now."""
-    return Notice(cause, time.monotonic(), time.time())
+def preemption_signal(cause: str) -> PreemptionSignal:
+    """Return a signal with the current time."""
+    return PreemptionSignal(cause, time.monotonic(), time.time())
 
 
-class NotedSignals(Unheld):
-    """The handler of some signals, until it is let go."""
+class RecordedSignals(NotDeferred):
+    """Handler that records some signals until `let_go`."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """`UsageError` where they cannot be had. Nothing is installed yet."""
+        """Raise `UsageError` if these signals cannot be handled. Installs nothing yet."""
         self._numbers = [int(signal.Signals[name]) for name in names]
         self._earlier: dict[int, Any] = {}
         self._noting = True
-        self.came: Notice | None = None
+        self.came: PreemptionSignal | None = None
         if self._numbers and not on_main_thread():
             raise UsageError(
-                "signals are handled on the main thread only",
+                "signals can be handled only on the main thread",
                 expected="a Checkpointer that is made there",
                 found=f"the thread {threading.current_thread().name}",
                 remedy="make it there, or pass Preemption(signals=(), file=…)",
@@ -233,21 +235,21 @@ class NotedSignals(Unheld):
             if signal.getsignal(number) is None:
                 name = signal.Signals(number).name
                 raise UsageError(
-                    f"{name} has a handler that Python cannot put back",
+                    f"{name} has a handler that Python cannot restore",
                     expected="one of Python's",
                     found="one of another library",
                     remedy=f"leave {name} out of signals=(…)",
                 )
 
     def install(self) -> None:
-        """Handle them from now on. MUST NOT be called inside `interrupts.held`."""
+        """Handle the signals from now on. MUST NOT be called inside `defer_signals`."""
         system.watch(self, at_exit=self.let_go, in_child=self.let_go)
         for number in self._numbers:
             self._earlier[number] = signal.signal(number, self)
 
     def let_go(self) -> None:
-        """Give them back. On another thread than the main one, or where somebody has come after
-        this, the handler stays and only passes on."""
+        """Restore the earlier handlers. On another thread than the main one, or if another handler
+        was installed later, this handler stays and only forwards signals."""
         self._noting = False
         system.let_be(self)
         for number, earlier in self._earlier.items():
@@ -260,14 +262,14 @@ class NotedSignals(Unheld):
         if not (self._noting and is_same):
             self._act(number, frame, earlier)
             return
-        self.came = came or notice(signal.Signals(number).name)
-        # What would end the program by itself waits until something was done about it.
+        self.came = came or preemption_signal(signal.Signals(number).name)
+        # A default action that would end the program is not run: the caller saves first.
         if callable(earlier) and earlier is not signal.default_int_handler:
             pass_on(number, frame, earlier)
 
     @staticmethod
     def _act(number: int, frame: FrameType | None, earlier: Any) -> None:
-        """Do what would be done without this."""
+        """Behave as if this handler were not installed."""
         if callable(earlier):
             pass_on(number, frame, earlier)
         elif earlier is signal.SIG_DFL:

@@ -1,5 +1,5 @@
-"""What the system says of this process: kernel, identity, memory that is short, its end; and
-warnings that are told once."""
+"""Facts about this process and its system: kernel, identity, out-of-memory errors, exit and fork
+hooks, log prefix, and warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def advise(address: int, size_bytes: int, advice: int) -> int:
-    """Advise the kernel on whole pages of this process; 0, or the number of the error."""
+    """Call madvise on whole pages of this process; return 0 or the errno."""
     return 0 if _libc.madvise(address, size_bytes, advice) == 0 else ctypes.get_errno()
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> None:
-    """Have what lies wholly in that memory, and was not touched yet, made of huge pages, where the
-    system has some: touched one by one, small pages take longer than what is copied into them."""
+    """Ask for huge pages for the untouched memory in this range, if the system has them: faulting
+    in small pages one by one takes longer than copying into them."""
     first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     whole = (address + size_bytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole > 0:
@@ -40,18 +40,18 @@ def prefer_huge_pages(address: int, size_bytes: int) -> None:
 
 
 def told(path: str) -> str:
-    """All that such a file says; "" where there is none, or it cannot be read."""
+    """Return the contents of a file of the kernel; "" if it is missing or unreadable."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (see above)
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (no pathlib)
             return file.read()
     except OSError:
         return ""
 
 
 def filesystem_of(path: str) -> str:
-    """The kind of filesystem that a path lies on, such as `tmpfs`; "" where that is not told."""
+    """Return the kind of filesystem of a path, such as `tmpfs`; "" if unknown."""
     try:
-        device = os.stat(path).st_dev  # noqa: PTH116 (see above)
+        device = os.stat(path).st_dev  # noqa: PTH116 (slow to import)
     except OSError:
         return ""
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -63,32 +63,33 @@ def filesystem_of(path: str) -> str:
 
 
 def boot() -> str:
-    """The name of this start of the kernel; "" where it does not tell."""
+    """Return the id of this boot of the kernel; "" if unknown."""
     return told("/proc/sys/kernel/random/boot_id").strip()
 
 
 def pid_namespace() -> str:
-    """Within what the numbers of processes mean the same; "" where the kernel does not tell."""
+    """Return the pid namespace, within which pids are unique; "" if unknown."""
     try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (see `kernel`)
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (slow to import)
     except OSError:
         return ""
 
 
 def process_started(pid: int) -> str:
-    """When a process has started, in ticks since the boot; "" where there is none, or one
-    that is dead and not reaped yet."""
+    """Return the start time of a process, in ticks since boot; "" if there is none, or it is dead
+    but not reaped yet."""
     state, *more = told(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
 
 
 _OF_A_DEVICE = ("torch", "OutOfMemoryError")
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
-"""In the text of the plain `RuntimeError` that torch raises then."""
+"""Part of the message of the plain `RuntimeError` that torch raises if the host is out of
+memory."""
 
 
 def is_one(error: BaseException) -> bool:
-    """Whether that came of too little memory."""
+    """Return True if the error means that memory ran out."""
     kind = type(error)
     if isinstance(error, MemoryError) or (kind.__module__, kind.__name__) == _OF_A_DEVICE:
         return True
@@ -98,9 +99,9 @@ def is_one(error: BaseException) -> bool:
 
 
 def error_for(doing: str, error: BaseException) -> StorageError:
-    """What to raise in its place."""
+    """Return the `StorageError` to raise instead."""
     told = StorageError(
-        f"there is too little memory to {doing}",
+        f"not enough memory to {doing}",
         found=str(error).partition("\n")[0] or type(error).__name__,
         remedy="free memory, or give the process more (`ulimit -v`, the limit of its container)",
     )
@@ -110,7 +111,7 @@ def error_for(doing: str, error: BaseException) -> StorageError:
 
 @contextlib.contextmanager
 def translate_oom(doing: str) -> Iterator[None]:
-    """`StorageError` where memory does not suffice for what is done inside."""
+    """Raise `StorageError` if the code inside runs out of memory."""
     try:
         yield
     except Exception as error:
@@ -123,8 +124,8 @@ _ROOT = "laststep"
 _rank: int | None = None
 
 
-def speak_as(rank: int | None) -> None:
-    """From now on lines carry that rank; None: no rank."""
+def log_as_rank(rank: int | None) -> None:
+    """Prefix log lines with that rank from now on; None for no prefix."""
     global _rank  # noqa: PLW0603 (a process is one rank)
     _rank = rank
     known = list(logging.Logger.manager.loggerDict.values())
@@ -133,8 +134,8 @@ def speak_as(rank: int | None) -> None:
             logger.addFilter(_carry_rank)
 
 
-def speaks_as() -> int | None:
-    """The rank that lines carry."""
+def logging_rank() -> int | None:
+    """Return the rank in the prefix of log lines."""
     return _rank
 
 
@@ -155,18 +156,18 @@ _watched: dict[int, tuple[object, Callable[[], None], Callable[[], None]]] = {}
 
 
 def watch(what: object, *, at_exit: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Have these called at the end of the program and in forked children."""
+    """Call these functions at program exit and in forked children."""
     _watched[id(what)] = what, at_exit, in_child
 
 
 def let_be(what: object) -> None:
-    """It has ended by itself."""
+    """Cancel `watch`."""
     _watched.pop(id(what), None)
 
 
 def weakly(act: Callable[[], bool]) -> Callable[[], bool]:
-    """A method that does not keep its object alive; True when that is gone: there is no more to
-    be done."""
+    """Wrap a method without keeping its object alive; the wrapper returns True, for "nothing left
+    to do", once the object is gone."""
     reference = weakref.WeakMethod(act)
 
     def if_there() -> bool:
@@ -177,13 +178,13 @@ def weakly(act: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def check_process(what: str, pid: int) -> None:
-    """`UsageError` in a process that was forked from the one that made something."""
+    """Raise `UsageError` in a process that was forked from process `pid`."""
     if os.getpid() != pid:
         raise UsageError(
             f"cannot {what} in a forked process",
-            expected=f"process {pid}, which made the Checkpointer",
+            expected=f"process {pid}, which created the Checkpointer",
             found=f"process {os.getpid()}",
-            remedy="make one in this process, with a run of its own",
+            remedy="create a Checkpointer in this process, with a run of its own",
         )
 
 

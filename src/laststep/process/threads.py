@@ -1,54 +1,88 @@
-"""Threads: start them, run tasks on a few of them, outlast their errors."""
+"""All threads of the library: workers that run one function, and pools that run tasks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, SupportsIndex, TypeVar, TypeVarTuple
 
 from laststep.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    import logging
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
+_log = logging.getLogger(__name__)
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
 
 _OURS = "laststep-"
-"""So the name of every thread begins that the library starts."""
+"""Prefix of the names of all threads of the library."""
 
 
-def start(thread: threading.Thread) -> None:
-    """Start it; `StorageError` where that cannot be done."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise refused(thread.name, error) from error
+class Worker:
+    """A thread that runs one function and keeps the error that ended it.
 
+    A daemon thread: the program can exit without waiting for it.
+    """
 
-def refused(name: str, error: RuntimeError) -> StorageError:
-    """The error for a thread that could not be started."""
-    return StorageError(
-        "cannot start a thread",
-        where=name,
-        found=str(error),
-        remedy="raise the limit on processes and threads (`ulimit -u`, the pids of the container) "
-        "or on memory (`ulimit -v`)",
-    )
+    def __init__(self, name: str, run: Callable[[*_Args], object], *args: *_Args) -> None:
+        self.error: BaseException | None = None
+        self._run: Callable[[], object] | None = functools.partial(run, *args)
+        self._thread = threading.Thread(target=self._main, name=f"{_OURS}{name}", daemon=True)
+
+    @property
+    def name(self) -> str:
+        return self._thread.name
+
+    def start(self) -> Self:
+        """Start the thread. Raise `StorageError` if the system cannot create one."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StorageError(
+                "cannot start a thread",
+                where=self.name,
+                found=str(error),
+                remedy="raise the limit on processes and threads (`ulimit -u`, the pids of the "
+                "container) or on memory (`ulimit -v`)",
+            ) from error
+        return self
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, if it was started; return False if it still runs after the timeout."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None  # noqa: S101 (a thread runs once)
+        try:
+            run()
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 @contextlib.contextmanager
 def outlasting(log: logging.Logger, what: str, *details: object) -> Iterator[None]:
-    """Log what a function of the user's raises inside, and go on. What is no `Exception`, such as
-    Ctrl-C, `sys.exit()` or the end of a task, is meant for the thread on which it is raised: it
-    goes on there, unless that is one of ours, of which nobody knows and for which many wait."""
+    """Log exceptions raised inside, such as those of user callbacks, and continue. Other
+    `BaseException`s, such as Ctrl-C, `sys.exit()` or the cancellation of a task, are meant for the
+    thread on which they are raised: they propagate, except on a thread of this library, which users
+    do not know and others wait for; there they are logged too."""
     try:
         yield
     except BaseException as error:
         if threading.current_thread().name.startswith(_OURS):
-            with contextlib.suppress(BaseException):  # the log's handlers are the user's as well
+            with contextlib.suppress(BaseException):  # log handlers are user code too
                 log.exception(what, *details)
             return
         if not isinstance(error, Exception):
@@ -56,65 +90,143 @@ def outlasting(log: logging.Logger, what: str, *details: object) -> Iterator[Non
         log.exception(what, *details)
 
 
-_Asked = ParamSpec("_Asked")
-_Result = TypeVar("_Result")
-_Task = tuple["Future[Any]", "Callable[[], Any]"]
+class WorkerPool:
+    """Up to `count` threads that take tasks from one queue in order.
 
+    Threads are started when there are tasks for them, and end with the pool. With a `limit`, adding
+    a task blocks while that many are queued; 0 is for callers that bound their tasks themselves.
+    """
 
-class Workers:
-    """Up to so many threads, each started when there is something to do; they end with this."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._count, self._name = count, name
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+    def __init__(self, name: str, count: int, *, limit: int = 0) -> None:
+        self._name, self._count = name, count
+        self._queue = _TaskQueue(limit)
+        self._workers: list[Worker] = []
         self._lock = threading.Lock()
-        weakref.finalize(self, _end, self._tasks, self._threads).atexit = False
+        # Bypass the queue's lock: the thread that garbage-collects this pool may hold it.
+        ending = weakref.finalize(self, _end, self._queue.tasks, self._workers)
+        ending.atexit = False
 
-    def submit(
-        self, call: Callable[_Asked, _Result], *args: _Asked.args, **more: _Asked.kwargs
-    ) -> Future[_Result]:
-        """Have it called; `RuntimeError` where no thread can be started."""
-        with self._lock:
-            if len(self._threads) < self._count:
-                name = f"{self._name}_{len(self._threads)}"
-                thread = threading.Thread(target=_work, args=[self._tasks], name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        from concurrent.futures import Future  # every flusher waits for what is imported
+    def start(self) -> Self:
+        """Start all threads now; if one cannot be started, raise `StorageError` and leave none."""
+        try:
+            while self._add_worker():
+                pass
+        except StorageError:
+            self.close()
+            raise
+        return self
+
+    def put(self, call: Callable[[*_Args], object], *args: *_Args) -> None:
+        """Queue a call. Raise the first error of an earlier task, if there is one."""
+        if self._queue.error is not None:
+            raise self._queue.error
+        try:
+            self._add_worker()
+        except StorageError:
+            if not self._workers:  # else the running threads do it
+                raise
+        self._queue.put(functools.partial(call, *args))
+
+    def submit(self, call: Callable[[*_Args], _Result], *args: *_Args) -> Future[_Result]:
+        """Queue a call; the future receives its result or its error."""
+        from concurrent.futures import Future  # late: every flusher waits for imports
 
         future: Future[_Result] = Future()
-        self._tasks.put((future, lambda: call(*args, **more)))
+        self.put(_fulfil, future, functools.partial(call, *args))
         return future
+
+    @property
+    def has_queued(self) -> bool:
+        """True while tasks wait for a thread."""
+        return not self._queue.tasks.empty()
+
+    def wait(self) -> None:
+        """Wait until no task is left, including those that tasks add."""
+        self._queue.wait()
+
+    def close(self) -> None:
+        """Wait until no task is left, end the threads, and raise the first error of a task."""
+        self.wait()
+        _end(self._queue.tasks, self._workers)
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
+        if self._queue.error is not None:
+            raise self._queue.error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all is done."""
-        _end(self._tasks, self._threads)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        self.close()
+
+    def _add_worker(self) -> bool:
+        with self._lock:
+            if len(self._workers) == self._count:
+                return False
+            name = f"{self._name}_{len(self._workers)}"
+            self._workers.append(Worker(name, self._queue.work).start())
+            return True
 
 
-def _end(tasks: queue.SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
-    for _ in threads:
+class _TaskQueue:
+    """The tasks of a pool. Threads refer to this queue and not to the pool, so that the pool can be
+    garbage-collected."""
+
+    def __init__(self, limit: int) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self._room = threading.Semaphore(limit) if limit else None
+        self._left = 0
+        self._changed = threading.Condition()
+
+    def put(self, task: Callable[[], object]) -> None:
+        if self._room is not None:
+            self._room.acquire()
+        with self._changed:
+            self._left += 1
+        self.tasks.put(task)
+
+    def wait(self) -> None:
+        with self._changed:
+            while self._left:
+                self._changed.wait()
+
+    def work(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            if self._room is not None:
+                self._room.release()
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 (raised by `put` and `close`)
+                self.error = self.error or error
+                with contextlib.suppress(BaseException):  # log handlers are user code
+                    name = threading.current_thread().name
+                    _log.error("a task failed on %s", name, exc_info=error)
+            del task  # free the task's objects before waiting for the next one
+            with self._changed:
+                self._left -= 1
+                if not self._left:
+                    self._changed.notify_all()
+
+
+def _end(tasks: queue.SimpleQueue[Callable[[], object] | None], workers: Sequence[Worker]) -> None:
+    for _ in workers:
         tasks.put(None)
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        future, call = task
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 (whoever asked for it hears of it)
-            future.set_exception(error)
-        del task, future, call  # what they hold may be gone before the next comes
+def _fulfil(future: Future[_Result], call: Callable[[], _Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 (raised to the holder of the future)
+        future.set_exception(error)
 
 
 class OnlyOne:
-    """Cannot be copied or pickled: what ends a copy, or tells it, would be meant for both."""
+    """Base of objects that cannot be copied or pickled: closing or notifying one copy would affect
+    the other."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = next(k.__name__ for k in type(self).__mro__ if not k.__name__.startswith("_"))

@@ -1,1 +1,1 @@
-"""How the ranks of a job talk to each other."""
+"""Communication between the ranks of a job."""

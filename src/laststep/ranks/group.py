@@ -1,9 +1,8 @@
-"""What the ranks of a job do together while they restore: tell each other, and pass bytes on.
+"""Collectives of a restore: broadcast, all_gather, all_max, and exchange of tensor bytes.
 
-A gloo group of our own, on the host, so that a failure in it leaves the groups that train alone;
-much that is passed on between devices goes over NCCL, where the job has it (`ranks.carriers`).
-Collective: every rank makes the same calls in the same order. Called on the training thread, in
-`restore()` only.
+Uses a gloo group of its own on the host, so that a failure here does not break the groups that
+train. Large exchanges between devices use NCCL if the job has it (`ranks.transports`). Every rank
+makes the same calls in the same order, on the training thread, inside `restore()`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from laststep.errors import (
     from_wire,
 )
 from laststep.process import system
-from laststep.ranks.carriers import HOST, Carrier, DeviceCarrier, Transit, has_nccl
 from laststep.ranks.missing_ranks import awaited
+from laststep.ranks.transports import HOST, DeviceTransport, Transit, Transport, has_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,57 +39,59 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Parcel = tuple[bytes, torch.Tensor]
-"""What one rank passes on to another: a head, and bytes."""
+RankMessage = tuple[bytes, torch.Tensor]
+"""A header and the bytes that one rank sends to another."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its new name, where torch has it: the old one warns there."""
+"""The new name, if this torch has it: the old one warns there."""
 
 
 _NOTE_BYTES, _LENGTH_BYTES = 512, 8
 WORTH_BYTES = 256 << 20
-"""Where no rank passes on as much, connecting over NCCL would take longer than it saves."""
+"""If no rank sends this much, connecting NCCL takes longer than it saves."""
 
 
-class _IncomingParcel(NamedTuple):
-    """A parcel that is coming, while another goes."""
+class _IncomingMessage(NamedTuple):
+    """A message that is being received while another one is sent."""
 
     head: Transit
     data: Transit
 
 
 class Ranks(Protocol):
-    """Who restores."""
+    """The ranks that restore together."""
 
     rank: Rank
     size: int
-    """How many do so together."""
+    """The number of ranks."""
 
     def arrive(self) -> None:
-        """Wait for all to restore, and say in the log for whom."""
+        """Wait until all ranks call `restore()`, and log which ones are missing."""
 
-    def gather(self, note: bytes) -> list[bytes]:
-        """The notes of all ranks, on all ranks."""
+    def all_gather(self, note: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, on all ranks."""
 
-    def tell(self, who: int, note: bytes) -> bytes:
-        """The note of that rank, on all ranks."""
+    def broadcast(self, who: int, note: bytes) -> bytes:
+        """Return the bytes of rank `who`, on all ranks."""
 
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
+    def all_max(self, number: int) -> int:
+        """Return the largest number of any rank."""
 
     def carrying(
         self, device: torch.device, most_bytes: int
     ) -> AbstractContextManager[torch.device]:
-        """Get ready for exchanges in which this rank, whose state lies on that device, passes on so
-        many bytes; gives the device on which all parcels of this rank are to lie meanwhile."""
+        """Prepare exchanges in which this rank, with its state on `device`, sends up to
+        `most_bytes`; yield the device on which all its messages must lie."""
 
-    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
-        """Send parcels, some to one rank each, one to all others; get theirs, which are to be used
-        one after the other."""
+    def exchange(
+        self, each: Mapping[int, RankMessage], to_all: RankMessage | None
+    ) -> Iterator[RankMessage]:
+        """Send one message to each of some ranks and one to all others; yield the messages
+        received, each to be used before the next."""
 
 
 class Alone:
-    """One rank by itself, whether there are others in its job or not."""
+    """A single rank that restores by itself."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -99,13 +100,13 @@ class Alone:
     def arrive(self) -> None:
         pass
 
-    def gather(self, note: bytes) -> list[bytes]:
+    def all_gather(self, note: bytes) -> list[bytes]:
         return [note]
 
-    def tell(self, who: int, note: bytes) -> bytes:
+    def broadcast(self, who: int, note: bytes) -> bytes:
         return note
 
-    def largest(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         return number
 
     def carrying(
@@ -113,17 +114,19 @@ class Alone:
     ) -> AbstractContextManager[torch.device]:
         return contextlib.nullcontext(HOST)
 
-    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
+    def exchange(
+        self, each: Mapping[int, RankMessage], to_all: RankMessage | None
+    ) -> Iterator[RankMessage]:
         return iter(())
 
 
 class RankGroup:
-    """The ranks of a job of several; made by all of them at once."""
+    """All ranks of a job; constructed by all of them at once."""
 
     def __init__(
         self, rank: Rank, name: str, *, deadline_s: float, call: str = "restore()"
     ) -> None:
-        """`name` is this group's, on all ranks, which make that `call` now."""
+        """`name` identifies this group on all ranks; `call` is the call that they are making."""
         self.rank = rank
         self.size = rank.ranks
         self._name = name
@@ -131,10 +134,10 @@ class RankGroup:
         self._arrivals = 0
         timeout = timedelta(seconds=deadline_s)
         self._group = self._awaited(lambda: dist.new_group(backend="gloo", timeout=timeout), call)
-        self._carrier = self._host = Carrier(self._group)
+        self._transport = self._host = Transport(self._group)
 
     def arrive(self) -> None:
-        self._awaited(lambda: self.largest(0))
+        self._awaited(lambda: self.all_max(0))
 
     def _awaited(self, act: Callable[[], T], call: str = "restore()") -> T:
         self._arrivals += 1
@@ -146,7 +149,7 @@ class RankGroup:
 
         return _asked(work)
 
-    def gather(self, note: bytes) -> list[bytes]:
+    def all_gather(self, note: bytes) -> list[bytes]:
         rows = self._gather(_head(note), _NOTE_BYTES)
         sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
         if max(sizes) > _NOTE_BYTES - _LENGTH_BYTES:
@@ -157,22 +160,22 @@ class RankGroup:
         ]
 
     def _gather(self, note: bytes, width: int) -> list[bytes]:
-        """The notes of all, each filled up to `width` bytes."""
+        """Return the bytes of all ranks, each padded to `width`."""
         mine = torch.frombuffer(bytearray(note.ljust(width, b"\0")), dtype=torch.uint8)
         return [row.tobytes() for row in self._gather_rows(mine).numpy()]
 
     def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, which are of one length."""
+        """Return the rows of all ranks, which have equal length."""
         rows = torch.empty(self.size * len(mine), dtype=mine.dtype)
         _asked(lambda: _ALL_GATHER(rows, mine, group=self._group))
         return rows.view(self.size, len(mine))
 
-    def largest(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
         _asked(lambda: dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group))
         return int(value)
 
-    def tell(self, who: int, note: bytes) -> bytes:
+    def broadcast(self, who: int, note: bytes) -> bytes:
         head = self._told(who, _head(note), _NOTE_BYTES)
         size = int.from_bytes(head[:_LENGTH_BYTES], "little")
         if size > _NOTE_BYTES - _LENGTH_BYTES:
@@ -180,7 +183,7 @@ class RankGroup:
         return head[_LENGTH_BYTES : _LENGTH_BYTES + size]
 
     def _told(self, who: int, note: bytes, width: int) -> bytes:
-        """The note of that rank, which has, filled up, `width` bytes."""
+        """Return the bytes of rank `who`, padded to `width`."""
         mine = note if who == self.rank.number else b""
         data = torch.frombuffer(bytearray(mine.ljust(width, b"\0")), dtype=torch.uint8)
         _asked(lambda: dist.broadcast(data, group_src=who, group=self._group))
@@ -189,64 +192,66 @@ class RankGroup:
     @contextlib.contextmanager
     def carrying(self, device: torch.device, most_bytes: int) -> Iterator[torch.device]:
         on_device = device.type == "cuda" and has_nccl()
-        if self.largest(not on_device) or self.largest(most_bytes) < WORTH_BYTES:
+        if self.all_max(not on_device) or self.all_max(most_bytes) < WORTH_BYTES:
             yield HOST
             return
-        carrier = self._on_device(device)
-        if carrier is None:
+        transport = self._on_device(device)
+        if transport is None:
             yield HOST
             return
-        self._carrier = carrier
+        self._transport = transport
         try:
             with torch.cuda.device(device):
                 yield device
         except BaseException:
-            carrier.abandon()
+            transport.abandon()
             raise
         else:
-            carrier.close()
+            transport.close()
         finally:
-            self._carrier = self._host
+            self._transport = self._host
 
-    def _on_device(self, device: torch.device) -> DeviceCarrier | None:
-        """NCCL, where every rank has it; None on all of them where one does not."""
-        carrier: DeviceCarrier | None = None
+    def _on_device(self, device: torch.device) -> DeviceTransport | None:
+        """Return an NCCL transport if every rank has NCCL, else None on all ranks."""
+        transport: DeviceTransport | None = None
         try:
-            carrier = DeviceCarrier(device)
+            transport = DeviceTransport(device)
         except RuntimeError as error:
             log.warning("restoring over the host: NCCL failed: %s", _first_line(error))
-        if not self.largest(carrier is None):
-            return carrier
-        if carrier is not None:
+        if not self.all_max(transport is None):
+            return transport
+        if transport is not None:
             log.warning("restoring over the host: NCCL failed on another rank")
-            carrier.abandon()
+            transport.abandon()
         return None
 
-    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
+    def exchange(
+        self, each: Mapping[int, RankMessage], to_all: RankMessage | None
+    ) -> Iterator[RankMessage]:
         head, data = to_all or (b"", _NOTHING)
         mine = torch.tensor([len(each), len(head), data.numel()])
         announced = self._gather_rows(mine).tolist()
-        if any(parcels for parcels, _, _ in announced):
+        if any(messages for messages, _, _ in announced):
             yield from self._pass_each(each)
         for who, (_, head_bytes, data_bytes) in enumerate(announced):
             if head_bytes:
                 own = who == self.rank.number
                 heard = self._tell(self._host, who, _tensor(head) if own else None, head_bytes)
-                came = self._tell(self._carrier, who, data if own else None, data_bytes)
+                came = self._tell(self._transport, who, data if own else None, data_bytes)
                 if not own:
                     yield heard.numpy().tobytes(), came
 
-    def _pass_each(self, each: Mapping[int, Parcel]) -> Iterator[Parcel]:
-        """To every rank what is for it alone, and from every rank what is for this one: first to
-        the next rank and from the one before, then over two, and so on. Two parcels at most are
-        coming at a time, however many ranks have something for this one."""
+    def _pass_each(self, each: Mapping[int, RankMessage]) -> Iterator[RankMessage]:
+        """Send each rank its message and receive those for this rank: first to the next rank and
+        from the previous one, then at distance two, and so on. At most two messages are being
+        received at a time, however many ranks send to this one."""
         mine = self.rank.number
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
         sent = torch.tensor([[len(head), data.numel()] for head, data in out])
         come = torch.empty_like(sent)
         _asked(lambda: dist.all_to_all_single(come, sent, group=self._group))
         sizes = come.tolist()
-        coming: _IncomingParcel | None = None
+        coming: _IncomingMessage | None = None
         for apart in range(1, self.size):
             to, source = (mine + apart) % self.size, (mine - apart) % self.size
             (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
@@ -254,30 +259,30 @@ class RankGroup:
                 continue
             swap = functools.partial(self._swap, to=to, source=source)
             before = coming
-            coming = _IncomingParcel(
+            coming = _IncomingMessage(
                 swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
-                swap(self._carrier, data, come_bytes=data_bytes, tag=1),
+                swap(self._transport, data, come_bytes=data_bytes, tag=1),
             )
             yield from _arrived(before)
         yield from _arrived(coming)
 
     @staticmethod
     def _swap(
-        carrier: Carrier, data: torch.Tensor, *, to: int, source: int, come_bytes: int, tag: int
+        transport: Transport, data: torch.Tensor, *, to: int, source: int, come_bytes: int, tag: int
     ) -> Transit:
-        return _asked(lambda: carrier.swap(to, data, source, come_bytes, tag))
+        return _asked(lambda: transport.swap(to, data, source, come_bytes, tag))
 
     @staticmethod
     def _tell(
-        carrier: Carrier, who: int, data: torch.Tensor | None, size_bytes: int
+        transport: Transport, who: int, data: torch.Tensor | None, size_bytes: int
     ) -> torch.Tensor:
-        return _asked(lambda: carrier.tell(who, data, size_bytes))
+        return _asked(lambda: transport.broadcast(who, data, size_bytes))
 
     def close(self) -> None:
         self._host.close()
 
 
-def _arrived(coming: _IncomingParcel | None) -> Iterator[Parcel]:
+def _arrived(coming: _IncomingMessage | None) -> Iterator[RankMessage]:
     if coming is None:
         return
     head, data = _asked(coming.head.wait), _asked(coming.data.wait)
@@ -290,15 +295,18 @@ def _asked(call: Callable[[], T]) -> T:
         return call()
     except RuntimeError as error:
         raise StorageError(
-            "the ranks of this job could not restore together",
+            "the ranks of this job could not restore collectively",
             found=_first_line(error),
-            remedy="a rank has ended, hangs, or did not call restore(); see the logs of the others"
+            remedy=(
+                "a rank has exited, hangs, or did not call restore(); check the logs of the "
+                "other ranks"
+            )
             + _after_restart(),
         ) from error
 
 
 def _after_restart() -> str:
-    """More to look for where torchrun has started the ranks again in the store of the dead ones."""
+    """Return an additional hint if torchrun restarted the ranks with the store of the dead ones."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
@@ -314,7 +322,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _head(note: bytes) -> bytes:
-    """How a note begins: mostly it is short and fits beside its length, and one round is enough."""
+    """Return the fixed-size first part of the bytes: most are short and fit beside their length, so
+    that one round suffices."""
     return len(note).to_bytes(_LENGTH_BYTES, "little") + note[: _NOTE_BYTES - _LENGTH_BYTES]
 
 
@@ -323,13 +332,14 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 _CONSEQUENCES = (CorruptError, NotFoundError)
-"""What a rank may conclude because another has failed, the likeliest first: no cause if there is
-another. A checkpoint is passed over for `CorruptError`, so nothing else may look like it."""
+"""Errors that a rank may raise because another rank failed, likeliest first. They do not count as
+the cause if there is another error: `CorruptError` makes a restore skip the checkpoint, so nothing
+else may look like it."""
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do something on every rank. Where it fails on any, it fails on all, with an error of the kind
-    that is the cause (`_weight`), on the first rank that has one: all go on alike."""
+def collective(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank. If it fails on any rank, raise on all ranks an error of the kind
+    that is the cause (`_weight`), so that all continue alike."""
     error: LaststepError | None = None
     result: T | None = None
     try:
@@ -341,7 +351,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         error = system.error_for("go on", raised) if short else _Foreign(repr(raised))
         error.__cause__ = raised
     try:
-        if ranks.largest(error is not None):
+        if ranks.all_max(error is not None):
             raise _cause(ranks, error)
     finally:
         # An error and the frames it came through would hold each other, and what is restored.
@@ -350,20 +360,20 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class _Foreign(LaststepError):
-    """Stands for an error that is not ours, such as one of a provider, until all have heard."""
+    """Stands for an error that is not ours, such as a provider's, until all ranks know of it."""
 
 
 def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
-    """Which of several errors is the cause: the one of the least weight. What a rank found missing
-    weighs more than what it found wrong: it may only not have seen it."""
+    """Return the weight of an error; of several, the lightest is the cause. A missing file weighs
+    more than a wrong one: the rank may only not have seen it."""
     names = [consequence.__name__ for consequence in _CONSEQUENCES]
     weight = 2 * (names.index(kind) + 1) if kind in names else 0
     return weight + ("missing" in fields)
 
 
 def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
-    """The error that is the cause of all others, or this rank's own if it is of the same kind."""
-    notes = ranks.gather(b"" if error is None else _encode(error))
+    """Return the error that caused all others, or this rank's own if it is of the same kind."""
+    notes = ranks.all_gather(b"" if error is None else _encode(error))
     errors = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
     rank, kind, fields = min(errors, key=lambda sent: _weight(*sent[1:]))
     own = error is not None and _weight(*error.to_wire()) == _weight(kind, fields)

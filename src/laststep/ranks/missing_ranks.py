@@ -1,9 +1,8 @@
-"""Say in the log for whom a rank waits, where not all make a call that all have to make.
+"""Log which ranks a collective call is waiting for.
 
-Every rank leaves a note in the job's store when it makes the call. After a few seconds the first
-rank looks whose notes are missing, and the others whether the first's is: if all looked for all, a
-large job would ask its store millions of questions. Over a connection of its own: the first is busy
-waiting.
+Every rank sets a key when it makes the call. After a few seconds rank 0 checks all keys and the
+other ranks check rank 0's: if every rank checked every key, a large job would send its store
+millions of requests. Uses a connection of its own, because rank 0's is busy waiting.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
+from laststep.constants import listed
 from laststep.errors import StorageError
-from laststep.process import threads
-from laststep.terms import listed
+from laststep.process.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,9 +29,9 @@ PATIENCE_S = 5.0
 
 
 def tell(what: str, late: Iterable[int], limit_s: float) -> None:
-    """Who has not made that call."""
+    """Log the ranks that have not made the call."""
     log.warning(
-        "%s waits for %s, for %g s at most: every rank has to call it",
+        "%s waits for %s, for at most %g s: every rank has to call it",
         what,
         listed((f"rank {number}" for number in late), 8) or "other ranks",
         limit_s,
@@ -41,8 +40,8 @@ def tell(what: str, late: Iterable[int], limit_s: float) -> None:
 
 @contextlib.contextmanager
 def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
-    """While this block runs, all ranks are expected to make the call `what`; whoever has not made
-    it after a few seconds is named in the log. `name` tells this call from earlier ones."""
+    """Inside this block all ranks are expected to make the call `what`; log those that have not
+    after a few seconds. `name` distinguishes this call from earlier ones."""
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
     store.set(f"{name}/{rank.number}", b"1")
     come = threading.Event()
@@ -57,12 +56,11 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
             if not come.is_set() and (late or rank.is_first):
                 tell(what, late, limit_s)
 
-    thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)
+    worker = Worker("arriving", watch)
     with contextlib.suppress(StorageError):  # then nobody tells who is late
-        threads.start(thread)
+        worker.start()
     try:
         yield
     finally:
         come.set()
-        if thread.is_alive():
-            thread.join()
+        worker.join()

@@ -1,1 +1,1 @@
-"""Read what is stored, and verify every byte of it."""
+"""Read stored data and verify every byte of it."""

@@ -1,42 +1,65 @@
-"""Read bytes of a data file whose digests are known, verify them, and say what is wrong.
+"""Read blocks of a checkpoint: fetch, decode and verify them, and report damage.
 
-This is the one place where stored data are compared with their digests. What is wrong is read a
-second time, past every cache that the reader has, before it counts. Damage is a value here: one bad
-block hides no other, and each caller decides whether to list it or to raise it.
+`BlockReader` is the only reader of stored tensors; restore, verify, copy, export, recover, DCP and
+browse all use it. It reads the blocks that an index refers to: raw blocks directly, encoded blocks
+through their codec, and the bases and masters that those need, through itself. Adjacent blocks are
+fetched together. A file is opened on first use.
 
-`read_ahead` reads extents one after the other while threads read the next ones, in bounded memory.
+This is the only place where stored data are compared with their digests. A block that does not
+match is read a second time, bypassing every cache of the file's reader, before it counts as
+damaged. Damage is a value: one bad block does not hide another, and each caller decides whether to
+list it or to raise it. A digest covers the decoded block, so damage to encoded bytes shows in the
+decoded ones; a damaged base or master is reported instead of the block that needs it. Does not
+import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+import mmap
+import threading
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
-from laststep.errors import CorruptError, LaststepError, StorageError
+from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
+from laststep.format.index import RAW, BlockRef
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.memory.slots import huge_pages
-from laststep.storage.store import InPlace
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
+from laststep.storage.store import InPlace, PrefersCached
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from laststep.format.index import Index, StoredFile, StoredLayout
+    from laststep.format.layout import FileLayout
+    from laststep.read.derived import Masters
     from laststep.storage.store import FileReading
+
+_GAP_BYTES = 64 << 10
+"""Maximum gap between blocks that are fetched together."""
+MANY_LAYOUTS = 256
+"""For checkpoints with more layouts, written by many ranks, files are closed once they have been
+read: a process is often limited to 1,024 open files."""
+_of_thread = threading.local()
+
+KeptBlocks = dict[tuple[str, int], memoryview]
+"""Blocks of masters that were read for one extent, by layout and number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is not as it was written: where it lies, what its digest says, what is there.
+    """One difference from what was written: its location, the expected digest and the actual one.
 
-    `start` and `stop` are bytes that the file has: of one that is too short, what is missing behind
-    its end is one damage ("size"), which begins and stops there. `touches` names what lies, or
-    should lie, there: tensors by their full names, of a part also which (`model/w[0:320, 0:300]`),
-    of what each rank has for itself also whose. `error` says the same in a sentence.
+    `start` and `stop` are bytes that the file has. If a file is too short, its missing end is one
+    damage ("size") whose `start` and `stop` are both the end of the file. `touches` names the
+    tensors that are, or should be, at that location: by full name, with the box if only part of a
+    tensor is there (`model/w[0:320, 0:300]`), and with the rank for per-rank items. `error`
+    describes the same in a sentence.
     """
 
     file: str
@@ -48,174 +71,7 @@ class Damage:
     touches: tuple[str, ...] = ()
     error: LaststepError = field(repr=False, compare=False)
     data: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
-    """The bytes of the tensor area that it touches: not where they lie."""
-
-
-class Extent(NamedTuple):
-    """Bytes [start, stop) of a data file and their digests: of each block, or one of all of it."""
-
-    reader: FileReading
-    file: str
-    where: str
-    start: int
-    stop: int
-    digests: bytes
-    what: str | None = None
-    """What it is, where it has one digest: a header. None: blocks."""
-    first: int = 0
-    """The number of its first block."""
-    image_at: int = 0
-    """Where its first byte is in the tensor area."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def stored_bytes(self) -> int:
-        """Those of them that the file has."""
-        return max(0, min(self.stop, self.reader.size_bytes) - self.start)
-
-    def read(self, into: memoryview) -> list[Damage]:
-        """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
-        fails is damage too; any other failure of the store raises `StorageError`."""
-        try:
-            return self.verify(into, self.fill(into))
-        except StorageError as error:
-            stop = max(self.start, min(self.stop, self.reader.size_bytes))
-            what = self.what or "data"
-            damage = damage_of(error, file=self.file, what=what, start=self.start, stop=stop)
-            return [self._placed(damage)]
-
-    def _placed(self, damage: Damage) -> Damage:
-        ahead = self.image_at - self.start
-        return replace(damage, data=(damage.start + ahead, damage.stop + ahead))
-
-    def fill(self, into: memoryview) -> int:
-        """Read without a look at the digests; how many of the bytes there were."""
-        size = self.stop - self.start
-        if not size:
-            return 0
-        # Up to whole pages, where there is room: a direct read of these is not copied.
-        return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
-
-    def in_place(self) -> memoryview | None:
-        """Its bytes in memory of the reader, where that has them and the file has all of them;
-        whether they are right, `is_right` says."""
-        if self.stored_bytes < self.size_bytes or not isinstance(self.reader, InPlace):
-            return None
-        return self.reader.in_place(self.start, self.size_bytes)
-
-    def is_right(self, image: memoryview) -> bool:
-        """Whether these are the bytes that were written."""
-        return not self._wrong(image, image.nbytes)
-
-    def part(self, first: int, last: int) -> bytes:
-        """These of its bytes, without a look at the digests; zeros where the file has ended."""
-        into = bytearray(last - first)
-        self.reader.read_into(self.start + first, memoryview(into))
-        return bytes(into)
-
-    def verify(self, image: memoryview, got: int) -> list[Damage]:
-        """What is wrong with the `got` bytes that were filled in, also after a second look."""
-        return self._wrong(image, got) and self._wrong(image, self.fill(image))
-
-    def _wrong(self, image: memoryview, got: int) -> list[Damage]:
-        size = self.stop - self.start
-        there = image[:got]
-        digests = block_digests(there) if self.what is None else digest(there)
-        if got == size and digests == self.digests:
-            return []
-        step = BLOCK_BYTES if self.what is None else max(size, 1)
-        wrong = []
-        for number, at in enumerate(range(0, max(size, 1), step)):
-            part = there[at : at + step]
-            expected = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            missing = min(step, size - at) - len(part)
-            if missing or digest(part) != expected:
-                wrong.append(self._damage(number, at, part, missing, expected, got))
-        return wrong
-
-    def _damage(
-        self, number: int, at: int, part: memoryview, missing: int, expected: bytes, got: int
-    ) -> Damage:
-        what = self.what or f"block {self.first + number}"
-        start, stop = self.start + at, self.start + at + len(part)
-        found: str | None = None
-        if missing:
-            found = f"only {len(part)} of {len(part) + missing} bytes: the file is too short"
-            error = CorruptError(
-                "a data file is too short",
-                where=self.where,
-                expected=f"at least {self.stop} bytes",
-                # The length of the file, unless it ends before this begins.
-                found=f"{self.start + got} bytes" if got else f"at most {self.start} bytes",
-                remedy=DAMAGE_REMEDY,
-            )
-        else:
-            error = CorruptError(
-                "stored bytes have changed",
-                where=f"{self.where}, {what} (bytes {start}-{stop})",
-                expected=f"{DIGEST_NAME}:{expected.hex()}",
-                found=digest_text(part),
-                remedy=DAMAGE_REMEDY,
-            )
-        return self._placed(
-            damage_of(error, file=self.file, what=what, start=start, stop=stop, found=found)
-        )
-
-
-class Readable(Protocol):
-    """Bytes of a checkpoint that are read and verified together: an `Extent`, or what is to be used
-    as one."""
-
-    @property
-    def what(self) -> str | None: ...
-
-    @property
-    def size_bytes(self) -> int:
-        """How many they are, decoded."""
-
-    @property
-    def stored_bytes(self) -> int:
-        """What they take in files."""
-
-    def read(self, into: memoryview) -> list[Damage]: ...
-
-    def fill(self, into: memoryview) -> int: ...
-
-    def verify(self, image: memoryview, got: int) -> list[Damage]: ...
-
-
-class Extents:
-    """Blocks of an image that lie in several files, or not one after the other in one; to be read
-    as an `Extent` is."""
-
-    what: None = None
-
-    def __init__(self, parts: Sequence[Readable]) -> None:
-        self._parts = parts
-        self.size_bytes = sum(part.size_bytes for part in parts)
-        self.stored_bytes = sum(part.stored_bytes for part in parts)
-
-    def read(self, into: memoryview) -> list[Damage]:
-        return [damage for part, view in self._views(into) for damage in part.read(view)]
-
-    def fill(self, into: memoryview) -> int:
-        return sum(part.fill(view) for part, view in self._views(into))
-
-    def verify(self, image: memoryview, got: int) -> list[Damage]:
-        """As that of an `Extent`; what is not whole is read again, part by part."""
-        if got < self.size_bytes:
-            return self.read(image)
-        views = self._views(image)
-        return [damage for part, view in views for damage in part.verify(view, part.size_bytes)]
-
-    def _views(self, image: memoryview) -> Iterator[tuple[Readable, memoryview]]:
-        at = 0
-        for part in self._parts:  # each but the last of whole blocks, so all views are aligned
-            yield part, image[at : at + part.size_bytes]
-            at += part.size_bytes
+    """Affected bytes of the layout's tensors, as opposed to their location in a file."""
 
 
 def damage_of(
@@ -226,9 +82,10 @@ def damage_of(
     start: int = 0,
     stop: int = 0,
     found: str | None = None,
+    data: tuple[int, int] = (0, 0),
 ) -> Damage:
-    """An error that tells of damage, as a value; `found` where it lacks the words for a list. A
-    store that cannot be reached, or denies access, is not damaged: that error is raised."""
+    """Convert an error about damage to a value; `found` replaces the error's own text in lists.
+    Raise the error if the store cannot be reached or denies access: that is not damage."""
     if isinstance(error, StorageError) and not error.device_failed:
         raise error
     return Damage(
@@ -238,36 +95,624 @@ def damage_of(
         stop=stop,
         expected=error.expected or "what was written",
         found=found or error.found or "something else",
-        error=error.with_traceback(None),  # which would keep buffers alive
+        error=error.with_traceback(None),  # a traceback would keep buffers alive
+        data=data,
     )
 
 
+def _changed(
+    file: OpenFile, what: str, start: int, stop: int, expected: bytes, found: memoryview
+) -> Damage:
+    error = CorruptError(
+        "stored bytes have changed",
+        where=f"{file.where}, {what} (bytes {start}-{stop})",
+        expected=f"{DIGEST_NAME}:{expected.hex()}",
+        found=digest_text(found),
+        remedy=DAMAGE_REMEDY,
+    )
+    return damage_of(error, file=file.name, what=what, start=start, stop=stop)
+
+
 def refuse(damage: Iterable[Damage]) -> None:
-    """Raise the first damage, if there is any."""
+    """Raise the error of the first damage, if there is any."""
     for first in damage:
         raise first.error
 
 
-def read_ahead(
-    extents: Iterable[Readable], *, threads: int, buffer_bytes: int = CHUNK_BYTES
-) -> Generator[tuple[memoryview, list[Damage]], None, None]:
-    """The bytes of each extent, in order, and what is wrong with them. The bytes are gone when the
-    next ones are asked for. An extent of more than `buffer_bytes` gets a buffer of its own."""
-    spare: list[memoryview] = []
-    ahead: deque[tuple[int, memoryview, Future[list[Damage]]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="laststep-ahead") as workers:
+# --- files --------------------------------------------------------------------------------------
+
+
+class FileSource(Protocol):
+    """Opens data files: a store, or a snapshot in shared memory."""
+
+    @property
+    def url(self) -> str: ...
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReading: ...
+
+
+class OpenFile(NamedTuple):
+    """A data file of an index, open for reading."""
+
+    file: StoredFile
+    reader: FileReading
+    where: str
+    damage: tuple[Damage, ...]
+    """Set if the file is missing or has the wrong size."""
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def is_missing(self) -> bool:
+        return isinstance(self.reader, _NoFile)
+
+
+class _NoFile:
+    """Reader for a missing file: returns no bytes."""
+
+    alignment_bytes = 1
+    size_bytes = 0
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class BlockReader:
+    """Reads the data that one rank wrote for a checkpoint. Close it when done."""
+
+    def __init__(
+        self, store: FileSource, folder: str, index: Index, *, cached: bool = False
+    ) -> None:
+        """`cached`: bytes may come from the system's page cache."""
+        self.index = index
+        self.rank = index.rank
+        self.where = f"{store.url}/{folder}"
+        self.layouts = [LayoutBlocks(self, stored) for stored in index.layouts]
+        self._store, self._folder, self._cached = store, folder, cached
+        self._files: dict[int, OpenFile] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def file(self, number: int) -> OpenFile:
+        """Return a file of the index, opening it if needed."""
+        opened = self._files.get(number)
+        if opened is None:
+            with self._lock:
+                if self._is_closed:
+                    raise UsageError("the checkpoint has been closed", where=self.where)
+                opened = self._files.get(number)
+                if opened is None:
+                    opened = self._files[number] = self._open(self.index.files[number])
+        return opened
+
+    def files(self) -> list[OpenFile]:
+        """Open all files of the index."""
+        return [self.file(number) for number in range(len(self.index.files))]
+
+    def sound(self) -> Self:
+        """Open all files; if one is missing or has the wrong size, close them and raise
+        `CorruptError`."""
         try:
-            for extent in itertools.chain(extents, itertools.repeat(None, threads)):
-                if extent is not None:
-                    size = extent.size_bytes
-                    room = max(buffer_bytes, align_up(size, ALIGN_BYTES))
-                    buffer = spare.pop() if spare and room == buffer_bytes else huge_pages(room)
-                    ahead.append((size, buffer, workers.submit(extent.read, buffer)))
-                if len(ahead) > threads or (extent is None and ahead):
-                    size, buffer, damage = ahead.popleft()
-                    yield buffer[:size], damage.result()
-                    if len(buffer) == buffer_bytes:
-                        spare.append(buffer)
-        finally:
-            for _, _, damage in ahead:
-                damage.cancel()
+            refuse(damage for file in self.files() for damage in file.damage)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def release(self) -> None:
+        """Close the files; they are reopened on the next use."""
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            file.reader.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.release()
+
+    def _open(self, file: StoredFile) -> OpenFile:
+        where, path = f"{self.where}/{file.name}", f"{self._folder}/{file.name}"
+        try:
+            reader = self._store.open_reader(path, cached=self._cached)
+        except NotFoundError:
+            error = CorruptError(
+                "a data file is missing",
+                where=where,
+                expected=f"{file.size_bytes} bytes",
+                found="no such file",
+                remedy=DAMAGE_REMEDY,
+            ).lacking(path)
+            missing = damage_of(error, file=file.name, what="missing file")
+            return OpenFile(file, _NoFile(), where, (missing,))
+        return OpenFile(file, reader, where, _wrong_size(reader.size_bytes, file, where))
+
+
+def _wrong_size(there_bytes: int, file: StoredFile, where: str) -> tuple[Damage, ...]:
+    if there_bytes == file.size_bytes:
+        return ()
+    how = "short" if there_bytes < file.size_bytes else "long"
+    found = f"{there_bytes} bytes"
+    error = CorruptError(
+        f"a data file is too {how}",
+        where=where,
+        expected=f"{file.size_bytes} bytes",
+        found=found,
+        remedy=DAMAGE_REMEDY,
+    )
+    damage = damage_of(
+        error,
+        file=file.name,
+        what="size",
+        start=min(there_bytes, file.size_bytes),
+        stop=there_bytes,
+        found=f"{found}: the file is too {how}",
+    )
+    return (damage,)
+
+
+def close_files(layouts: Iterable[LayoutBlocks]) -> None:
+    """Close the files that hold these layouts."""
+    for layout in layouts:
+        layout.reader.close()
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+class LayoutBlocks:
+    """One layout of a checkpoint: its tensors and its blocks, in whichever files they are."""
+
+    def __init__(self, reader: BlockReader, stored: StoredLayout) -> None:
+        self.reader = reader
+        self.stored = stored
+        self.layout: FileLayout = stored.layout
+        self.rank = reader.rank
+        self.where = f"{reader.where}/{self.layout.name}"
+        self._is_sound = False
+
+    def open(self) -> None:
+        """Open the files that hold its blocks, their bases and masters. Raise `CorruptError` if one
+        is missing or has the wrong size."""
+        if not self._is_sound:
+            refuse(damage for file in self.files() for damage in file.damage)
+            for name in {file for file, _ in self.stored.derived.values()} - {self.layout.name}:
+                self.named(name).open()
+            self._is_sound = True
+
+    def files(self) -> list[OpenFile]:
+        """Open the files that hold its blocks and their bases."""
+        return [self.reader.file(number) for number in self._numbers]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        runs = self.stored.runs
+        return sorted({part.file for run in runs for part in (run, *run.bases)})
+
+    def named(self, name: str) -> LayoutBlocks:
+        """Return another layout of the same index."""
+        return next(other for other in self.reader.layouts if other.layout.name == name)
+
+    @property
+    def in_memory(self) -> bool:
+        """True if all its files are in memory, so that reads never wait."""
+        readers = [file.reader for file in self.files()]
+        return all(isinstance(reader, InPlace) and reader.at_hand for reader in readers)
+
+    def prefer_cached(self) -> bool:
+        """Allow reads from the system's page cache, for callers that need the bytes but no check of
+        the disk. Return False if a file's reader has no such option."""
+        readers = [file.reader for file in self.files()]
+        known = [reader for reader in readers if isinstance(reader, PrefersCached)]
+        for reader in known:
+            reader.prefer_cached()
+        return len(known) == len(readers)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Number of the first block of each run, followed by the number of blocks."""
+        return [0, *itertools.accumulate(run.blocks for run in self.stored.runs)]
+
+    @cached_property
+    def refs(self) -> list[BlockRef]:
+        return self.stored.refs()
+
+    def blocks(self, start: int, stop: int) -> Extent:
+        """Return the whole blocks that hold bytes [start, stop) of its tensors."""
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        digests = self.stored.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
+        return Extent(self, first, list(self._pieces(first, last)), digests)
+
+    def _pieces(self, first: int, last: int) -> Iterator[StoredPiece]:
+        """Split blocks into pieces: one per encoded block, one per run of contiguous raw blocks."""
+        begin, at = first, bisect_right(self._starts, first) - 1
+        while first < last:
+            run, stop = self.stored.runs[at], min(self._starts[at + 1], last)
+            place = (first - begin) * BLOCK_BYTES
+            if run.encoding == RAW:
+                offset = run.offset + (first - self._starts[at]) * BLOCK_BYTES
+                end = min(stop * BLOCK_BYTES, self.layout.tensor_bytes)
+                size = end - first * BLOCK_BYTES
+                yield StoredPiece(place, size, BlockRef(run.file, offset, size))
+            else:
+                for number in range(first, stop):
+                    at_byte = (number - begin) * BLOCK_BYTES
+                    yield StoredPiece(at_byte, self.layout.block_size(number), self.refs[number])
+            first, at = stop, at + 1
+
+    def base(self, number: int) -> Extent | None:
+        """Return the block that block `number` is encoded against, if any."""
+        base = self.refs[number].base
+        if base is None:
+            return None
+        piece = StoredPiece(0, self.layout.block_size(number), base.block)
+        return Extent(self, number, [piece], base.digest)
+
+    @cached_property
+    def masters(self) -> Masters | None:
+        """The tensors that some of its tensors are derived from."""
+        if not self.stored.derived:
+            return None
+        from laststep.read.derived import Masters  # late: few checkpoints have any
+
+        return Masters(self)
+
+
+class StoredPiece(NamedTuple):
+    """Stored bytes that are decoded together: one block, or contiguous raw blocks."""
+
+    at: int
+    """Offset in the extent."""
+    size_bytes: int
+    """Decoded size."""
+    ref: BlockRef
+
+
+class Extent:
+    """Consecutive blocks of a layout that are read together, in whichever files they are."""
+
+    __slots__ = ("_digests", "_layout", "_reader", "first", "pieces", "size_bytes")
+
+    def __init__(
+        self, layout: LayoutBlocks, first: int, pieces: Sequence[StoredPiece], digests: bytes
+    ) -> None:
+        """`first` is the number of the first block in the layout."""
+        self._layout, self._reader = layout, layout.reader
+        self._digests = digests
+        self.first = first
+        self.pieces = pieces
+        self.size_bytes = sum(piece.size_bytes for piece in pieces)
+
+    def stored(self) -> tuple[int, int]:
+        """Return the number of its bytes and blocks that the files contain; counts partial
+        blocks."""
+        there_bytes = blocks = 0
+        for _, size_bytes, ref in self.pieces:
+            end = self._reader.file(ref.file).reader.size_bytes
+            there = max(0, min(ref.offset + ref.size_bytes, end) - ref.offset)
+            there_bytes += there
+            blocks += -(-min(there, size_bytes) // BLOCK_BYTES)
+        return there_bytes, blocks
+
+    def read(self, into: memoryview) -> list[Damage]:
+        """Fill `into`, which may be larger, and return the damage found. A failing device counts as
+        damage; any other failure of the store raises `StorageError`."""
+        return self.verify(into, self.fill(into))
+
+    def fill(self, into: memoryview) -> list[Damage]:
+        """Read and decode into `into` without checking digests. Return the parts that could not be
+        read."""
+        lost: list[Damage] = []
+        kept: KeptBlocks = {}
+        for group in self._neighbours():
+            lost += self._fetch(group, into, kept)
+        return lost
+
+    def verify(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
+        """Check filled bytes and return the damage that remains after a second read; `lost` are the
+        parts that could not be read."""
+        return self._wrong(image, lost) and self._wrong(image, self.fill(image))
+
+    def in_place(self) -> memoryview | None:
+        """Return its bytes in the memory of the file's reader, if they are contiguous there, else
+        None. They are unverified: use `is_right`."""
+        if len(self.pieces) != 1 or self.pieces[0].ref.encoding != RAW:
+            return None
+        ref = self.pieces[0].ref
+        reader = self._reader.file(ref.file).reader
+        if not isinstance(reader, InPlace) or ref.offset + ref.size_bytes > reader.size_bytes:
+            return None
+        return reader.in_place(ref.offset, ref.size_bytes)
+
+    def is_right(self, image: memoryview) -> bool:
+        """Return True if these bytes match the digests."""
+        return block_digests(image[: self.size_bytes]) == self._digests
+
+    def part(self, first: int, last: int) -> bytes | None:
+        """Return bytes [first, last) of its only piece without checking digests, with zeros past
+        the end of the file; None if the piece is encoded."""
+        (piece,) = self.pieces
+        if piece.ref.encoding != RAW:
+            return None
+        into = bytearray(last - first)
+        reader = self._reader.file(piece.ref.file).reader
+        reader.read_into(piece.ref.offset + first, memoryview(into))
+        return bytes(into)
+
+    def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
+        """Check the stored bytes of its only piece. If they are wrong, fill `stored` again from
+        `reader`, and return the damage that remains. Bases and masters are read from this
+        checkpoint."""
+        wrong = self._wrong_stored(stored)
+        if wrong and reader.read_into(self.pieces[0].ref.offset, stored) == len(stored):
+            wrong = self._wrong_stored(stored)
+        return wrong
+
+    def _wrong_stored(self, stored: memoryview) -> list[Damage]:
+        (piece,) = self.pieces
+        return self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+
+    def _neighbours(self) -> Iterator[Sequence[StoredPiece]]:
+        """Split the pieces into groups that are fetched in one read."""
+        begin = 0
+        for number in range(1, len(self.pieces) + 1):
+            if number < len(self.pieces):
+                ref, before = self.pieces[number].ref, self.pieces[number - 1].ref
+                ends = before.offset + before.size_bytes
+                near = ref.file == before.file and ends <= ref.offset <= ends + _GAP_BYTES
+                first = self.pieces[begin].ref.offset
+                if near and ref.offset + ref.size_bytes - first <= CHUNK_BYTES:
+                    continue
+            yield self.pieces[begin:number]
+            begin = number
+
+    def _fetch(
+        self, group: Sequence[StoredPiece], into: memoryview, kept: KeptBlocks
+    ) -> list[Damage]:
+        """Read a group of pieces and decode them into `into`; return the parts that could not be
+        read."""
+        file, start = self._reader.file(group[0].ref.file), group[0].ref.offset
+        stop = group[-1].ref.offset + group[-1].ref.size_bytes
+        try:
+            if len(group) == 1 and group[0].ref.encoding == RAW:
+                at = group[0].at
+                # Extend to whole pages if there is room: direct reads of these need no copy.
+                view = into[at : at + align_up(stop - start, ALIGN_BYTES)]
+                got = file.reader.read_into(start, view)
+                return [] if got >= stop - start else self._missing(group, file, start + got)
+            with _scratch() as scratch:
+                low = start // ALIGN_BYTES * ALIGN_BYTES
+                got = file.reader.read_into(low, scratch[: align_up(stop - low, ALIGN_BYTES)])
+                for piece in group:
+                    begin = piece.ref.offset - low
+                    stored = scratch[begin : begin + piece.ref.size_bytes]
+                    view = into[piece.at : piece.at + piece.size_bytes]
+                    view[:] = self._decoded(piece, stored, kept)
+            return [] if low + got >= stop else self._missing(group, file, low + got)
+        except StorageError as error:
+            end = max(start, min(stop, file.reader.size_bytes))
+            data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
+            return [damage_of(error, file=file.name, what="data", start=start, stop=end, data=data)]
+
+    def _missing(self, group: Sequence[StoredPiece], file: OpenFile, end: int) -> list[Damage]:
+        """Return a damage for each block of these pieces that is partly or entirely past the end of
+        the file."""
+        if file.is_missing:
+            data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
+            return [replace(file.damage[0], data=data)]
+        lost = []
+        for at, size_bytes, ref in group:
+            step = BLOCK_BYTES if ref.encoding == RAW else ref.size_bytes
+            for begin in range(0, ref.size_bytes, step):
+                start = ref.offset + begin
+                stop = start + min(step, ref.size_bytes - begin)
+                there = max(0, min(stop, end) - start)
+                if stop <= end:
+                    continue
+                error = CorruptError(
+                    "a data file is too short",
+                    where=file.where,
+                    expected=f"at least {stop} bytes",
+                    # The length of the file, unless the file ends before the block starts.
+                    found=f"{end} bytes" if there else f"at most {start} bytes",
+                    remedy=DAMAGE_REMEDY,
+                )
+                raw = ref.encoding == RAW
+                image_at = at + begin if raw else at
+                image_stop = image_at + (stop - start if raw else size_bytes)
+                lost.append(
+                    damage_of(
+                        error,
+                        file=file.name,
+                        what=f"block {self.first + image_at // BLOCK_BYTES}",
+                        start=start,
+                        stop=start + there,
+                        found=f"only {there} of {stop - start} bytes: the file is too short",
+                        data=self._data(image_at, image_stop),
+                    )
+                )
+        return lost
+
+    def _data(self, start: int, stop: int) -> tuple[int, int]:
+        at = self.first * BLOCK_BYTES
+        return at + start, at + stop
+
+    def _decoded(
+        self, piece: StoredPiece, stored: memoryview, kept: KeptBlocks
+    ) -> bytes | memoryview:
+        """Decode a piece. If that fails, return bytes that do not match its digest."""
+        if piece.ref.encoding == RAW:
+            return stored
+        try:
+            return self._decode(piece, stored, kept)
+        except CorruptError:
+            zeros = bytes(piece.size_bytes)
+            is_zeros = digest(zeros) == self._digest(piece.at // BLOCK_BYTES)
+            return b"\xff" * piece.size_bytes if is_zeros else zeros
+
+    def _decode(
+        self, piece: StoredPiece, stored: memoryview, kept: KeptBlocks
+    ) -> bytes | memoryview:
+        from laststep.codecs.blocks.registry import codec_named  # late: plain checkpoints need none
+
+        number, ref, masters = self.first + piece.at // BLOCK_BYTES, piece.ref, self._layout.masters
+        if masters is not None and self._reader.index.is_derived(ref):
+            return masters.block(number, stored, piece.size_bytes, kept)
+        encoding, before = self._reader.index.encoding(ref.encoding), None
+        assert encoding is not None  # noqa: S101 (it is not raw)
+        base = None if ref.base is None else self._layout.base(number)
+        if base is not None:
+            before = memoryview(bytearray(piece.size_bytes))
+            base.fill(before)  # damage to it shows in the decoded block
+        return codec_named(encoding.codec).decode(
+            stored, piece.size_bytes, encoding.element_bytes, before
+        )
+
+    def _digest(self, number: int) -> bytes:
+        return self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+    def _wrong(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
+        if not lost and self.is_right(image):
+            return []
+        wrong = list(lost)
+        for piece in self.pieces:
+            for at in range(piece.at, piece.at + piece.size_bytes, BLOCK_BYTES):
+                part = image[at : min(at + BLOCK_BYTES, piece.at + piece.size_bytes)]
+                place = self._data(at, at + len(part))
+                if any(a <= place[0] < b for a, b in (damage.data for damage in lost)):
+                    continue
+                if digest(part) != self._digest(at // BLOCK_BYTES):
+                    wrong += self._causes(piece, place) or [self._damage(piece, at, part, place)]
+        return wrong
+
+    def _causes(self, piece: StoredPiece, place: tuple[int, int]) -> list[Damage]:
+        """Return the damage to the base or the masters of a block."""
+        number, masters = place[0] // BLOCK_BYTES, self._layout.masters
+        if masters is not None and self._reader.index.is_derived(piece.ref):
+            return [replace(damage, data=place) for damage in masters.damage(number)]
+        base = None if piece.ref.base is None else self._layout.base(number)
+        return [] if base is None else base.read(memoryview(bytearray(base.size_bytes)))
+
+    def _damage(
+        self, piece: StoredPiece, at: int, part: memoryview, place: tuple[int, int]
+    ) -> Damage:
+        file, what = self._reader.file(piece.ref.file), f"block {place[0] // BLOCK_BYTES}"
+        start, stop = piece.ref.offset, piece.ref.offset + piece.ref.size_bytes
+        if piece.ref.encoding == RAW:
+            start += at - piece.at
+            stop = start + len(part)
+        expected = self._digest(at // BLOCK_BYTES)
+        return replace(_changed(file, what, start, stop, expected, part), data=place)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[memoryview]:
+    """Lend this thread's buffer for encoded blocks. Nested calls get another one, since decoding a
+    block may read its base. Page-aligned, so that direct reads need no copy."""
+    free: list[memoryview] = _of_thread.__dict__.setdefault("free", [])
+    # A group of blocks, extended to whole pages at both ends.
+    size = CHUNK_BYTES + BLOCK_BYTES + 2 * ALIGN_BYTES
+    buffer = free.pop() if free else memoryview(mmap.mmap(-1, size))
+    try:
+        yield buffer
+    finally:
+        free.append(buffer)
+
+
+# --- files as stored -----------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """The header of a plain data file. Readers of this library do not need it."""
+
+    file: OpenFile
+    content: bytes
+
+    def read(self) -> list[Damage]:
+        """Read the header and return the damage that remains after a second read."""
+        stored = memoryview(bytearray(len(self.content)))
+        look = functools.partial(self.verify_stored, stored, self.file.reader)
+        return look() and look()
+
+    def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
+        """See `Extent.verify_stored`."""
+        stop = min(len(self.content), self.file.reader.size_bytes)
+        try:
+            if stored != self.content and reader.read_into(0, stored) < len(stored):
+                stored[:] = bytes(len(stored))
+        except StorageError as error:
+            return [damage_of(error, file=self.file.name, what="header", start=0, stop=stop)]
+        if stored == self.content:
+            return []
+        return [_changed(self.file, "header", 0, stop, digest(self.content), stored)]
+
+
+class StoredRange(NamedTuple):
+    """Bytes [start, stop) of a data file that are verified together."""
+
+    start: int
+    stop: int
+    content: Extent | Header
+
+    def verify(self, stored: memoryview, reader: FileReading) -> list[Damage]:
+        """Return the damage to these bytes that remains after `reader` has filled `stored`
+        again."""
+        return self.content.verify_stored(stored, reader)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRanges:
+    """A data file as stored, and all ranges of it that can be verified."""
+
+    file: StoredFile
+    reader: FileReading
+    where: str
+    header_bytes: int
+    """Size of the header of a plain data file; chunks start behind it."""
+    ranges: dict[tuple[int, int], StoredRange] = field(default_factory=dict)
+    """Ranges by (start, stop), so that a block that is used twice is verified once."""
+
+    def is_covered(self) -> bool:
+        """Return True if every byte of the file is in a range."""
+        at = 0
+        for start, stop in sorted(self.ranges):
+            if start > at:
+                return False
+            at = max(at, stop)
+        return at == self.file.size_bytes
+
+
+def headers(reader: BlockReader) -> Iterator[tuple[int, Header]]:
+    """Yield the header of each plain data file of an index, with the number of the file."""
+    by_name = {layout.layout.name: layout.layout for layout in reader.layouts}
+    for number, file in enumerate(reader.index.files):
+        layout = by_name.get(file.own_name)
+        if layout is not None:
+            yield number, Header(reader.file(number), layout.header())
+
+
+def file_ranges(reader: BlockReader) -> list[FileRanges]:
+    """Return the files of an index with their verifiable ranges, for copying them as stored.
+    Everything that the checkpoint uses is in some range. The bytes between ranges are blocks of
+    shared files that nothing needs; they have no digest to check."""
+    heads = dict(headers(reader))
+    found = []
+    for number, (file, opened, where, _) in enumerate(reader.files()):
+        header_bytes = len(heads[number].content) if number in heads else 0
+        found.append(FileRanges(file, opened, where, header_bytes))
+        if number in heads:
+            whole = StoredRange(0, header_bytes, heads[number])
+            found[number].ranges[0, header_bytes] = whole
+    for layout in reader.layouts:
+        for number in range(layout.layout.block_count):
+            at = number * BLOCK_BYTES
+            for extent in filter(None, (layout.blocks(at, at + 1), layout.base(number))):
+                ref = extent.pieces[0].ref
+                stop = ref.offset + ref.size_bytes
+                part = StoredRange(ref.offset, stop, extent)
+                found[ref.file].ranges[ref.offset, stop] = part
+    return found

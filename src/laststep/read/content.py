@@ -1,40 +1,77 @@
-"""Open a committed checkpoint: its indexes, verified; where each tensor's bytes lie.
+"""Open a committed checkpoint: read and verify its indexes, and locate the bytes of each tensor.
 
-Reads no tensor data and imports no torch. Whatever cannot be read as it was written is
-`CorruptError`, after a second look past every cache; `NotFoundError` only where the whole
-checkpoint has been deleted since its manifest was read.
+Opens data files when they are needed but reads no tensors, and does not import torch. Data that
+cannot be read as written raises `CorruptError`, after a second read that bypasses every cache;
+`NotFoundError` is raised only if the whole checkpoint has been deleted since its manifest was read.
 
-A rank of a job opens only what it needs of a checkpoint that many ranks wrote: the tables, in which
-those ranks described their state, say what there is and who wrote what of it.
+A rank of a job opens only the files it needs of a checkpoint that many ranks wrote: the local
+layouts of those ranks describe all tensors, and which rank wrote each part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index
 from laststep.codecs.digests import digest
-from laststep.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from laststep.errors import CorruptError, NotFoundError
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.files import TABLE_NAME
-from laststep.plan.tables import Agreement, Table, agree, decode_table
-from laststep.read.files import DataFile, OpenIndex, StoredBox, close_files, stored_in
+from laststep.plan.files import LAYOUT_NAME
+from laststep.plan.layouts import GlobalLayout, global_layout_of
+from laststep.read.blocks import MANY_LAYOUTS, BlockReader, LayoutBlocks, close_files
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import StoredItem, TensorSpec, decode_item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
     from laststep.format.index import Index
-    from laststep.format.manifest import ClassRecord, Commit
+    from laststep.format.layout import FileLayout, TensorEntry
+    from laststep.format.manifest import Commit, LayoutGroupRecord
     from laststep.storage.store import Store
 
 
+class StoredBox(NamedTuple):
+    """The box of a tensor that one entry holds; usually the whole tensor."""
+
+    item: str
+    tensor: str
+    spec: TensorSpec
+    """Spec of the whole tensor."""
+    box: Box
+
+    @property
+    def name(self) -> str:
+        """Full name of the tensor."""
+        return f"{self.item}/{self.tensor}"
+
+    @property
+    def text(self) -> str:
+        """Full name of the tensor, followed by the box in index notation if it is only a part."""
+        if self.box == whole(self.spec.shape):
+            return self.name
+        return f"{self.name}[{self.box.text}]"
+
+
+def stored_in(layout: FileLayout, entry: TensorEntry) -> StoredBox:
+    """Return the tensor box that an entry holds. Names in a file of one item omit the item's
+    name."""
+    item, name = layout.item, entry.name
+    if item is None:
+        item, _, name = entry.name.partition("/")
+    part = layout.parts.get(entry.name)
+    if part is None:
+        return StoredBox(item, name, TensorSpec(entry.dtype, entry.shape), whole(entry.shape))
+    stop = tuple(map(operator.add, part.start, entry.shape))
+    return StoredBox(item, part.tensor, TensorSpec(entry.dtype, part.shape), Box(part.start, stop))
+
+
 class Place(NamedTuple):
-    """Where a box of a stored tensor lies: bytes [start, stop) of a file's tensor area, in
+    """Location of a box of a stored tensor: bytes [start, stop) of a file's tensor area, in
     row-major order of the box."""
 
     file: int
@@ -48,35 +85,35 @@ Key = tuple[str, str]
 
 
 class Content:
-    """The content of one checkpoint; close it when done."""
+    """The contents of one checkpoint. Close it when done."""
 
     def __init__(
         self, store: Store, folder: str, commit: Commit, *, rank: int = 0, by_rank: bool = False
     ) -> None:
-        """Of items that every rank has for itself, this is that rank's view; of a rank that the
-        checkpoint does not have, the first one's. `by_rank`: open the files of other ranks when
-        they are asked for, if the checkpoint says what lies there."""
+        """Per-rank items are seen as of `rank`, or as of rank 0 if the checkpoint has no such rank.
+        `by_rank`: read the indexes of other ranks on demand, if the checkpoint has layout
+        groups."""
         self.folder = folder
         self.commit = commit
         self.per_rank = {record.name for record in commit.items if record.per_rank}
-        self.files: list[DataFile] = []
-        self.agreement: Agreement | None = None
-        """What the ranks held that wrote it, if they have said so and not all files are open."""
+        self.files: list[LayoutBlocks] = []
+        self.global_layout: GlobalLayout | None = None
+        """Layouts of the ranks that wrote it, if known and not all indexes have been read."""
         self._store = store
         self._rank = rank if rank < commit.ranks else 0
         self._specs: dict[Key, TensorSpec] = {}
         self._indexes: dict[int, Index] = {}
-        """Those that have been read, by rank."""
+        """Indexes that have been read, by rank."""
         self._known_files: dict[int, range] = {}
-        """The ranks whose files are known, and the numbers of these."""
+        """Numbers of the files of each rank whose index is in use."""
         self._own: dict[Key, tuple[Place, ...]] = {}
         self._shared: dict[Key, tuple[Place, ...]] | None = None
         try:
             with self._seen_whole():
-                if by_rank and commit.classes:
-                    self._open_tables()
+                if by_rank and commit.layout_groups:
+                    self._read_local_layouts()
                 else:
-                    self._open_all()
+                    self._read_all()
                 self.items = {item.name: self._item(item.name, item.kind) for item in commit.items}
         except BaseException:
             self.close()
@@ -97,7 +134,7 @@ class Content:
         close_files(self.files)
 
     def of_rank(self, rank: int) -> Content:
-        """The same checkpoint in the view of another rank, which is to be closed too."""
+        """Return the same checkpoint as seen by another rank; the caller closes it."""
         return Content(self._store, self.folder, self.commit, rank=rank, by_rank=True)
 
     def item(self, name: str) -> StoredItem:
@@ -110,36 +147,41 @@ class Content:
             ) from None
 
     def places(self, item: str, name: str) -> tuple[Place, ...]:
-        """Where the bytes of a tensor lie: boxes that cover it once."""
+        """Return the locations of a tensor's bytes: boxes that cover it exactly once."""
         if item in self.per_rank:
             return self._own[item, name]
         if self._shared is None:
             with self._seen_whole():
-                self._open_all()
-        assert self._shared is not None  # noqa: S101 (all files are open now)
+                self._read_all()
+        assert self._shared is not None  # noqa: S101 (all indexes are read now)
         return self._shared[item, name]
 
     def keys(self) -> list[Key]:
-        """The tensors that ranks share, in an order that is the same for everybody."""
-        if self.agreement is not None:
-            return list(self.agreement.keys)
+        """Return the tensors of all items that are not per-rank, in the same order on every
+        rank."""
+        if self.global_layout is not None:
+            return list(self.global_layout.keys)
         return sorted(key for key in self._specs if key[0] not in self.per_rank)
 
     def open_files(self, numbers: Iterable[int]) -> None:
-        """Open these files, and those that lie in the same index, if they are not open."""
+        """Open these files. Raise `CorruptError` if one is missing or has the wrong size."""
         with self._seen_whole():
             for number in numbers:
                 self.files[number].open()
+                if len(self.files) > MANY_LAYOUTS:
+                    self.files[number].reader.release()
 
     def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
-        """What lies in the files of a rank, of that which ranks share. Opens none of them."""
+        """Yield the tensors in the files of a rank, except those of per-rank items. Opens no data
+        file."""
         with self._seen_whole():
             numbers = self._known(rank)
         return ((key, place) for key, place in self._placed(numbers) if key[0] not in self.per_rank)
 
     @contextlib.contextmanager
     def _seen_whole(self) -> Iterator[None]:
-        """`NotFoundError` for what is damaged because all of it was deleted meanwhile."""
+        """Raise `NotFoundError` instead of `CorruptError` if the whole checkpoint was deleted
+        meanwhile."""
         try:
             yield
         except CorruptError as error:
@@ -155,33 +197,27 @@ class Content:
         return self._indexes[rank]
 
     def _known(self, rank: int) -> range:
-        """Read the index of a rank, if it has not been read; the numbers of its files."""
+        """Read the index of a rank if needed, and return the numbers of its files."""
         if rank not in self._known_files:
-            index = OpenIndex(self._store, self.folder, self._index(rank), later=True)
+            reader = BlockReader(self._store, self.folder, self._index(rank))
             first = len(self.files)
-            self.files += index.layouts
+            self.files += reader.layouts
             self._known_files[rank] = range(first, len(self.files))
         return self._known_files[rank]
 
-    def _open(self, rank: int) -> range:
-        """Open the files of a rank, if they are not open yet; their numbers."""
-        numbers = self._known(rank)
-        self.open_files(numbers)
-        return numbers
-
-    def _open_all(self) -> None:
-        """Open all files, and see that what lies in them makes up every tensor."""
-        numbers = [n for rank in range(self.commit.index_count) for n in self._open(rank)]
+    def _read_all(self) -> None:
+        """Read all indexes and check that their boxes cover every tensor exactly once."""
+        numbers = [n for rank in range(self.commit.index_count) for n in self._known(rank)]
         by_tensor: dict[Key, list[Place]] = {}
         for key, place in self._placed(numbers):
             by_tensor.setdefault(key, []).append(place)
-        self._shared, self.agreement = {}, None
+        self._shared, self.global_layout = {}, None
         for key, places in by_tensor.items():
             shape = self._specs[key].shape
             boxes = [place.box for place in places]
             if boxes != [whole(shape)] and not covers_once(shape, boxes):
                 raise CorruptError(
-                    "the parts of a tensor do not make it up",
+                    "the shards of a tensor do not cover it",
                     where=self.folder,
                     expected=f"every element of {key[0]}/{key[1]} {list(shape)} once",
                     found=f"{len(places)} parts",
@@ -189,39 +225,42 @@ class Content:
                 )
             (self._own if key[0] in self.per_rank else self._shared)[key] = tuple(places)
 
-    def _open_tables(self) -> None:
-        """Read the tables that say what all ranks held, and open the files of this one, if it has
-        any for itself."""
-        tables = [self._table(record) for record in self.commit.classes]
-        known = [table for table in tables if table is not None]
-        if len(known) < len(tables):  # by a version that describes it in another way
-            self._open_all()
+    def _read_local_layouts(self) -> None:
+        """Read the local layouts, which describe all ranks, and this rank's index if it has tensors
+        of per-rank items."""
+        local_layouts = [self._local_layout(record) for record in self.commit.layout_groups]
+        known = [local_layout for local_layout in local_layouts if local_layout is not None]
+        if len(known) < len(local_layouts):  # written by a version with another form of description
+            self._read_all()
             return
-        self.agreement = agreement_of(known, self.commit.classes, self.commit.ranks, self.folder)
-        for key, spread in zip(self.agreement.keys, self.agreement.spreads, strict=True):
-            self._specs[key] = TensorSpec(self.agreement.dtypes[key], spread.layouts[0].shape)
+        self.global_layout = global_layout_of(
+            known, self.commit.layout_groups, self.commit.ranks, self.folder
+        )
+        for key, spread in zip(self.global_layout.keys, self.global_layout.spreads, strict=True):
+            self._specs[key] = TensorSpec(self.global_layout.dtypes[key], spread.layouts[0].shape)
         if self._has_own_tensors():
-            for key, place in self._placed(self._open(self._rank)):
+            for key, place in self._placed(self._known(self._rank)):
                 if key[0] in self.per_rank:
                     self._own[key] = (place,)
 
     def _has_own_tensors(self) -> bool:
-        """Whether this rank's files hold tensors that it has for itself: others it may not need."""
+        """Return True if this rank has tensors of per-rank items."""
         return bool(self.per_rank) and any(
             stored_in(stored.layout, entry).item in self.per_rank
             for stored in self._index(self._rank).layouts
             for entry in stored.layout.tensors
         )
 
-    def _table(self, of: ClassRecord) -> bytes | None:
-        """How the ranks of a class described what they held."""
+    def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
+        """Return the local layout of a group of ranks, checked against its digest; None if it is
+        not stored in a form that this version knows."""
         self._index(of.ranks[0])
-        for data, where in self.values(TABLE_NAME, of.ranks[0]):
-            if digest(data).hex() != of.table:
+        for data, where in self.values(LAYOUT_NAME, of.ranks[0]):
+            if digest(data).hex() != of.local_layout:
                 raise CorruptError(
-                    "the table of a rank is not the one that was agreed on",
+                    "the local layout of a rank differs from the agreed one",
                     where=where,
-                    expected=of.table,
+                    expected=of.local_layout,
                     found=digest(data).hex(),
                     remedy=DAMAGE_REMEDY,
                 )
@@ -229,35 +268,30 @@ class Content:
         return None
 
     def _placed(self, numbers: Iterable[int]) -> Iterator[tuple[Key, Place]]:
-        """What lies in these files; of items that every rank has for itself, this one's."""
+        """Yield the tensors in these files; of per-rank items only those of this rank."""
         names = {record.name for record in self.commit.items}
         for number in numbers:
             file = self.files[number]
             for entry in file.layout.tensors:
                 stored = stored_in(file.layout, entry)
-                if stored.item in self.commit.left_out:
-                    continue  # it shares a file with those that were not
+                if stored.item in self.commit.omitted_items:
+                    continue  # omitted, but in the same file as an item that is not
                 if stored.item not in names:
                     raise CorruptError(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
                     )
-                if stored.item not in self.per_rank or file.rank == self._rank:
-                    self._check_spec(stored, file.where)
-                    place = Place(number, entry.start, entry.stop, stored.box)
-                    yield (stored.item, stored.tensor), place
-
-    def _check_spec(self, stored: StoredBox, where: str) -> None:
-        """Note what a tensor is, and see that all its parts say the same of it."""
-        spec = stored.spec
-        known = self._specs.setdefault((stored.item, stored.tensor), spec)
-        if known != spec:
-            raise CorruptError(
-                "the parts of a tensor differ",
-                where=where,
-                expected=f"{known} for {stored.name}",
-                found=str(spec),
-                remedy=DAMAGE_REMEDY,
-            )
+                if stored.item in self.per_rank and file.rank != self._rank:
+                    continue
+                key, spec = (stored.item, stored.tensor), stored.spec
+                if (known := self._specs.setdefault(key, spec)) != spec:
+                    raise CorruptError(
+                        "the shards of a tensor differ",
+                        where=file.where,
+                        expected=f"{known} for {stored.name}",
+                        found=str(spec),
+                        remedy=DAMAGE_REMEDY,
+                    )
+                yield key, Place(number, entry.start, entry.stop, stored.box)
 
     def _item(self, name: str, kind: str) -> StoredItem:
         tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
@@ -270,30 +304,8 @@ class Content:
         return decode_item(trees, name=name, kind=kind, tensors=tensors)
 
     def values(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
-        """The plain values of that name of a rank, or of all whose indexes have been read, and
-        where they lie."""
+        """Yield the plain values of that name, with their locations, from `rank` or from all
+        indexes read so far."""
         for number, index in self._indexes.items():
             if name in index.values and rank in (None, number):
                 yield index.values[name], f"{self.folder}, rank {number}, value {name}"
-
-
-def agreement_of(
-    tables: Sequence[bytes], classes: Sequence[ClassRecord], ranks: int, where: str
-) -> Agreement:
-    """What the ranks of a checkpoint had agreed on, from the tables that they left."""
-    digests = [b""] * ranks
-    known: dict[bytes, Table] = {}
-    try:
-        for data, record in zip(tables, classes, strict=True):
-            name = digest(data)
-            known[name] = decode_table(data)
-            for rank in record.ranks:
-                digests[rank] = name
-        return agree(digests, known)
-    except (MismatchError, UsageError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise CorruptError(
-            "the tables of the ranks make no sense",
-            where=where,
-            found=str(error),
-            remedy=DAMAGE_REMEDY,
-        ) from error

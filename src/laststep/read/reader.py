@@ -1,38 +1,48 @@
-"""Read planned ranges of stored files through slots, verify every block, deliver the bytes.
+"""Read planned ranges of stored files through slots, verify every block, and deliver the bytes.
 
-Knows nothing of what the bytes mean, nor of torch. Each of several threads takes one range after
-the other through a slot of its own: while some read, as many verify (`read/blocks.py`) and deliver.
-What a reader has in memory of its own is verified and delivered from there, where the room allows
-that. The first error stops all of them. Whatever ends a read, an interrupt of the calling thread
-too, no thread of it touches a slot or a target after `read_all` has returned or raised.
+Knows neither the meaning of the bytes nor torch. Several threads each process one range after
+another through a slot of their own: while some read, as many others verify (`read/blocks.py`) and
+deliver. Bytes that a file's reader already has in memory are verified and delivered from there, if
+the room allows that. The first error stops all threads. However a read ends, also by an interrupt
+of the calling thread, none of its threads touches a slot or a target after `read_all` has returned
+or raised.
+
+`read_ahead` yields extents in order while threads read the next ones, in bounded memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
+from laststep.memory.slots import huge_pages
 from laststep.plan.reads import Read
 from laststep.process import signals
-from laststep.process import threads as threads_of
-from laststep.read.blocks import Extent, refuse
+from laststep.process.threads import Worker, WorkerPool
+from laststep.read.blocks import MANY_LAYOUTS, refuse
 
 if TYPE_CHECKING:
-    from laststep.read.blocks import Readable
-    from laststep.read.files import DataFile
+    from collections.abc import Generator, Iterable
+    from concurrent.futures import Future
+
+    from laststep.read.blocks import Damage, Extent, LayoutBlocks
 
 _log = logging.getLogger(__name__)
 
 
 class Room(Protocol):
-    """Where reads land: the pool, or memory that a restore has for itself."""
+    """Memory that data is read into: the pool, or the read buffers of a restore."""
 
     lands_all: bool
-    """Whether bytes that lie in memory have to come here too, because a device reads them here."""
+    """True if bytes that are already in memory must be copied here too, because a device reads them
+    from here."""
 
     def lease(self, timeout_s: float | None = None) -> int | None: ...
 
@@ -42,27 +52,31 @@ class Room(Protocol):
 
 
 _LOOK_S = 0.2
-"""How often one who waits looks by itself whether another has failed, or all is done."""
+"""Interval at which a waiting thread checks whether another has failed or everything is done."""
 
 Deliver = Callable[[Read, memoryview], None]
 
 
 def read_all(
-    files: Sequence[DataFile], reads: Sequence[Read], room: Room, deliver: Deliver, *, threads: int
+    files: Sequence[LayoutBlocks],
+    reads: Sequence[Read],
+    room: Room,
+    deliver: Deliver,
+    *,
+    threads: int,
 ) -> int:
-    """Carry out all reads, so many at a time; `deliver(read, data)` is called on the reading
-    threads with verified bytes, which are gone when it returns. Returns the number of bytes read.
-    Raises the first error."""
+    """Carry out all reads, `threads` at a time, and return the number of bytes read. `deliver(read,
+    data)` is called on the reading threads with verified bytes, which are valid only until it
+    returns. Raises the first error."""
     pipeline = _Pipeline(files, reads, room, deliver, threads)
-    # Nobody waits for memory: one thread for each core does all there is to do.
+    # Reads from memory never wait, so `threads` threads are enough.
     stored = any(not files[number].in_memory for number in {read.file for read in reads})
     workers = [
-        threading.Thread(target=pipeline.run, name=f"laststep-read-{n}", daemon=True)
-        for n in range(min((1 + stored) * threads, len(reads)))
+        Worker(f"read-{n}", pipeline.run) for n in range(min((1 + stored) * threads, len(reads)))
     ]
     try:
         for worker in workers:
-            threads_of.start(worker)
+            worker.start()
         pipeline.wait()
     finally:
         pipeline.end(workers)
@@ -72,16 +86,16 @@ def read_all(
 
 
 class _Pipeline:
-    """Some threads keep the disk busy, the others verify and copy. Slots bound the memory.
+    """Some threads keep the disk busy while the others verify and copy. Slots bound the memory.
 
-    A thread keeps a read from its beginning to its end. Handing slots from readers to verifiers
-    woke all who waited for one, each time: 16 of each, out of memory, waited for the GIL for three
-    quarters of their time.
+    A thread carries a read from start to end. When slots were handed from readers to verifiers,
+    each hand-over woke every waiting thread: with 16 of each, reading from memory, threads spent
+    three quarters of their time waiting for the GIL.
     """
 
     def __init__(
         self,
-        files: Sequence[DataFile],
+        files: Sequence[LayoutBlocks],
         reads: Sequence[Read],
         room: Room,
         deliver: Deliver,
@@ -95,8 +109,9 @@ class _Pipeline:
         for read in reads:
             self._todo.put(read)
         self._reading = threading.Semaphore(threads)
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._left = len(reads)
+        self._left_of = Counter(files[read.file].reader for read in reads)
         self._inside = 0
         self._stopped = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -104,24 +119,24 @@ class _Pipeline:
     # On the calling thread
 
     def wait(self) -> None:
-        """Until everything was delivered or something failed."""
+        """Wait until everything was delivered or an error occurred."""
         while self._left and not self._stopped:
             self._doze()
-            signals.let_in()
+            signals.check_signals()
 
-    def end(self, workers: Sequence[threading.Thread]) -> None:
-        """Stop what still runs, and wait until no thread is inside any more, come what may.
+    def end(self, workers: Sequence[Worker]) -> None:
+        """Stop the remaining reads, and wait until no thread is inside `run`, whatever happens.
 
         The threads write into the pool and into live tensors, which the caller may free or read as
-        soon as this is over. So an exception that a signal's handler raises meanwhile has to wait.
-        Who is inside is counted here: a `join` that was interrupted takes its thread for ended
-        (CPython 3.11), and an interrupted `start` does not say whether there is a thread.
+        soon as this returns. So an exception raised by a signal handler meanwhile has to wait.
+        Threads inside are counted here because an interrupted `join` treats its thread as ended
+        (CPython 3.11), and after an interrupted `start` it is unknown whether there is a thread.
         """
         interrupt: BaseException | None = None
         while True:
             try:
                 if interrupt is not None:
-                    _log.warning("%r has to wait for reads that are under way", interrupt)
+                    _log.warning("%r has to wait for reads that are in progress", interrupt)
                 self._stop()
                 while self._inside:
                     self._doze()
@@ -135,28 +150,34 @@ class _Pipeline:
             raise interrupt
 
     def _doze(self) -> None:
-        # The counts tell what is so, a token only wakes: an interrupt may have taken it along.
+        # Only the counters are reliable. A token merely wakes, and an interrupt may have lost it.
         with contextlib.suppress(queue.Empty):
             self._wake.get(timeout=_LOOK_S)
 
     def _stop(self) -> None:
         with self._lock:
-            self._stopped = True  # from here on nobody comes in
+            self._stopped = True  # from here on no thread enters `run`
         self._wake.put(None)
 
     # On the workers
 
     def run(self) -> None:
-        """Carry out one read after the other, until there are none left or something failed."""
+        """Carry out reads until there are none left or an error occurred."""
         with self._lock:
             if self._stopped:
                 return
             self._inside += 1
         try:
             while not self._stopped:
-                self._carry_out(self._todo.get_nowait())
+                read = self._todo.get_nowait()
+                self._carry_out(read)
+                reader = self._files[read.file].reader
                 with self._lock:
                     self._left -= 1
+                    self._left_of[reader] -= 1
+                    is_over = not self._left_of[reader]
+                if is_over and len(self._files) > MANY_LAYOUTS:
+                    reader.release()
         except queue.Empty:
             pass
         except BaseException as error:  # noqa: BLE001 (raised again by read_all)
@@ -178,18 +199,20 @@ class _Pipeline:
             return
         try:
             data = self._room.view(slot)
+            lost: list[Damage] = []
             with self._reading:
-                got = 0 if self._stopped else extent.fill(data)
+                if not self._stopped:
+                    lost = extent.fill(data)
             if not self._stopped:
-                refuse(extent.verify(data, got))
+                refuse(extent.verify(data, lost))
                 self._hand_over(read, data)
         finally:
             self._room.release(slot)
 
-    def _in_place(self, extent: Readable) -> memoryview | None:
-        """All of it in memory of its reader, where it may stay there and is right; else it is read,
-        and what is wrong is told."""
-        if self._room.lands_all or not isinstance(extent, Extent):
+    def _in_place(self, extent: Extent) -> memoryview | None:
+        """Return all of it from its reader's memory, if it may stay there and is intact; else None,
+        and the caller reads it and reports any damage."""
+        if self._room.lands_all:
             return None
         with self._reading:
             there = extent.in_place()
@@ -205,3 +228,29 @@ class _Pipeline:
             if slot is not None:
                 return slot
         return None
+
+
+def read_ahead(
+    extents: Iterable[Extent], *, threads: int, buffer_bytes: int = CHUNK_BYTES
+) -> Generator[tuple[memoryview, list[Damage]], None, None]:
+    """Yield the bytes of each extent, in order, with the damage found, while threads read the next
+    ones. The bytes are valid until the next iteration. An extent larger than `buffer_bytes` gets a
+    buffer of its own."""
+    spare: list[memoryview] = []
+    ahead: deque[tuple[int, memoryview, Future[list[Damage]]]] = deque()
+    with WorkerPool("ahead", threads) as workers:
+        try:
+            for extent in itertools.chain(extents, itertools.repeat(None, threads)):
+                if extent is not None:
+                    size = extent.size_bytes
+                    room = max(buffer_bytes, align_up(size, ALIGN_BYTES))
+                    buffer = spare.pop() if spare and room == buffer_bytes else huge_pages(room)
+                    ahead.append((size, buffer, workers.submit(extent.read, buffer)))
+                if len(ahead) > threads or (extent is None and ahead):
+                    size, buffer, damage = ahead.popleft()
+                    yield buffer[:size], damage.result()
+                    if len(buffer) == buffer_bytes:
+                        spare.append(buffer)
+        finally:
+            for _, _, damage in ahead:
+                damage.cancel()

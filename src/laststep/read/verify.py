@@ -1,44 +1,45 @@
-"""Check every byte of a stored checkpoint against its digests, and list all that is damaged.
+"""Check every byte of a stored checkpoint against its digests, and list all damage.
 
-Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
-of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
-hides no other. What raises is a place that cannot be asked: no such checkpoint, one that is
-deleted meanwhile, a store that may answer later. The files of one rank are open at a time, and
-their data read ahead by `threads` workers.
+Bypasses the page cache if the store can, so that the stored bytes themselves are checked. Knows
+nothing about torch, lineage or the presentation to a user. Damage is a value, never an error: one
+bad block does not hide another. Errors are raised only if the checkpoint cannot be examined: it
+does not exist, was deleted meanwhile, or the store may answer later. The files of one rank are open
+at a time; `threads` workers read ahead.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import LIMIT_BYTES, name_of, read_bytes
+from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.read.blocks import Damage, Extent, Readable, damage_of, read_ahead
-from laststep.read.files import OpenIndex, stored_in
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+from laststep.read.blocks import BlockReader, Damage, damage_of, headers
+from laststep.read.content import stored_in
+from laststep.read.reader import read_ahead
 
 if TYPE_CHECKING:
     from laststep.format.index import Index
     from laststep.format.layout import TensorEntry
-    from laststep.read.files import DataFile
+    from laststep.read.blocks import Extent, LayoutBlocks
     from laststep.storage.store import Store
 
 _MAX_TOUCHED = 100
 
 Progress = Callable[[int, int], None]
-"""Told the bytes checked so far and the bytes that there are."""
+"""Callback with the bytes checked so far and the total bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was read, and all damage; `unchecked_bytes` are there, but their digests are lost."""
+    """Result of a verification. `unchecked_bytes` exist, but their digests are lost."""
 
     files: int
     blocks: int
@@ -52,7 +53,7 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Read all of the checkpoint in `folder` and compare it with its digests.
 
-    `NotFoundError` where there is no committed checkpoint, or none any more.
+    Raise `NotFoundError` if there is no committed checkpoint, or it was deleted meanwhile.
     """
     check = _Check(store, folder, threads, progress)
     check.all()
@@ -70,7 +71,7 @@ def verify_checkpoint(
 
 
 class _Check:
-    """One verification, and what it has found so far."""
+    """One verification, and its results so far."""
 
     def __init__(self, store: Store, folder: str, threads: int, progress: Progress | None) -> None:
         self._store = store
@@ -83,7 +84,7 @@ class _Check:
         self.files = self.blocks = self.bytes = self.unchecked_bytes = 0
 
     def all(self) -> None:
-        """Check the manifest, then index by index, with the data files of each."""
+        """Check the manifest, then each index with its data files."""
         commit = self._manifest()
         sizes = self._sizes()
         self._total_bytes = sum(sizes.values())
@@ -98,14 +99,15 @@ class _Check:
             index = self._index(commit, number, name, sizes.get(name, 0))
             if index is not None:
                 known.update(file.name for file in index.files)
-                with closing(OpenIndex(self._store, self._folder, index)) as opened:
-                    self._check(opened)
+                with closing(BlockReader(self._store, self._folder, index)) as reader:
+                    self._check(reader)
         if any(damage.what in ("index", "manifest") for damage in self.damage):
             lost = (name for name in sizes if name.endswith((".safetensors", ".pack")))
             self.unchecked_bytes += sum(sizes[name] for name in lost if name not in known)
 
     def _sizes(self) -> dict[str, int]:
-        """The files in the folder of the checkpoint, and in the folders within it."""
+        """Return the sizes of the files in the checkpoint's folder and in its subfolders, by
+        name."""
         here = self._store.list(self._folder)
         places = [("", here)]
         places += [
@@ -123,8 +125,9 @@ class _Check:
     def _index(
         self, commit: manifest.Commit | None, number: int, name: str, there_bytes: int
     ) -> Index | None:
-        """An index; None, and damage, where it is not sound. Where the manifest is lost, nothing
-        vouches for it, but it still vouches for the data."""
+        """Return an index, or None and add damage if it is invalid. If the manifest is lost, the
+        index can only be checked against its own digest, but the data can still be checked against
+        it."""
         where = f"{self._store.url}/{self._folder}/{name}"
         try:
             if commit is not None:
@@ -172,22 +175,31 @@ class _Check:
             )
         return decided
 
-    def _check(self, opened: OpenIndex) -> None:
+    def _check(self, reader: BlockReader) -> None:
         """Check the data files of a rank."""
-        ends = {file.name: file.reader.size_bytes for file in opened.files}
-        missing = {damage.file for damage in opened.damage if damage.what == "missing file"}
-        self.files += len(opened.files) - len(missing)
-        for damage in opened.damage:
-            lost = self._lost(opened, damage) if damage.what == "size" else ()
+        files = reader.files()
+        self.files += len([file for file in files if not file.is_missing])
+        for damage in (damage for file in files for damage in file.damage):
+            lost = self._lost(reader, damage) if damage.what == "size" else ()
             self.damage.append(replace(damage, touches=lost))
-        parts = [(layout, extent) for layout in opened.layouts for extent in _extents(layout, ends)]
+        for _, header in headers(reader):
+            if not header.file.is_missing:
+                self.damage += header.read()
+                self.bytes += min(len(header.content), header.file.reader.size_bytes)
+                self._tell()
+        ends = {file.name: file.reader.size_bytes for file in files}
+        parts = [
+            (layout, layout.blocks(start, min(start + CHUNK_BYTES, layout.layout.tensor_bytes)))
+            for layout in reader.layouts
+            for start in range(0, layout.layout.tensor_bytes, CHUNK_BYTES)
+        ]
         with closing(read_ahead((part for _, part in parts), threads=self._threads)) as reads:
             for (layout, part), (_, wrong) in zip(parts, reads, strict=True):
                 self._note(layout, part, wrong, ends)
 
-    def _lost(self, opened: OpenIndex, damage: Damage) -> tuple[str, ...]:
-        """What lay behind the end of a plain data file that is too short."""
-        for layout in opened.layouts:
+    def _lost(self, reader: BlockReader, damage: Damage) -> tuple[str, ...]:
+        """Return the tensors in the missing end of a plain data file that is too short."""
+        for layout in reader.layouts:
             if layout.layout.name == damage.file:
                 at = layout.layout.header_bytes
                 return self._touched(layout, damage.start - at, layout.layout.tensor_bytes)
@@ -198,25 +210,21 @@ class _Check:
             self._progress(self.bytes, max(self._total_bytes, self.bytes))
 
     def _note(
-        self, layout: DataFile, part: Readable, damage: list[Damage], ends: dict[str, int]
+        self, layout: LayoutBlocks, part: Extent, damage: list[Damage], ends: dict[str, int]
     ) -> None:
-        # What is missing behind the end of a short file is one damage already: its size.
+        # The missing end of a short file is reported once already, as its size.
         self.damage += [
-            replace(wrong, touches=self._touched_by(layout, wrong))
+            replace(wrong, touches=self._touched(layout, *wrong.data))
             for wrong in damage
-            if wrong.start < ends[wrong.file] or not part.size_bytes
+            if wrong.start < ends[wrong.file]
         ]
-        self.bytes += part.stored_bytes
-        if part.what is None:
-            is_there = part.stored_bytes if isinstance(part, Extent) else part.size_bytes
-            self.blocks += -(-is_there // BLOCK_BYTES)
+        stored_bytes, blocks = part.stored()
+        self.bytes += stored_bytes
+        self.blocks += blocks
         self._tell()
 
-    def _touched_by(self, layout: DataFile, wrong: Damage) -> tuple[str, ...]:
-        return () if wrong.what == "header" else self._touched(layout, *wrong.data)
-
-    def _touched(self, layout: DataFile, start: int, stop: int) -> tuple[str, ...]:
-        """The tensors that lie in bytes [start, stop) of a layout, at most so many."""
+    def _touched(self, layout: LayoutBlocks, start: int, stop: int) -> tuple[str, ...]:
+        """Return the tensors in bytes [start, stop) of a layout, at most `_MAX_TOUCHED`."""
 
         def lies_there(entry: TensorEntry) -> bool:
             return entry.start < stop and start < entry.stop
@@ -225,21 +233,6 @@ class _Check:
         boxes = [stored_in(layout.layout, entry) for entry in tensors]
         return tuple(box.text + self._whose(layout, box.item) for box in boxes)
 
-    def _whose(self, layout: DataFile, item: str) -> str:
-        """The rank that has it for itself, as the end of a text."""
+    def _whose(self, layout: LayoutBlocks, item: str) -> str:
+        """Return the rank as a suffix for the name of a per-rank item's tensor, else ""."""
         return f" of rank {layout.rank}" if item in self._per_rank else ""
-
-
-def _extents(layout: DataFile, ends: dict[str, int]) -> Iterator[Readable]:
-    """All that is there of a layout: headers, and blocks in chunks."""
-    size = layout.layout.tensor_bytes
-    parts: Iterator[Readable] = itertools.chain(
-        layout.headers(),
-        (
-            layout.blocks(start, min(start + CHUNK_BYTES, size))
-            for start in range(0, size, CHUNK_BYTES)
-        ),
-    )
-    for part in parts:
-        if not isinstance(part, Extent) or part.start < ends[part.file] or not part.size_bytes:
-            yield part

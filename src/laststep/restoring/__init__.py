@@ -1,1 +1,1 @@
-"""From a committed checkpoint to the live state: choose it, fit it, read it, hand it over."""
+"""Restore a committed checkpoint into the live state: choose, match, read and hand over."""

@@ -1,7 +1,7 @@
-"""Fit a stored item to the live state: where every stored tensor goes, and all that does not fit.
+"""Match a stored item to the live state: the target of every stored tensor, and every mismatch.
 
-Decides and allocates, but reads and writes no tensor data: the result says which stored tensor is
-read into which memory and what is copied from there afterwards.
+This decides and allocates, but reads and writes no tensor data: the result records the memory that
+each stored tensor is read into and the copies to make from there afterwards.
 
 Stored and live trees are compared by their keys.
 """
@@ -19,8 +19,8 @@ from laststep.state.tensors import (
     DTYPE_NAMES,
     allocate,
     is_dtensor,
-    laid_of,
     like,
+    local_shard_of,
     open_view,
     repeats_itself,
     revive,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def newer_entries(stored: object, live: object, path: Path) -> list[Path]:
-    """The entries of dicts in the live tree that the stored one does not have."""
+    """Return the paths of dict entries in the live tree that the stored tree lacks."""
     stored, live = _state(stored), _state(live)
     theirs, newer = _entries(stored), []
     for key, inner in _entries(live).items():
@@ -65,7 +65,7 @@ def newer_entries(stored: object, live: object, path: Path) -> list[Path]:
 
 
 def _entries(node: object) -> dict[object, object]:
-    """The parts of a container by their keys, as paths have them; of anything else, none."""
+    """Return the children of a container by the keys that paths use; empty for anything else."""
     node = _state(node)
     if isinstance(node, dict):
         return node
@@ -75,19 +75,19 @@ def _entries(node: object) -> dict[object, object]:
 
 
 def _state(node: object) -> object:
-    """A part without the class of the object that gave it, which is in no path."""
+    """Return a node without the class tag of its owner, which is not part of any path."""
     return owned(node).state if isinstance(node, Tagged) and node.tag == OWNED else node
 
 
 def part_at(tree: object, path: Path) -> object:
-    """What stands there in a tree, or ABSENT."""
+    """Return the node of a tree at that path, or ABSENT."""
     for key in path:
         tree = _entries(tree).get(key, ABSENT)
     return tree
 
 
 def mark_absent(tree: object, path: Path) -> None:
-    """Note in a loaded tree that an entry of a dict was not restored."""
+    """Mark a dict entry of a loaded tree as not restored."""
     for key in path[:-1]:
         tree = _entries(tree).get(key)
     if isinstance(tree, dict):
@@ -95,7 +95,7 @@ def mark_absent(tree: object, path: Path) -> None:
 
 
 def without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with ABSENT at these paths."""
+    """Return the tree with ABSENT at these paths."""
     if path in gone:
         return ABSENT
     if gone and type(node) is dict:
@@ -107,8 +107,9 @@ def without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
 
 
 def without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with every plain value ABSENT, so that a partial restore changes none: an empty
-    container is one too. What can only be taken `whole` is ABSENT altogether."""
+    """Return the tree with every plain value ABSENT, so that a partial restore changes none; an
+    empty container counts as a plain value. Paths in `whole`, which can only be restored as a
+    whole, are ABSENT too."""
     if path in whole:
         return ABSENT
 
@@ -133,47 +134,49 @@ def without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> obj
 
 
 PLAIN_KINDS: Final = frozenset({"value", "group"})
-"""Kinds of items that are restored into the live dicts themselves."""
+"""Kinds of items whose live dicts are restored in place."""
 
 
 @dataclass(slots=True)
 class Match:
-    """How a stored item goes into the live state."""
+    """The restore of one stored item into the live state."""
 
     item: StoredItem
     whole: bool
     fresh: tuple[Path, ...] = ()
-    """What is handed over whole or not at all."""
+    """Paths that are restored as a whole or not at all."""
     foreign: tuple[Path, ...] = ()
-    """What an object of another class gave, or the provider refuses: it is left alone."""
+    """Paths left alone, because the stored object has another class or the provider refuses it."""
     newer: tuple[Path, ...] = ()
-    """Live entries of dicts that are not stored."""
+    """Paths of live dict entries that are not stored."""
     exact: bool = False
-    """Whether these go, so that the dicts become what was stored; else they stay."""
+    """True if `newer` entries are removed, so that the dicts equal the stored ones; else they
+    stay."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """How those lie of which this rank takes a part; the memory in `reads` is of that part."""
+    """Layouts of those tensors in `reads` that this rank holds only in part; their memory is that
+    part's."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(to, from), after all reads."""
+    """(target, source) pairs to copy after all reads."""
     apart: frozenset[str] = frozenset()
-    """Names that are not to share memory, though the bytes of some are those of others."""
-    twins: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of stored tensors that are one here. The second is restored; the first is read as well,
-    to see that they are the same."""
+    """Names that must not share memory, although some have the same stored bytes."""
+    aliases: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs of stored tensors that are one live tensor. The second is restored; the first is read
+    too, to check that both are equal."""
     values: dict[str, object] = field(default_factory=dict)
-    """Every name of the tree → the tensor that stands for it, or ABSENT."""
+    """Every name in the tree → its tensor, or ABSENT."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
 
     def refuse(self, path: Path, why: str) -> None:
-        """Leave a part alone that does not fit."""
+        """Leave the state at a path alone and record why it does not fit."""
         self.foreign += (path,)
         self.mismatched.append(f"{show_path(path)} {why}" if path else why)
 
     def tree(self, *, allow_pickle: bool) -> object:
-        """The loaded state; after the reads and copies."""
+        """Return the loaded state; call it after the reads and copies."""
         tree = without(self.item.tree, self.foreign)
         if not self.whole:
             tree = without_plain(tree, self.fresh)
@@ -188,26 +191,26 @@ class Match:
         return value
 
     def differing(self) -> list[str]:
-        """Which twins are not the same, in words; after the reads."""
+        """Describe the aliases whose bytes differ; call it after the reads."""
         return [
-            f"{name}: is one with {first} here, but was stored apart and differs"
-            for name, first in self.twins
+            f"{name}: is the same tensor as {first} here, but was stored separately and differs"
+            for name, first in self.aliases
             if not same_bytes(self.read(name), self.read(first))
         ]
 
     def read(self, name: str) -> torch.Tensor:
-        """The memory that a stored tensor is read into."""
-        landing, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
-        return landing if view is None else open_view(landing, view)
+        """Return the memory that a stored tensor is read into."""
+        buffers, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
+        return buffers if view is None else open_view(buffers, view)
 
     @property
     def takes_something(self) -> bool:
-        """Whether any of it is restored, as far as tensors tell."""
+        """True if any tensor is restored, or the item has no tensors."""
         return bool(self.reads) or not self.item.names()
 
     def newer_values(self) -> list[str]:
-        """The names of live entries that are not stored and hold no tensors; those that do are
-        `missing`."""
+        """Return the names of live entries that are not stored and hold no tensors; those with
+        tensors are in `missing`."""
         names = [_name(path) for path in self.newer]
         return [
             name
@@ -223,11 +226,11 @@ def match_item(
     live: Collected,
     selected: Callable[[str], bool] | None,
 ) -> Match:
-    """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
+    """Match one item. `selected` picks tensors by name for a partial restore; None takes all."""
     item = renamed.item
     stored = item.names()
     match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
-    match.twins = [pair for pair in renamed.twins if selected is None or selected(pair[0])]
+    match.aliases = [pair for pair in renamed.aliases if selected is None or selected(pair[0])]
     match.values = dict.fromkeys(stored, ABSENT)
     outline = _outline(item)
     if selected is None:
@@ -243,7 +246,7 @@ def match_item(
         _refuse_parts_of(state.fresh, names, item)
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
-    _place_twins(match)
+    _place_aliases(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
         _find_missing(match, not_paired, live)
@@ -255,22 +258,22 @@ def match_item(
 def _leave_alone(
     match: Match, provider: StateProvider, outline: object, selected: Callable[[str], bool] | None
 ) -> None:
-    """Note what the provider refuses, or has no use for."""
-    for path, why in provider.refuses(outline).items():
-        if path in match.foreign:
-            continue  # which has been said
-        below = (name for name in match.values if lies_under(path_of(name), (path,)))
-        if selected is None or any(map(selected, below)):
+    """Record the paths that the provider skips: without a reason as unexpected, else as
+    mismatched."""
+    for path, reason in provider.skips(outline).items():
+        if reason is None:
             match.foreign += (path,)
-            match.mismatched.append(why)
-    for path in provider.lacks(outline):
-        match.foreign += (path,)
-        if selected is None:
-            match.unexpected.append(_name(path))
+            if selected is None:
+                match.unexpected.append(_name(path))
+        elif path not in match.foreign:  # else already reported
+            below = (name for name in match.values if lies_under(path_of(name), (path,)))
+            if selected is None or any(map(selected, below)):
+                match.foreign += (path,)
+                match.mismatched.append(reason)
 
 
 def _refuse_parts_of(fresh: tuple[Path, ...], names: list[str], item: StoredItem) -> None:
-    """`UsageError` for a tensor that was picked out of what is handed over whole or not at all."""
+    """Raise `UsageError` if a selected tensor belongs to state that is restored only as a whole."""
     for name in names:
         if lies_under(path_of(name), fresh):
             raise UsageError(
@@ -280,7 +283,7 @@ def _refuse_parts_of(fresh: tuple[Path, ...], names: list[str], item: StoredItem
 
 
 def load_item(item: StoredItem, device: str) -> Match:
-    """Take an item as it is, into new memory."""
+    """Match an item as stored, into new memory."""
     match = Match(item=item, whole=True)
     match.values = dict.fromkeys(item.names(), ABSENT)
     _place_fresh(match, dict.fromkeys(item.names(), device))
@@ -288,7 +291,7 @@ def load_item(item: StoredItem, device: str) -> Match:
 
 
 def _pair(match: Match, names: list[str], state: State, live: Collected) -> list[str]:
-    """Find the live counterpart of each name; those that get fresh memory are returned."""
+    """Pair each name with its live tensor; return the names that need new memory."""
     fresh: list[str] = []
     replaced = _replaced(match.item.tree)
     in_place: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -313,27 +316,29 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
 
 
 def _refuse_foreign(match: Match, provider: StateProvider, state: State, live: Collected) -> None:
-    """State of another class than the live object's may look alike and mean something else; and
-    that of an object is no plain value, nor is one the state of an object."""
+    """Refuse stored state whose owner differs in class from the live object's: it may look the same
+    and mean something else. Refuse an object's state for a live plain value, and the reverse."""
     ours, theirs = owners(live.tree), owners(match.item.tree)
     for path, stored in theirs.items():
         if path in ours:
             if ours[path] != stored:
-                match.refuse(path, f"is of class {ours[path]}, the stored one of class {stored}")
+                match.refuse(
+                    path, f"is of class {ours[path]}, but the stored one is of class {stored}"
+                )
         elif part_at(live.tree, path) in (ABSENT, None):
             match.foreign += (path,)
             match.unexpected.append(_name(path))
         elif provider.kind in PLAIN_KINDS and not lies_under(path, state.things):
-            match.refuse(path, f"is a plain value, the stored one of class {stored}")
+            match.refuse(path, f"is a plain value, but the stored one is of class {stored}")
     for path in ours.keys() - theirs:
         there, here = part_at(match.item.tree, path), part_at(live.tree, path)
         if lies_under(path, state.fresh) and not _may_be_state(there, here):
-            match.refuse(path, f"is of class {ours[path]}, the stored one is a plain value")
+            match.refuse(path, f"is of class {ours[path]}, but a plain value was stored")
 
 
 def _may_be_state(stored: object, live: object) -> bool:
-    """Whether a plain value has the keys of a live object's state: what was loaded, or imported,
-    and is saved again has no class any more."""
+    """Return whether a stored plain value has the keys of a live object's state. State that was
+    loaded or imported and then saved again has lost its class."""
     state = owned(live).state  # type: ignore[arg-type]
     if stored is ABSENT or not isinstance(state, dict):
         return True
@@ -360,9 +365,9 @@ def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> 
 def _take_shared_once(
     match: Match, in_place: dict[str, list[tuple[str, torch.Tensor]]], live: Collected
 ) -> None:
-    """Of tensors that share memory now but were stored apart only one can be restored: the one that
-    has the first of the live names, by which an optimizer knows it too. Others that are the very
-    same tensor are its twins; those that merely overlap with it do not fit."""
+    """Keep one of the tensors that share memory now but were stored separately: the one with the
+    first live name, which is also the optimizer's name for it. Others that are exactly the same
+    tensor become its aliases; those that only overlap with it are mismatched."""
     item = match.item
     taken = {name: name for targets in in_place.values() for name, _ in targets}
     owner: dict[str, str] = {}
@@ -374,10 +379,12 @@ def _take_shared_once(
             other = owner.setdefault(first if view is None else view.base, same)
             lies_alike = live.layouts.get(name) == live.layouts.get(same)
             if lies_alike and item.window_of(name) != item.window_of(same):
-                match.twins.append((name, same))
+                match.aliases.append((name, same))
                 match.values[name] = live.owners.get(name, target)
             elif source != item.source_of(other):
-                match.mismatched.append(f"{name}: shares memory with {other}, but was stored apart")
+                match.mismatched.append(
+                    f"{name}: shares memory with {other}, but was stored separately"
+                )
             else:
                 continue
             targets[:] = [pair for pair in targets if pair[0] != name]
@@ -385,42 +392,43 @@ def _take_shared_once(
         del in_place[source]
 
 
-def _place_twins(match: Match) -> None:
-    """Memory for the twins of what is restored, which lies as that does."""
-    twins, match.twins = match.twins, []
-    for name, first in twins:
+def _place_aliases(match: Match) -> None:
+    """Allocate memory for the aliases of restored tensors, with the same layout."""
+    aliases, match.aliases = match.aliases, []
+    for name, first in aliases:
         source, other = match.item.source_of(name), match.item.source_of(first)
         view = match.item.view_of(name)
         if other not in match.reads or match.item.window_of(name) == match.item.window_of(first):
             continue
-        landing, layout = match.reads[other], match.layouts.get(other)
+        buffers, layout = match.reads[other], match.layouts.get(other)
         if source not in match.reads and (layout is None or view is None):
             spec = match.item.tensors[source]
-            shape = spec.shape if layout is None else tuple(landing.shape)
-            match.reads[source] = allocate(spec.dtype, shape, str(landing.device))
+            shape = spec.shape if layout is None else tuple(buffers.shape)
+            match.reads[source] = allocate(spec.dtype, shape, str(buffers.device))
             if layout is not None:
                 match.layouts[source] = layout
         if match.layouts.get(source) == layout:
-            match.twins.append((name, first))
+            match.aliases.append((name, first))
         else:
-            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
+            match.mismatched.append(f"{name}: is sharded differently than {first}")
 
 
 def _place_live(
     match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
 ) -> None:
-    """Read straight into one live tensor where it has the stored form, and copy on from there."""
+    """Read straight into a contiguous live tensor of the stored form if there is one, else into new
+    memory, and copy from there to the other targets."""
     if any(name in live.layouts for name, _ in targets):
         _place_parts(match, source, targets, live)
         return
     spec = match.item.tensors[source]
     plain = [t for name, t in targets if match.item.view_of(name) is None and t.is_contiguous()]
-    landing = plain[0] if plain else allocate(spec.dtype, spec.shape, str(targets[0][1].device))
-    match.reads[source] = landing
+    buffers = plain[0] if plain else allocate(spec.dtype, spec.shape, str(targets[0][1].device))
+    match.reads[source] = buffers
     for name, target in targets:
         match.values[name] = target
         view = match.item.view_of(name)
-        origin = landing if view is None else open_view(landing, view)
+        origin = buffers if view is None else open_view(buffers, view)
         if origin is not target and not same_memory(origin, target):
             match.copies.append((target, origin))
 
@@ -428,21 +436,21 @@ def _place_live(
 def _place_parts(
     match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
 ) -> None:
-    """Read the part that this rank holds; all names of it must lie alike."""
+    """Read the part that this rank holds; all names of the tensor must have the same layout."""
     first, target = targets[0]
     layout = live.layouts.get(first)
-    landing = target
+    buffers = target
     if not target.is_contiguous():
-        landing = allocate(DTYPE_NAMES[target.dtype], tuple(target.shape), str(target.device))
+        buffers = allocate(DTYPE_NAMES[target.dtype], tuple(target.shape), str(target.device))
     for name, other in targets:
         alike = live.layouts.get(name) == layout and match.item.view_of(name) is None
         if layout is None or not alike:
-            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
+            match.mismatched.append(f"{name}: is sharded differently than {first}")
             return
         match.values[name] = live.owners.get(name, other)
-        if other is not landing and not same_memory(other, landing):
-            match.copies.append((other, landing))
-    match.reads[source] = landing
+        if other is not buffers and not same_memory(other, buffers):
+            match.copies.append((other, buffers))
+    match.reads[source] = buffers
     if layout is not None:
         match.layouts[source] = layout
 
@@ -450,57 +458,64 @@ def _place_parts(
 def _allocate_fresh(
     match: Match, names: list[str], provider: StateProvider, live: Collected
 ) -> None:
-    devices = provider.devices([path_of(name) for name in names])
-    chosen = dict(zip(names, devices, strict=True))
-    for name in _replaced(live.tree).intersection(names):
-        chosen[name] = str(live.tensors[name].device)
-    models = provider.models([path_of(name) for name in names])
-    for name, model in zip(names, models, strict=True):
-        if is_dtensor(model) and match.item.view_of(name) is None:
-            _place_like(match, name, model)  # type: ignore[arg-type]
-            chosen.pop(name)
-    _place_fresh(match, chosen)
+    destinations = provider.destinations([path_of(name) for name in names])
+    replaced = _replaced(live.tree)
+    devices: dict[str, str] = {}
+    for name, to in zip(names, destinations, strict=True):
+        if is_dtensor(to) and match.item.view_of(name) is None:
+            _place_like(match, name, to)  # type: ignore[arg-type]
+        elif name in replaced:
+            devices[name] = str(live.tensors[name].device)
+        else:
+            devices[name] = to if isinstance(to, str) else str(to.device)  # type: ignore[attr-defined]
+    _place_fresh(match, devices)
 
 
 def _place_like(match: Match, name: str, model: DTensor) -> None:
-    """New memory for a tensor that is to lie over the ranks as another one does."""
+    """Allocate a tensor with the layout of `model`; a full tensor if their shapes differ."""
     source = match.item.source_of(name)
     spec = match.item.tensors[source]
     if spec.shape != tuple(model.shape):
         _place_fresh(match, {name: str(model.device)})
         return
-    laid, landing = laid_of(model, name), match.reads.get(source)
-    if landing is None or name in match.apart:
-        own = allocate(spec.dtype, tuple(laid.local.shape), str(laid.local.device))
-        if landing is None:
-            match.reads[source], match.layouts[source] = own, laid.layout
-        elif not _copy_read(match, name, own, laid.layout):
+    shard, buffers = local_shard_of(model, name), match.reads.get(source)
+    if buffers is None or name in match.apart:
+        own = allocate(spec.dtype, tuple(shard.local.shape), str(shard.local.device))
+        if buffers is None:
+            match.reads[source], match.layouts[source] = own, shard.layout
+        elif not _copy_read(match, name, own, shard.layout):
             return
-        landing = own
-    match.values[name] = like(model, landing)
+        buffers = own
+    match.values[name] = like(model, buffers)
 
 
 def _copy_read(match: Match, name: str, to: torch.Tensor, layout: Layout | None) -> bool:
-    """Copy there what is read for another name, if both lie alike."""
+    """Schedule a copy from the memory read for another name. Return False, and record a mismatch,
+    if the layouts differ."""
     source = match.item.source_of(name)
     if match.layouts.get(source) != layout:
-        match.mismatched.append(f"{name}: lies otherwise over the ranks than {source}")
+        match.mismatched.append(f"{name}: is sharded differently than {source}")
         return False
     match.copies.append((to, match.read(name)))
     return True
 
 
 def _replaced(tree: object) -> set[str]:
-    """The tensors of values that are replaced rather than written into, since their size may be
-    another: long bytes and sparse tensors."""
+    """Return the tensors of values that are replaced rather than overwritten, because their size
+    may change: long bytes and sparse tensors."""
     names: set[str] = set()
-
-    def see(tagged: Tagged) -> object:
-        if tagged.tag in ("bytes", "sparse"):
-            names.update(tensor_names(tagged.value))
-        return tagged
-
-    rebuild(tree, leaf=lambda ref: ref, revive=see)
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Tagged):
+            if node.tag in ("bytes", "sparse"):
+                names.update(tensor_names(node.value))
+            else:
+                stack.append(node.value)
+        elif isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list | tuple | deque):
+            stack += node
     return names
 
 
@@ -531,8 +546,9 @@ def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -
 def _find_newer(
     match: Match, not_paired: tuple[Path, ...], things: tuple[Path, ...], live: Collected
 ) -> None:
-    """Tell live entries that go, as they came to be after the checkpoint, from things with a state
-    of their own, which are missing there."""
+    """Find live entries that are not stored. Those that are, or contain, an object with a state of
+    its own are missing from the checkpoint and stay; the rest are newer than the checkpoint, and
+    `exact` removes them."""
     paths = newer_entries(match.item.tree, live.tree, ())
     gone = [path for path in things if lies_under(path, tuple(paths))]
     match.newer = tuple(
@@ -548,12 +564,12 @@ def _find_newer(
 def _name(path: Path) -> str:
     try:
         return name_of(path)
-    except UsageError:  # a key that only a tensor's name would need to spell
+    except UsageError:  # a key that cannot be part of a tensor's name
         return show_path(path)
 
 
 def _outline(item: StoredItem) -> object:
-    """The tree with specs in place of tensors, for a provider to check."""
+    """Return the tree with specs in place of tensors, for a provider to check."""
 
     def see(tagged: Tagged) -> object:
         return owned(tagged).state if tagged.tag == OWNED else tagged.tag

@@ -1,12 +1,12 @@
-"""Put the state of a stored optimizer under the names that the live one has for its parameters.
+"""Rename the state of a stored optimizer to the names that the live optimizer uses.
 
-A tied parameter has several names, and an optimizer knows it by one. Two stages of a pipeline hold
-such a weight as two parameters, each with a name and a state of its own. Which names are of one
-parameter is said by the ties of the modules. Then a live name takes a copy of what is stored under
-another name; a stored name that the live optimizer knows by another goes, and what is stored under
-it must be the same as under the other.
+A tied parameter has several names, and an optimizer knows it by one of them. Two pipeline stages
+hold such a weight as two parameters, each with its own name and state. The ties of the modules show
+which names belong to one parameter. A live name that is not stored gets a copy of the state stored
+under another name of the same parameter. A stored name that the live optimizer knows by another
+name is dropped, and its state must equal the one stored under that other name.
 
-Pure: works on trees, and reads no tensor.
+Pure: works on trees and reads no tensor.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class ModuleNames(NamedTuple):
-    """The names that a module has, and which of them are of one tensor."""
+    """The tensor names of a module, and the groups of names that belong to one tensor."""
 
     names: Collection[str]
     alike: Mapping[str, tuple[str, ...]]
-    """Every name of a tied tensor → all names of it."""
+    """Every name of a tied tensor → all its names."""
 
 
 Modules = dict[str, ModuleNames]
-"""By their items' names, `group.key` where they are in a group."""
+"""Modules by item name; `group.key` for a module in a group."""
 
 
 def modules_in(item: str, kind: str, tree: object, ties: Mapping[str, str]) -> Modules:
-    """The modules in an item, of its tree and ties: itself, or the parts of a group."""
+    """Return the modules in an item: the item itself, or the parts of a group."""
     return _modules_in(item, kind, tree, {path_of(a): path_of(b) for a, b in ties.items()}, ())
 
 
@@ -61,22 +61,23 @@ def _modules_in(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
-    """A stored item by the live names."""
+    """A stored item under the live names."""
 
     item: StoredItem
     apart: frozenset[str] = frozenset()
-    """Tensors that were of one parameter and may be of two now: each gets memory of its own."""
-    twins: tuple[tuple[str, str], ...] = ()
-    """(a stored tensor that is no longer in the tree, the one that it has to be the same as)."""
+    """Tensors that belonged to one parameter and may belong to two now: each gets its own
+    memory."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(stored tensor that is no longer in the tree, tensor that it must equal) pairs."""
     differing: tuple[str, ...] = ()
-    """What would be twins and is of another form, in words."""
+    """Descriptions of states that must be equal but differ in their form."""
 
 
 def rename(
     item: StoredItem, live: object, in_store: Callable[[], Modules], in_use: Callable[[], Modules]
 ) -> Renamed:
-    """The item by the names of the live tree. The modules of both sides are only asked for where
-    the names of an optimizer differ."""
+    """Return the item under the names of the live tree. `in_store` and `in_use` return the modules
+    of both sides and are called only if the names of an optimizer differ."""
     renamed = Renamed(item=item)
     for path in owners(item.tree):
         theirs, ours = _optimizer_at(item.tree, path), _optimizer_at(live, path)
@@ -89,7 +90,7 @@ def rename(
 
 
 class _Renaming:
-    """The state of one stored optimizer, on its way to the live names."""
+    """Renames the state of one stored optimizer."""
 
     def __init__(self, so_far: Renamed, path: Path, stored: dict[str, Any]) -> None:
         self._so_far = so_far
@@ -100,7 +101,7 @@ class _Renaming:
         self._group_of = group_of(stored)
         self._ties: dict[str, str] = {}
         self._apart: set[str] = set()
-        self._twins: list[tuple[str, str]] = []
+        self._aliases: list[tuple[str, str]] = []
         self._differing: list[str] = []
 
     def go(self, live: Collection[str], in_store: Modules, in_use: Modules) -> None:
@@ -129,12 +130,12 @@ class _Renaming:
                 item, tree=_with_state(item.tree, self._path, state), ties=item.ties | self._ties
             ),
             apart=done.apart | self._apart,
-            twins=(*done.twins, *self._twins),
+            aliases=(*done.aliases, *self._aliases),
             differing=(*done.differing, *self._differing),
         )
 
     def _copy(self, name: str, to: str) -> None:
-        """Have the state of a stored parameter under a further name."""
+        """Add the state of a stored parameter under another name."""
         number = self._group_of[to] = self._group_of[name]
         self._params[number][to] = self._params[number][name]
         if name in self._state:
@@ -143,28 +144,30 @@ class _Renaming:
             self._ties |= {new: ties.get(old, old) for old, new in moved.items()}
             self._apart.update(moved, moved.values())
 
-    def _drop(self, name: str, twin: str) -> None:
-        """Take a stored parameter away, of which the live one is known by its twin's name."""
+    def _drop(self, name: str, alias: str) -> None:
+        """Remove a stored parameter that the live optimizer knows by the name `alias`. Record a
+        difference if their states do not have the same form."""
         del self._params[self._group_of.pop(name)][name]
-        if name not in self._state and twin not in self._state:
-            return  # neither was stepped yet
+        if name not in self._state and alias not in self._state:
+            return  # the optimizer has stepped neither yet
         pairs: list[tuple[str, str]] | None = None
-        if name in self._state and twin in self._state:
-            state, moved = self._moved(name, twin)
-            # By their bytes: 1 and True are equal, and so are 0.0 and -0.0; nan is not even itself.
-            if objects.encode(state) == objects.encode(self._state[twin]):
+        if name in self._state and alias in self._state:
+            state, moved = self._moved(name, alias)
+            # Compare bytes: 1 == True, 0.0 == -0.0, and nan != nan.
+            if objects.encode(state) == objects.encode(self._state[alias]):
                 pairs = [(old, self._ties.get(new, new)) for old, new in moved.items()]
         spec_of = self._so_far.item.spec_of
         if pairs is None or any(spec_of(old) != spec_of(kept) for old, kept in pairs):
             self._differing.append(
-                f"state of {name}: is that of {twin} here, but was stored apart and differs"
+                f"state of {name}: is that of {alias} here, but was stored separately and differs"
             )
         else:
-            self._twins += pairs
+            self._aliases += pairs
         self._state.pop(name, None)
 
     def _moved(self, name: str, to: str) -> tuple[object, dict[str, str]]:
-        """The state of a parameter as if it had that other name, and its tensors: old → new."""
+        """Return the state of a parameter under another name, and a map of its tensors' old to new
+        names."""
         below = len(self._path) + 2
         moved: dict[str, str] = {}
 
@@ -177,9 +180,9 @@ class _Renaming:
 
 
 def _names_of_same(name: str, modules: Modules) -> list[str]:
-    """The other names of the parameter that an optimizer calls so. An optimizer of several modules
-    says `item:name`; one of a single module does not say which, so all that have both names must
-    agree."""
+    """Return the other names of the parameter that an optimizer knows by `name`. An optimizer of
+    several modules uses `item:name`. The name in an optimizer of one module does not identify that
+    module, so all modules that have both names must agree."""
     item, _, rest = name.partition(":")
     if item in modules:
         return [f"{item}:{other}" for other in modules[item].alike.get(rest, ()) if other != rest]
@@ -193,7 +196,7 @@ def _names_of_same(name: str, modules: Modules) -> list[str]:
 
 
 def _optimizer_at(tree: object, path: Path) -> dict[str, Any] | None:
-    """The state of an optimizer at that path, if there is one."""
+    """Return the state of the optimizer at that path; None if there is none."""
     for key in path:
         tree = tree.get(key) if type(tree) is dict else None
     if not isinstance(tree, Tagged) or tree.tag != OWNED:
@@ -203,7 +206,7 @@ def _optimizer_at(tree: object, path: Path) -> dict[str, Any] | None:
 
 
 def _with_state(tree: Any, path: Path, state: object) -> object:
-    """The tree with another state in the place of the optimizer's at that path."""
+    """Return the tree with the optimizer state at that path replaced."""
     if not path:
         return Tagged(OWNED, [owned(tree).owner, state])
     return {**tree, path[0]: _with_state(tree[path[0]], path[1:], state)}

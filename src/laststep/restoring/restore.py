@@ -1,8 +1,9 @@
-"""Find the checkpoint to restore and restore it: the newest that verifies, or the one named.
+"""Find the checkpoint to restore, the newest that verifies or the one named, and restore it.
 
-Only `CorruptError`, which readers raise after a second look, makes an older checkpoint count;
-storage that cannot be reached and state that does not fit raise. Everything passed over is
-reported."""
+Only `CorruptError`, which readers raise after a second read, causes a fallback to an older
+checkpoint. Unreachable storage and state that does not fit raise. Every skipped checkpoint is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +17,29 @@ from laststep.catalog.run import Run
 from laststep.errors import NotFoundError, Problems
 from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
-from laststep.ranks.group import together
+from laststep.ranks.group import collective
 from laststep.restoring.choose import (
     Asked,
-    Attempts,
     Choosing,
     Skipped,
-    Which,
     check_asked,
     look_at_tiers,
     look_into_memory,
     open_run,
     seen_in,
 )
-from laststep.restoring.fit import (
-    Fit,
-    fit,
-    judge_twins,
-    refuse_excerpt,
+from laststep.restoring.exchange import Transfer, state_of_rank
+from laststep.restoring.plan import (
+    RestorePlan,
+    compare_aliases,
+    plan_restore,
+    refuse_partial,
     refuse_rounded,
-    warn_of_left_out,
+    warn_of_omitted_items,
 )
-from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
-from laststep.tiers.nearest import NearestStore, beneath
+from laststep.tiers.nearest import NearestStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,16 +63,16 @@ _REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `restore()` did."""
+    """The result of `restore()`."""
 
     step: int | None
     """The step that was restored; None in a new run."""
     next_step: int
-    """The step to go on with: 0 in a new run."""
+    """The step to continue with; 0 in a new run."""
     skipped: tuple[Skipped, ...] = ()
-    """Newer checkpoints that were passed over, and why."""
+    """Newer checkpoints that could not be restored, and why."""
     problems: Problems = field(default_factory=Problems)
-    """With strict=False: what did not fit and was left alone."""
+    """With strict=False: the state that did not fit and was left alone."""
     folder: str | None = None
     metrics: dict[str, float | int | str | bool] = field(default_factory=dict)
     metadata: object = None
@@ -81,35 +80,36 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peeked:
-    """The checkpoint that `peek()` has found, and that each `restore()` after it reads."""
+    """The checkpoint that `peek()` found; every later `restore()` reads this one."""
 
     step: int
     next_step: int
-    """The step to go on with, where steps are counted from 0 as they begin."""
+    """The step to continue with, if steps are counted from 0 when they start."""
     folder: str
     skipped: tuple[Skipped, ...]
-    """Newer checkpoints that were passed over, and why."""
+    """Newer checkpoints that could not be restored, and why."""
     metrics: dict[str, float | int | str | bool]
     metadata: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was restored."""
+    """The result of a restore, with details that are not reported to the user."""
 
     chosen: Chosen
     commit: Commit
     skipped: tuple[Skipped, ...]
     problems: Problems
     mixed: bool
-    was_at_home: bool
-    """Whether what was read was read in the run itself, not in memory or at a further tier, and all
-    that was wanted of it fitted."""
+    was_in_primary: bool
+    """True if the data came from the primary, not from memory or a replica, and everything
+    requested fitted."""
     was_read: bool
-    """Whether that is all of it."""
+    """True if, in addition, the whole checkpoint was restored rather than a part."""
 
     def told(self, skipped: tuple[Skipped, ...] = ()) -> Restored:
-        """The same as a user is told it, with what was passed over before."""
+        """Return the result for the user; `skipped` are the checkpoints that an earlier `peek()`
+        skipped."""
         commit = self.commit
         return Restored(
             step=commit.step,
@@ -124,22 +124,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What to restore, and how."""
+    """The arguments of a restore."""
 
     step: int | None
-    """Exactly this step; None: the newest that verifies."""
+    """Restore exactly this step; None: the newest that verifies."""
     only: Sequence[str] | None
     strict: bool
     exact: bool
-    """Whether what was rounded is refused."""
+    """Refuse tensors that were rounded when they were saved."""
     allow_pickle: bool
     threads: int
     tiers: Sequence[Tier] = ()
-    """What only these have is read there."""
+    """Replicas, read for checkpoints that are missing or damaged in the primary."""
     peeked: str | None = None
-    """The folder of the one that was peeked at, which is restored, or none."""
+    """Folder of the checkpoint that `peek()` returned; no other is restored."""
     damaged: frozenset[str] = frozenset()
-    """Those that peeking leaves out."""
+    """Folders of checkpoints to skip, because they were peeked at and then found damaged."""
 
 
 def restore_into(
@@ -153,33 +153,80 @@ def restore_into(
     saw: Callable[[Seen], None],
     ranks: Ranks,
 ) -> Outcome | None:
-    """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
-    epoch before each look at what there is. All ranks are here, and their saves are over."""
-    choosing = _choosing(store, wanted, saw, ranks, "restore()")
+    """Restore a checkpoint; return None if there is none yet and no step was requested.
+
+    `touched` is called with the folder's name before the first live byte changes. `saw` is called
+    on rank 0 with the newest term before each listing of the run. All ranks call this together,
+    after their saves have ended.
+    """
+    choosing = _choosing(store, bus, wanted, saw, ranks, "restore()")
     if choosing is None:
         return None
-    restoring = _Restoring(choosing, providers, room, bus, wanted, ranks, touched)
-    named = wanted.step is not None or wanted.peeked is not None
-    found = Attempts(choosing, bus, named=named).until_one_succeeds(restoring.restore)
+    changed: set[str] = set()  # checkpoints that may have changed live state
+
+    def restore(chosen: Chosen) -> Outcome:
+        began = time.perf_counter()
+        with choosing.open(chosen) as content:
+            where = choosing.where(chosen)
+            refuse_partial(content.commit, wanted.only, where)
+            plan = plan_restore(
+                content,
+                providers,
+                wanted.only,
+                strict=wanted.strict,
+                where=where,
+                remedy=pass_objects(content, providers) + _REMEDY,
+                ranks=ranks,
+            )
+            if wanted.exact:
+                collective(ranks, lambda: refuse_rounded(content, plan.matches, where))
+            transfer = Transfer(content, plan.matches, ranks, choosing.readers(chosen))
+            touched(chosen.folder)
+            changed.add(chosen.folder)
+            size_bytes = transfer.run(room, wanted.threads)
+            compare_aliases(plan, ranks)
+            give = functools.partial(hand_over, content, plan, providers, room, ranks.rank)
+            collective(ranks, lambda: give(allow_pickle=wanted.allow_pickle))
+        in_primary = choosing.is_in_primary(chosen) and not plan.problems
+        bus.emit(
+            RestoredEvent(
+                step=chosen.step,
+                folder=chosen.folder,
+                size_bytes=size_bytes,
+                seconds=time.perf_counter() - began,
+            )
+        )
+        return Outcome(
+            chosen=chosen,
+            commit=content.commit,
+            skipped=(),
+            problems=plan.problems,
+            was_in_primary=in_primary,
+            was_read=in_primary and wanted.only is None,
+            # A damaged checkpoint may have changed state that this one does not cover, unless it
+            # is the same checkpoint read from another tier.
+            mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
+        )
+
+    found = choosing.until_one_succeeds(restore)
     return None if found is None else replace(found[0], skipped=found[1])
 
 
 def peek_into(
     store: Store, bus: Bus, wanted: RestoreRequest, *, saw: Callable[[Seen], None], ranks: Ranks
 ) -> Peeked | None:
-    """The checkpoint that a restore would take, opened on all ranks: its manifest, the headers of
-    its files and all that is no tensor are verified. None where there is nothing yet."""
-    choosing = _choosing(store, wanted, saw, ranks, "peek()")
+    """Return the checkpoint that a restore would take; None if there is none yet. All ranks open
+    it, which verifies its manifest, file headers and all data except tensors."""
+    choosing = _choosing(store, bus, wanted, saw, ranks, "peek()")
     if choosing is None:
         return None
 
     def look(chosen: Chosen) -> tuple[str, Commit]:
         with choosing.open(chosen) as content:
-            refuse_excerpt(content.commit, None, choosing.where(chosen))
+            refuse_partial(content.commit, None, choosing.where(chosen))
             return chosen.folder, content.commit
 
-    found = Attempts(choosing, bus, named=False).until_one_succeeds(look)
+    found = choosing.until_one_succeeds(look)
     if found is None:
         return None
     (folder, commit), skipped = found
@@ -194,11 +241,17 @@ def peek_into(
 
 
 def _choosing(
-    store: Store, wanted: RestoreRequest, saw: Callable[[Seen], None], ranks: Ranks, call: str
+    store: Store,
+    bus: Bus,
+    wanted: RestoreRequest,
+    saw: Callable[[Seen], None],
+    ranks: Ranks,
+    call: str,
 ) -> Choosing | None:
-    """The checkpoints to try, as all ranks see them; None where there is no run."""
+    """Return the checkpoints to try, as all ranks see them; None if there is no run."""
     only = None if wanted.only is None else tuple(wanted.only)
     near = isinstance(store, NearestStore) and store.in_memory
+    primary = store.primary if isinstance(store, NearestStore) else store
     check_asked(
         ranks,
         Asked(
@@ -212,104 +265,23 @@ def _choosing(
             call=call,
         ),
     )
-    together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
-    further = look_at_tiers(store, wanted, ranks)
+    collective(ranks, lambda: wait_for_writers(primary) if ranks.rank.is_first else None)
+    replicas = look_at_tiers(store, wanted, ranks)
     look_into_memory(store, ranks)
-    # What was committed last, before any look at what there is.
-    together(ranks, lambda: saw(seen_in(store)) if ranks.rank.is_first else None)
+    # Record the last commit before listing checkpoints.
+    collective(ranks, lambda: saw(seen_in(store)) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
     except NotFoundError:
         if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
-    which = Which(wanted.step, wanted.peeked, wanted.damaged)
-    return Choosing(run, which, ranks, saw, further)
-
-
-class _Restoring:
-    """Restores one checkpoint, on all ranks."""
-
-    def __init__(
-        self,
-        choosing: Choosing,
-        providers: Mapping[str, StateProvider],
-        room: TensorRoom,
-        bus: Bus,
-        wanted: RestoreRequest,
-        ranks: Ranks,
-        touched: Callable[[str], None],
-    ) -> None:
-        self._choosing = choosing
-        self._providers = providers
-        self._room = room
-        self._bus = bus
-        self._wanted = wanted
-        self._ranks = ranks
-        self._touched = touched
-        self._changed: set[str] = set()
-        """Those that may have put something in place."""
-
-    def restore(self, chosen: Chosen) -> Outcome:
-        """Restore that one; what fails on one rank fails on all."""
-        began = time.perf_counter()
-        wanted, ranks, room = self._wanted, self._ranks, self._room
-        with self._choosing.open(chosen) as content:
-            where = self._choosing.where(chosen)
-            refuse_excerpt(content.commit, wanted.only, where)
-            fitted = fit(
-                content,
-                self._providers,
-                wanted.only,
-                strict=wanted.strict,
-                where=where,
-                remedy=pass_objects(content, self._providers) + _REMEDY,
-                ranks=ranks,
-            )
-            if wanted.exact:
-                refuse = functools.partial(refuse_rounded, content, fitted.matches, where)
-                together(ranks, refuse)
-            transfer = Transfer(content, fitted.matches, ranks, self._choosing.readers(chosen))
-            self._touched(chosen.folder)
-            self._changed.add(chosen.folder)
-            size_bytes = transfer.run(room, wanted.threads)
-            judge_twins(fitted, ranks)
-            give = functools.partial(
-                hand_over,
-                content,
-                fitted,
-                self._providers,
-                room,
-                ranks.rank,
-                allow_pickle=wanted.allow_pickle,
-            )
-            together(ranks, give)
-        at_home = self._choosing.is_at_home(chosen) and not fitted.problems
-        outcome = Outcome(
-            chosen=chosen,
-            commit=content.commit,
-            skipped=(),
-            problems=fitted.problems,
-            was_at_home=at_home,
-            was_read=at_home and wanted.only is None,
-            # What a damaged one had put in place may lie beyond what this one covers, unless it is
-            # the same, read elsewhere.
-            mixed=len(self._changed) > 1 and (bool(fitted.problems) or wanted.only is not None),
-        )
-        self._bus.emit(
-            RestoredEvent(
-                step=chosen.step,
-                folder=chosen.folder,
-                size_bytes=size_bytes,
-                seconds=time.perf_counter() - began,
-            )
-        )
-        return outcome
+    return Choosing(run, wanted, ranks, bus, saw, replicas)
 
 
 def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
-    """What to do first where something does not fit: plain values stand where a module or an
-    optimizer was saved, whose parameters have names that only the object knows."""
+    """Return the remedy for plain values passed as an item that was saved as a module or an
+    optimizer: only the object knows the names of its parameters. Empty if there is no such item."""
     told = [
         f"pass the {item.kind} itself as {name}, not its state_dict(); "
         for name, item in content.items.items()
@@ -322,35 +294,35 @@ def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> st
 
 def hand_over(
     content: Content,
-    fitted: Fit,
+    plan: RestorePlan,
     providers: Mapping[str, StateProvider],
     room: TensorRoom,
     rank: Rank,
     *,
     allow_pickle: bool,
 ) -> None:
-    """Give every provider its state, on the training thread."""
-    for match in fitted.matches:
+    """Pass every provider its state, on the training thread."""
+    for match in plan.matches:
         name = match.item.name
         tree = match.tree(allow_pickle=allow_pickle)
         with naming(name, "restored"):
-            if name in fitted.derived:
+            if name in plan.derived:
                 providers[name].derive(tree, rank.number)
             else:
                 providers[name].restore(tree)
-    if not fitted.merged:
+    if not plan.merged:
         return
-    states: dict[str, list[object]] = {name: [] for name in fitted.merged}
+    states: dict[str, list[object]] = {name: [] for name in plan.merged}
     for number in range(content.commit.ranks):
         with content.of_rank(number) as theirs:
             for name, of_ranks in states.items():
                 of_ranks.append(state_of_rank(theirs, name, room, allow_pickle=allow_pickle))
     for name, of_ranks in states.items():
         merge = providers[name].when_ranks_change
-        assert callable(merge)  # noqa: S101 (that is why it is here)
+        assert callable(merge)  # noqa: S101 (only callables are merged)
         with naming(name, "restored"):
             made = merge(of_ranks, rank.number, rank.ranks)
-            warn_of_left_out(name, providers[name], made)
+            warn_of_omitted_items(name, providers[name], made)
             providers[name].restore(made)
 
 

@@ -1,7 +1,7 @@
-"""Wait, before a restore, for saves that other processes have under way: something newer may come.
-Whoever goes on saving then is told of.
+"""Wait, before a restore, for saves that other processes are still writing: they may be newer.
 
-Nothing tells when another process is done, so the run is looked at now and then, up to a limit.
+Warn about writers that keep saving afterwards. Another process does not signal when it is done, so
+the run is polled, up to a time limit.
 
 Other Checkpointers of this process on the same run are waited for too.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laststep.catalog.instances import coming, still_coming
 from laststep.catalog.run import Run
-from laststep.catalog.starts import coming, still_coming
 from laststep.errors import LaststepError
 from laststep.process import signals
 from laststep.settings import WAIT_FOR_OTHERS_S
@@ -38,12 +38,13 @@ os.register_at_fork(after_in_child=_entered.clear)
 
 
 def enter(who: object, run: str, under_way: _Ask) -> None:
-    """`who` saves to that run; `under_way(who)` says what it has not finished."""
+    """Register `who` as a writer to that run; `under_way(who)` returns its unfinished saves."""
     _entered[who] = Path(run).resolve(), under_way
 
 
 def wait_for_others(who: object, run: str) -> None:
-    """Wait until the saves that others had under way are over; how they ended is theirs to tell."""
+    """Wait until the unfinished saves of this process's other Checkpointers of the run have ended.
+    Their failures are reported by their own Checkpointers."""
     for other, (place, ask) in list(_entered.items()):
         if place != Path(run).resolve():
             continue
@@ -60,27 +61,29 @@ _LOOK_S = 0.05
 
 
 def wait_for_writers(store: Store) -> None:
-    """Let others finish what they have under way, up to a limit in all."""
+    """Wait until other processes have finished their saves, with one time limit for all; warn if
+    one keeps saving to the run."""
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
     _wait_for_announced(store, deadline)
     try:
         run = Run.open(store)
     except LaststepError:
-        return  # whoever opens it says what is wrong
+        return  # the caller opens the run next and raises
     _wait_for_flushers(run, deadline)
     for writer in _other_writers(run):
         if not writer.trainer_is_gone:
             log.warning(
-                "%s saves to this run: only one job at a time may. If this one saves too, the "
-                "saves of one of them fail",
+                (
+                    "%s is saving to this run. Only one job may save at a time: if this one saves "
+                    "too, saves of one of them fail"
+                ),
                 _named(writer),
             )
             return
 
 
 def _wait_for_announced(store: Store, deadline: float) -> None:
-    """Wait for the saves that somebody has announced and nobody has ended, whether there is
-    anything of them in the run yet or not."""
+    """Wait for saves that have a pending marker, even if nothing of them is in the run yet."""
     for announced in coming(store):
         who = f"the flusher of process {announced.pid}"
         saves = f"{len(announced.places)} saves"
@@ -88,9 +91,10 @@ def _wait_for_announced(store: Store, deadline: float) -> None:
 
 
 def _wait_for_flushers(run: Run, deadline: float) -> None:
-    """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
-    its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
-    kept our own from deciding is not."""
+    """Wait for flushers that still write to the run. A trainer that died may have left a flusher
+    that is finishing its last save. It is not known whether a trainer is dead, so flushers of live
+    trainers are waited for too. Attempts of this process that a disk failure left undecided are
+    not."""
     for writer in _other_writers(run):
         if writer.attempts:
             works = functools.partial(_undecided, run, frozenset(writer.attempts))
@@ -118,12 +122,12 @@ def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float
                 WAIT_FOR_OTHERS_S,
             )
             return
-        signals.let_in()
-        time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+        signals.check_signals()
+        time.sleep(_LOOK_S)  # poll: another process sends no event
 
 
 def _other_writers(run: Run) -> list[LiveWriter]:
-    """Writers that are alive and do not work for this process."""
+    """Return the live writers that do not belong to this process."""
     others: list[LiveWriter] = []
     try:
         writer = run.live_writer()
@@ -131,7 +135,7 @@ def _other_writers(run: Run) -> list[LiveWriter]:
             own = writer.shares_pids and writer.pid == os.getpid()
             if not own:
                 others.append(writer)
-            writer = run.live_writer(below=writer.epoch)
+            writer = run.live_writer(below=writer.term)
     except LaststepError as error:
-        log.warning("cannot tell whether another process is saving to this run: %s", error)
+        log.warning("cannot determine whether another process is saving to this run: %s", error)
     return others

@@ -1,1 +1,1 @@
-"""From the state of a training to a plan: what it holds, and which files are to hold that."""
+"""Turn the live state of a training job into a save plan, and decide when to save."""

@@ -1,12 +1,15 @@
-"""Take the state of all items at one moment, ready to be planned and captured.
+"""Take the state of all items at one moment and prepare everything that its save needs.
 
-Runs on the training thread in `save()`. Containers and plain values are copied there and then; the
-tensors are only referred to, for the capture to copy. What can wait (turning trees into bytes) is
+Runs on the training thread in `save()`. Containers and plain values are copied immediately; tensors
+are only referenced, and the capture copies them. Work that can wait, such as encoding trees, is
 left to the capture thread.
 
-Also works out what this rank writes of the state: windows into the memory that it holds. The
-garbage collector is held back meanwhile; with 100,000 tensors that halves the time on the training
-thread.
+Also computes this rank's write shard, as windows into the memory that it holds. Garbage collection
+is suspended meanwhile; with 100,000 tensors that halves the time on the training thread.
+
+Between two saves, usually only the numbers change. Each description is therefore compared with the
+previous one, once. Everything derived from a description hangs on one value, `Prepared`, which is
+replaced as a whole, so that no part of it can belong to another state.
 """
 
 from __future__ import annotations
@@ -14,27 +17,34 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from laststep.capture.copies import Copies
 from laststep.checks import plain, shown
 from laststep.codecs import objects
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import MismatchError, UsageError
+from laststep.flush.encoder import Rounding
 from laststep.format.manifest import ItemRecord
-from laststep.plan.files import TABLE_NAME, ItemSpec
-from laststep.plan.tables import (
-    Agreement,
+from laststep.plan.deriving import with_derived
+from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
+from laststep.plan.layouts import (
+    GlobalLayout,
+    LocalItem,
+    LocalLayout,
+    LocalTensor,
     Replicas,
-    Table,
-    TableItem,
-    TableTensor,
     agree,
     digest_of,
-    encode_table,
+    encode_local_layout,
 )
+from laststep.process import signals
 from laststep.state.boxes import Box, whole
 from laststep.state.modules import one_moment
 from laststep.state.provider import BoxPart, Piece
@@ -49,23 +59,31 @@ from laststep.state.tensors import (
 from laststep.state.tree import encode_item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
+    from laststep.capture.capture import Capturer
+    from laststep.codecs.objects import EncodedDicts
     from laststep.flush.saves import SealedParts, SealParts
-    from laststep.saving.prepare import Prepared
+    from laststep.memory.pool import Pool
+    from laststep.plan.who_writes import Assignment
+    from laststep.ranks.rank import Rank
+    from laststep.saving.context import RunContext
     from laststep.state.layouts import Layout
     from laststep.state.provider import Collected, StateProvider
 
     Described = tuple[tuple[ItemSpec, dict[str, Layout]], ...]
-    """Each item as the planner sees it, and how those of its tensors lie that are in parts."""
-    from laststep.plan.who_writes import Share
+    """Each item as the planner sees it, with the layouts of its sharded tensors."""
+
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """No automatic collection inside; as it was before, afterwards."""
+    """Suspend automatic garbage collection inside the block; restore the previous setting
+    afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -82,21 +100,19 @@ class TakenState:
     specs: tuple[ItemSpec, ...]
     sources: tuple[torch.Tensor, ...]
     collected: dict[str, Collected]
+    described: Described
+    """The structure of the state, without its values."""
     metrics: dict[str, object]
     metadata: object
-
-    @property
-    def described(self) -> Described:
-        """How it is built, whatever its numbers are."""
-        return tuple((spec, self.collected[spec.name].layouts) for spec in self.specs)
 
     def sealing(
         self, prepared: Prepared, note: Callable[[dict[str, bytes]], bytes] | None = None
     ) -> SealParts:
-        """What the capture thread calls to serialise the rest, once all tensors are under way;
-        `note` is told the plain values of each item, and gives this rank's receipt."""
+        """Return the function with which the capture thread serialises everything but tensors, once
+        all tensors are on their way. `note` receives the encoded plain values of each item and
+        returns this rank's receipt."""
         plan, kept = prepared.plan, prepared.trees
-        table = b"" if prepared.portion is None else prepared.portion.encoded
+        local_layout = b"" if prepared.write_shard is None else prepared.write_shard.encoded
 
         def seal() -> SealedParts:
             encoded = {
@@ -104,7 +120,7 @@ class TakenState:
                 for name, part in self.collected.items()
             }
             receipt = b"" if note is None else note(encoded)
-            known = {**encoded, TABLE_NAME: table}
+            known = {**encoded, LAYOUT_NAME: local_layout}
             values = {name: known[name] for name in plan.values}
             items = tuple(
                 ItemRecord(
@@ -130,11 +146,13 @@ def take_state(
     *,
     allow_pickle: bool,
 ) -> TakenState:
-    """Describe every item now; `caches` from one save to the next spare what stays as it was."""
+    """Describe every item now. `caches` is kept from one save to the next, so that unchanged parts
+    are not described again."""
     specs: list[ItemSpec] = []
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
-    only_ours = all(provider.passive for provider in providers.values())
+    described: list[tuple[ItemSpec, dict[str, Layout]]] = []
+    only_ours = all(map(attrgetter("passive"), providers.values()))
     with one_moment() if only_ours else contextlib.nullcontext():
         for name, provider in providers.items():
             cache = caches.setdefault(name, CollectCache())
@@ -145,21 +163,22 @@ def take_state(
                 )
             collected[name] = part
             sources += part.sources
-            specs.append(
-                ItemSpec(
-                    name=name,
-                    kind=provider.kind,
-                    standalone=state.standalone,
-                    pieces=part.pieces,
-                    per_rank=provider.per_rank,
-                    mixed=getattr(provider, "mixed", False),
-                )
+            spec = ItemSpec(
+                name=name,
+                kind=provider.kind,
+                standalone=state.standalone,
+                pieces=part.pieces,
+                per_rank=provider.per_rank,
+                mixed=getattr(provider, "mixed", False),
             )
+            specs.append(spec)
+            described.append((spec, part.layouts))
     held = dict(_metric(name, value) for name, value in (metrics or {}).items())
     return TakenState(
         specs=tuple(specs),
         sources=tuple(sources),
         collected=collected,
+        described=tuple(described),
         metrics=held,
         metadata=_plain_metadata(metadata),
     )
@@ -167,12 +186,12 @@ def take_state(
 
 @contextlib.contextmanager
 def naming(item: str, did: str = "looked at") -> Iterator[None]:
-    """Have errors inside say whose state they are about, and what laststep did with it."""
+    """Add the item's name and laststep's action to errors raised inside the block."""
     try:
         yield
     except (UsageError, MismatchError) as error:
         raise _about(error, f"item {item!r}") from error.__cause__
-    except Exception as error:  # out of a state_dict or a provider of the user's own
+    except Exception as error:  # raised by the user's state_dict or provider
         error.add_note(f"while laststep {did} item {item!r}")
         raise
 
@@ -180,7 +199,7 @@ def naming(item: str, did: str = "looked at") -> Iterator[None]:
 def _about(
     error: UsageError | MismatchError, whose: str, *, remedy: str | None = None
 ) -> UsageError | MismatchError:
-    """The same error, which also says whose value it is about."""
+    """Return a copy of the error that also names the owner of the value."""
     named = type(error)(
         error.what,
         where=whose if error.where is None else f"{error.where} of {whose}",
@@ -197,13 +216,14 @@ def _encoded(name: str, collected: Collected, kept: objects.EncodedDicts) -> byt
     try:
         return encode_item(collected, kept)
     except UsageError as error:
-        # What can be pickled was, if that was allowed: this is a member of a set, or a key.
+        # Other values are already pickled or refused: this is a dict key or a member of a set.
         remedy = "use plain values as keys and in sets, or leave it out"
         raise _about(error, f"item {name!r}", remedy=remedy) from error
 
 
 def _plain_metadata(metadata: object) -> object:
-    """A copy of the metadata, which is stored as plain values whatever allow_pickle says."""
+    """Return a copy of the metadata. Metadata is always stored as plain values, regardless of
+    allow_pickle."""
     try:
         return objects.decode(objects.encode(metadata), where="metadata")
     except UsageError as error:
@@ -214,16 +234,18 @@ def _plain_metadata(metadata: object) -> object:
 def _metric(name: str, value: object) -> tuple[str, object]:
     if not isinstance(name, str):
         raise UsageError(
-            "a metric's name is a string", found=shown(name), remedy="pass metrics={'loss': loss}"
+            "the name of a metric must be a string",
+            found=shown(name),
+            remedy="pass metrics={'loss': loss}",
         )
     return str(plain(name)), hold_scalar(name, value)
 
 
-def table_of(taken: TakenState) -> Table:
-    """How this rank describes its state to the others."""
+def local_layout_of(taken: TakenState) -> LocalLayout:
+    """Return this rank's description of its state for the other ranks."""
     _refuse_parts_of_one(taken)
     return tuple(
-        TableItem(
+        LocalItem(
             spec.name,
             spec.kind,
             spec.per_rank,
@@ -234,23 +256,24 @@ def table_of(taken: TakenState) -> Table:
     )
 
 
-def agree_alone(table: Table) -> Agreement:
-    """What a rank that saves alone holds: all of it. `MismatchError` where that is only a part of a
-    tensor, which lies over other ranks as well."""
-    name = digest_of(encode_table(table))
-    return agree([name], {name: table})
+def agree_alone(local_layout: LocalLayout) -> GlobalLayout:
+    """Return the global layout of a rank that saves alone. Raises `MismatchError` if it holds only
+    a shard of a tensor whose other shards are on other ranks."""
+    name = digest_of(encode_local_layout(local_layout))
+    return agree([name], {name: local_layout})
 
 
 class _Window(NamedTuple):
-    """What is written of the memory of a piece."""
+    """The part of a piece's memory that is written."""
 
     source: int
     first: int | None
-    """Where it begins in the flattened memory, if that holds several boxes one after the other."""
+    """Offset in the flattened memory, in elements, if that holds several boxes one after the other;
+    else None."""
     held: tuple[int, ...]
-    """The shape of the box that the memory is."""
+    """The shape of the held box."""
     box: Box | None
-    """The part of that box; None: all of it."""
+    """The part of the held box to write; None means all of it."""
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         if self.first is not None:
@@ -261,75 +284,78 @@ class _Window(NamedTuple):
         return memory if self.box is None else box_of(memory, self.box)
 
 
-class Portion(NamedTuple):
-    """What a rank writes, under an agreement."""
+class WriteShard(NamedTuple):
+    """Everything that one rank writes of a save, under a global layout."""
 
-    agreement: Agreement
-    table: Table
+    global_layout: GlobalLayout
+    local_layout: LocalLayout
     specs: tuple[ItemSpec, ...]
     windows: tuple[_Window, ...]
     contiguous: list[bool]
-    """Of each window: whether it lies in one stretch of memory."""
+    """One flag per window: True if the window is contiguous in memory."""
     values: tuple[str, ...]
     """The names of the plain values that this rank writes."""
     encoded: bytes
-    """The table, if this rank says it for its class."""
+    """The encoded local layout, if this rank writes it for its layout group; else empty."""
 
     def sources(self, taken: TakenState) -> tuple[torch.Tensor, ...] | None:
-        """What is written, of this memory. None where a piece lies in it otherwise than it did: of
-        that a table says nothing, and two strides of a tensor can differ in it for a window."""
+        """Return the windows into the memory of `taken`. None if the contiguity of a window has
+        changed: local layouts do not record strides, and a window of a tensor can be contiguous
+        with some strides only."""
         found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
         same = [source.is_contiguous() for source in found] == self.contiguous
         return found if same else None
 
 
-def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[TableTensor, ...]:
+def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[LocalTensor, ...]:
     found = []
     for piece in spec.pieces:
         layout = layouts.get(piece.name)
         shape = piece.shape if layout is None else layout.shape
-        found.append(TableTensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
+        found.append(LocalTensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
     return tuple(found)
 
 
 def _replicas(piece: Piece, layout: Layout | None) -> Replicas:
-    """A layout is somebody's word that replicas are equal; of plain tensors nobody has given it."""
+    """Return how far replicas can be trusted. A layout asserts that replicas are equal; a plain
+    tensor carries no such promise."""
     if piece.volatile:
         return Replicas.CHANGING
     return Replicas.UNPROVEN if layout is None else Replicas.EQUAL
 
 
 def _refuse_parts_of_one(taken: TakenState) -> None:
-    """`UsageError` where a rank is said to have for itself what it shares with others: such tensors
-    would come back as if the part were the whole."""
+    """Raise `UsageError` if a per-rank item holds shards of a shared tensor: each shard would be
+    restored as if it were the whole tensor."""
     for spec in taken.specs:
         layouts = taken.collected[spec.name].layouts
         if spec.per_rank and layouts:
             raise UsageError(
-                "an item that each rank has for itself holds parts of tensors that ranks share",
+                "a per-rank item holds shards of shared tensors",
                 where=f"item {spec.name!r}",
                 found=next(iter(layouts)),
-                remedy=f"pass {spec.name} without laststep.PerRank: the parts of all are one state",
+                remedy=f"pass {spec.name} without laststep.PerRank: its shards form one state",
             )
 
 
 def refuse_mixed(item: str, *, mixed: bool) -> None:
-    """`UsageError` for a group of which a part is each rank's own and a part is not."""
+    """Raise `UsageError` for a group that mixes per-rank state with shared state."""
     if mixed:
         raise UsageError(
-            "a group mixes what ranks have in common with what each has for itself",
+            "a group mixes shared state with per-rank state",
             where=f"item {item!r}",
             remedy="pass random numbers, loaders and the like as items of their own",
         )
 
 
 def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
-    """What is tied, where tensors lie in parts. `UsageError` where parts overlap otherwise: their
-    common memory would be stored as one, and is other bytes on every rank."""
+    """Return the ties of an item with sharded tensors. Raises `UsageError` if shards overlap in
+    another way: their shared memory would be stored once although it holds different bytes on every
+    rank."""
     over = next((name for name in collected.views if name in collected.layouts), None)
     if over is not None:
         raise UsageError(
-            "cannot save parts of tensors that lie over each other in memory",
+            "cannot save shards of tensors that overlap in memory",
             where=f"{item}/{over}",
             remedy="describe the same memory once, or by the same layout",
         )
@@ -337,15 +363,15 @@ def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
 
 
 def work_out(
-    taken: TakenState, agreement: Agreement, table: Table, rank: int
-) -> tuple[Portion, tuple[torch.Tensor, ...]]:
-    """What a rank writes, and the memory that it writes it from."""
-    if len(agreement.class_of) > 1:
+    taken: TakenState, global_layout: GlobalLayout, local_layout: LocalLayout, rank: int
+) -> tuple[WriteShard, tuple[torch.Tensor, ...]]:
+    """Return this rank's write shard and the memory that it is written from."""
+    if len(global_layout.layout_group_of) > 1:
         for spec in taken.specs:
             refuse_mixed(spec.name, mixed=spec.mixed)
-    shares: dict[tuple[str, str], list[Share]] = {}
-    for key, share in agreement.shares(rank):
-        shares.setdefault(key, []).append(share)
+    assignments: dict[tuple[str, str], list[Assignment]] = {}
+    for key, assignment in global_layout.assignments(rank):
+        assignments.setdefault(key, []).append(assignment)
     specs: list[ItemSpec] = []
     windows: list[_Window] = []
     sources: list[torch.Tensor] = []
@@ -362,31 +388,40 @@ def work_out(
             layout = layouts.get(piece.name)
             held = _held(rank, piece, layout, f"{spec.name}/{piece.name}")
             shape = piece.shape if layout is None else layout.shape
-            for share in shares.get((spec.name, piece.name), ()):
-                box = None if share.box == share.held else share.box.within(share.held)
-                window = _Window(number, held.get(share.held), share.held.shape, box)
+            for assignment in assignments.get((spec.name, piece.name), ()):
+                box = (
+                    None
+                    if assignment.box == assignment.held
+                    else assignment.box.within(assignment.held)
+                )
+                window = _Window(number, held.get(assignment.held), assignment.held.shape, box)
                 windows.append(window)
                 sources.append(window.of(taken.sources[number]))
-                pieces.append(_piece(piece, shape, share, sources[-1]))
+                pieces.append(_piece(piece, shape, assignment, sources[-1]))
         at += len(spec.pieces)
         specs.append(structs.replace(spec, pieces=tuple(pieces)))
-    first = agreement.is_first(rank)
+    first = global_layout.is_first(rank)
     values = tuple(spec.name for spec in specs if first or spec.per_rank)
-    encoded = encode_table(table) if first and len(agreement.class_of) > 1 else b""
-    portion = Portion(
-        agreement,
-        table,
+    encoded = (
+        encode_local_layout(local_layout)
+        if first and len(global_layout.layout_group_of) > 1
+        else b""
+    )
+    write_shard = WriteShard(
+        global_layout,
+        local_layout,
         tuple(specs),
         tuple(windows),
         [source.is_contiguous() for source in sources],
-        values + ((TABLE_NAME,) if encoded else ()),
+        values + ((LAYOUT_NAME,) if encoded else ()),
         encoded,
     )
-    return portion, tuple(sources)
+    return write_shard, tuple(sources)
 
 
 def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:
-    """The boxes that the memory of a piece holds, and where each begins in it; None: it is all."""
+    """Return the boxes that the memory of a piece holds, each with its offset in elements; None if
+    a single box fills the memory."""
     if layout is None:
         return {whole(piece.shape): None}
     boxes = layout.held(rank)
@@ -397,15 +432,133 @@ def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Bo
     return dict(zip(boxes, starts, strict=False))
 
 
-def _piece(piece: Piece, shape: tuple[int, ...], share: Share, window: torch.Tensor) -> Piece:
-    if share.box == whole(shape):
+def _piece(
+    piece: Piece, shape: tuple[int, ...], assignment: Assignment, window: torch.Tensor
+) -> Piece:
+    if assignment.box == whole(shape):
         return piece._replace(shape=shape, contiguous=window.is_contiguous())
-    start = share.box.start
+    start = assignment.box.start
     return piece._replace(
-        # `~6` stands in no name of a tensor's path, so nothing else has this one.
+        # No tensor's path contains `~6`, so this name is unique.
         name=f"{piece.name}~6at{','.join(map(str, start))}",
-        shape=share.box.shape,
+        shape=assignment.box.shape,
         size_bytes=window.numel() * window.element_size(),
         contiguous=window.is_contiguous(),
         part=BoxPart(piece.name, shape, start),
     )
+
+
+class Prepared:
+    """Everything that a save needs besides the state itself."""
+
+    def __init__(
+        self, described: Described, plan: SavePlan, write_shard: WriteShard | None
+    ) -> None:
+        self.described = described
+        self.plan = plan
+        self.write_shard = write_shard
+        """The part of its state that this rank writes; None means all of it, unchanged."""
+        self.copies = Copies(plan)
+        self.trees: dict[str, EncodedDicts] = {}
+        """Encoded dicts of each item's tree, which the capture thread keeps from one save to the
+        next."""
+
+
+class Preparer:
+    """Prepares the saves of one Checkpointer."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        derived: bool | Mapping[str, str] = False,
+        lossy: Mapping[str, str] | None = None,
+        partial_tiers: Sequence[Collection[str]] = (),
+    ) -> None:
+        """`derived` names the tensors that can be computed from others, `lossy` those that may be
+        rounded, and `partial_tiers` the sets of items that some tier stores without the rest."""
+        self._rank = rank
+        self._derived = derived
+        self._lossy = lossy or {}
+        self._partial_tiers = partial_tiers
+        self.last: Prepared | None = None
+
+    def prepare(
+        self, taken: TakenState, agree: Callable[[LocalLayout], GlobalLayout] | None = None
+    ) -> tuple[Prepared, tuple[torch.Tensor, ...]]:
+        """Return the cached `Prepared` if the state's structure has not changed, else a new one;
+        and the memory to write, one tensor per piece of the plan. In a job of several ranks,
+        `agree` returns the global layout for this rank's local layout."""
+        described = taken.described
+        last = self.last if self.last and self.last.described == described else None
+        if agree is None and not any(layouts for _, layouts in described):
+            if last is None:
+                last = self.last = Prepared(described, self._plan(taken.specs), None)
+            return last, taken.sources
+        known = last and last.write_shard
+        local_layout = known.local_layout if known else local_layout_of(taken)
+        if agree is not None:
+            global_layout = agree(local_layout)
+        else:
+            global_layout = known.global_layout if known else agree_alone(local_layout)
+        if last and known and known.global_layout is global_layout:
+            sources = known.sources(taken)
+            if sources is not None:
+                return last, sources
+        write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
+        if agree is None:
+            plan = self._plan(write_shard.specs)
+        else:
+            plan = self._plan(write_shard.specs, rank=self._rank, values=write_shard.values)
+        self.last = Prepared(described, plan, write_shard)
+        return self.last, sources
+
+    def _plan(
+        self,
+        items: tuple[ItemSpec, ...],
+        rank: Rank | None = None,
+        values: tuple[str, ...] | None = None,
+    ) -> SavePlan:
+        plan = plan_save(items, rank=rank, values=values)
+        if rank is None and self._lossy:
+            self._tell_of_useless(plan)
+        if not self._derived:
+            return plan
+        return with_derived(
+            plan, self._derived, is_all=rank is None, partial_tiers=self._partial_tiers
+        )
+
+    def _tell_of_useless(self, plan: SavePlan) -> None:
+        """Warn once about `lossy` patterns that match nothing. Only for a single rank: with
+        several, each rank sees only a part of the tensors."""
+        used = {p for file in plan.files for p in Rounding(file.layout, self._lossy).patterns}
+        for pattern in self._lossy.keys() - used:
+            log.warning(
+                "lossy: %r rounds nothing: no float32 tensor of one or more dimensions is named so "
+                "(`laststep show` lists names), or an earlier pattern names it",
+                pattern,
+            )
+        self._lossy = {pattern: self._lossy[pattern] for pattern in used}
+
+
+def rehearse(
+    context: RunContext,
+    caches: dict[str, CollectCache],
+    preparer: Preparer,
+    pool: Pool,
+    capturer: Capturer,
+) -> bool:
+    """Prepare the first save in advance, while the device is busy with training. Returns False if
+    it is too early. Ignores all errors: the first save will report them."""
+    if not all(provider.cheap for provider in context.providers.values()):
+        return True  # an expensive item is described only by a real save
+    if not capturer.is_ready():
+        return False
+    with signals.defer_signals(), without_collection(), contextlib.suppress(Exception):
+        taken = take_state(
+            context.providers, caches, None, None, allow_pickle=context.settings.allow_pickle
+        )
+        prepared, sources = preparer.prepare(taken)
+        pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
+        capturer.prepare(prepared.copies, sources)
+    return True

@@ -1,9 +1,10 @@
-"""How a job ends that is told to: its last save, and what is said of it.
+"""End a preempted job: agree on a last step, save it, and report the outcome.
 
-`lookout` knows when, and at which step. The grace bounds every wait: what is not agreed on, saved
-or committed by then is told, and the program ends. Belongs to the training thread.
+`PreemptionWatcher` detects the preemption and determines the step. The grace period bounds every
+wait: when it is over, unfinished work is reported and the program ends. `Preempting` belongs to the
+training thread.
 
-A signal or a file may be seen by one rank alone: all ranks agree on the step at which they stop.
+A signal or a file may be seen by one rank only, so all ranks agree on the step at which they stop.
 """
 
 from __future__ import annotations
@@ -17,123 +18,123 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from laststep.constants import MEMORY, duration_s, listed
 from laststep.errors import LaststepError, brief
 from laststep.events import PreemptionEnded, PreemptionSeen
-from laststep.process import signals, system, threads
-from laststep.process.signals import NotedSignals, Notice, notice
-from laststep.saving import place
-from laststep.terms import MEMORY, duration_s, listed
+from laststep.process import signals, system
+from laststep.process.signals import PreemptionSignal, RecordedSignals, preemption_signal
+from laststep.process.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.events import Bus
-    from laststep.flush.saves import SaveHandle, Saves, Stage
-    from laststep.process.signals import Notice
-    from laststep.ranks.board import Board
+    from laststep.flush.saves import SaveHandle, Saves
+    from laststep.process.signals import PreemptionSignal
+    from laststep.ranks.key_value import KeyValueStore
     from laststep.ranks.rank import Rank
-    from laststep.saving.place import SavedSteps
     from laststep.settings import Preemption
 
 
 log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_EACH_S = 0.25, 0.002
-"""So often ranks look for the word of another. All ask one store: the more, the less often."""
+"""Polling interval for a preemption seen by another rank: seconds, and seconds per rank. All ranks
+poll one store, so larger jobs poll less often."""
 _FILE_S = 1.0
-"""So often it is looked for the file."""
+"""Seconds between two checks for the file."""
 _DEAF = 20
-"""After so many looks in a row that failed it is told that nobody would be heard."""
+"""Number of consecutive failed polls after which a warning is logged."""
 _SEEN, _STOP = "seen", "stop"
-_SILENCE = "the ranks did not agree on a step within the grace"
+_SILENCE = "the ranks did not agree on a step within the grace period"
 
 
 class StopNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first rank says."""
+    """Rank 0's decision where to stop."""
 
     step: int = 0
-    """All stop at their first step from here on."""
+    """All ranks stop at their first step that is not below this one."""
     problem: str = ""
-    """Why they cannot."""
+    """The reason why the ranks cannot agree; empty if they do."""
 
 
 class Watched:
-    """What this rank looks out for, what it knows, and what it has passed. Plain attributes, for
-    two threads: training sets `passed` and then looks whether it is `known`; the other makes it
-    known, and then looks what is passed. So one of them sees the other."""
+    """The preemption state that the training thread and the watcher thread share, as plain
+    attributes. Training sets `passed` and then reads `known`; the watcher makes the preemption
+    known and then reads `passed`. So at least one of them sees the other's write."""
 
     def __init__(self, asked: Preemption) -> None:
-        self.signals = NotedSignals(asked.signals)
-        self.heard: Notice | None = None
-        """The file was seen, or the word of another rank."""
+        self.signals = RecordedSignals(asked.signals)
+        self.heard: PreemptionSignal | None = None
+        """Set if the file was found or another rank has announced a preemption."""
         self.passed = -1
-        """The last step that was passed without knowing of anything."""
+        """The last step that training completed before the preemption was known."""
         self.grace_s = duration_s(asked.grace)
         self._file = asked.file
         self._file_was, self._looked_s = self._touched(), 0.0
         if self._file_was is not None:
-            log.warning("%s is there already: it counts once it is touched again", asked.file)
+            log.warning("%s already exists: it counts once it is touched again", asked.file)
 
     @property
-    def known(self) -> Notice | None:
-        """That the job is to end."""
+    def known(self) -> PreemptionSignal | None:
+        """The preemption that this rank knows of, or None."""
         return self.signals.came or self.heard
 
     @property
     def has_file(self) -> bool:
-        """Whether a file is looked for."""
+        """True if a file announces preemptions."""
         return self._file is not None
 
-    def look(self) -> Notice | None:
-        """See whether the file has come, now and then."""
+    def look(self) -> PreemptionSignal | None:
+        """Check for the file, at most once per second; return a signal if it was touched."""
         now_s = time.monotonic()
         if self._file is None or now_s - self._looked_s < _FILE_S:
             return None
         self._looked_s = now_s
-        return notice(f"the file {self._file}") if self._is_new() else None
+        return preemption_signal(f"the file {self._file}") if self._is_new() else None
 
     def _is_new(self) -> bool:
         return self._touched() not in (None, self._file_was)
 
     def _touched(self) -> int | None:
-        """When the file was last touched; None where there is none."""
+        """Return the modification time of the file in ns; None if it does not exist."""
         try:
             return None if self._file is None else Path(self._file).stat().st_mtime_ns
         except OSError:
             return None
 
 
-class Lookout:
-    """The thread that looks, and speaks for this rank; until it is ended."""
+class PreemptionWatcher:
+    """The thread that polls for a preemption and coordinates with the other ranks, until `end`."""
 
-    def __init__(self, watched: Watched, rank: Rank, board: Board | None) -> None:
-        self._watched, self._rank, self._board = watched, rank, board
+    def __init__(self, watched: Watched, rank: Rank, kv: KeyValueStore | None) -> None:
+        self._watched, self._rank, self._kv = watched, rank, kv
         self._ended = False
         self._failures, self._was_told = 0, False
         self._stop: StopNote | None = None
         self.wake, self.settled = threading.Event(), threading.Event()
         look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
-        self._look_s = _FILE_S if board is None else look_s
-        self._thread = threading.Thread(target=self._work, name="laststep-lookout", daemon=True)
-        threads.start(self._thread)
+        self._look_s = _FILE_S if kv is None else look_s
+        self._thread = Worker("watcher", self._work).start()
         system.watch(self, at_exit=self.end, in_child=_stay)
 
     @property
     def stop(self) -> StopNote:
-        """Where to stop, once that is settled; before, or where ranks do not agree, why not."""
+        """The step to stop at, once settled; before that, or if ranks do not agree, the reason."""
         return self._stop or StopNote(problem=_SILENCE)
 
     def abandon(self) -> None:
-        """Nobody needs it any more; from whichever thread that is found, in whatever it does."""
+        """Ask the thread to end, without waiting. Called by a finalizer, so on any thread and at
+        any moment."""
         self._ended = True
 
     def end(self) -> None:
-        """Look no more, and let nobody wait."""
+        """Stop polling and wake all waiting threads."""
         self._ended = True
         self.wake.set()
         self.settled.set()
-        if self._board is not None:
-            self._board.hush()
+        if self._kv is not None:
+            self._kv.close_at_exit()
         system.let_be(self)
 
     def _work(self) -> None:
@@ -143,63 +144,68 @@ class Lookout:
                 if watched.known is None:
                     watched.heard = watched.look() or self._hear()
                 if (known := watched.known) is not None:
-                    if self._board is not None:
-                        self._speak(self._board, known)
+                    if self._kv is not None:
+                        self._announce(self._kv, known)
                     return
                 self.wake.wait(self._look_s)
         finally:
             self.end()
 
-    def _hear(self) -> Notice | None:
-        """The word of another rank."""
+    def _hear(self) -> PreemptionSignal | None:
+        """Return the preemption that another rank has announced, or None."""
         try:
-            word = None if self._board is None else self._board.look(_SEEN)
+            word = None if self._kv is None else self._kv.look(_SEEN)
         except LaststepError as error:
             self._failures += 1
             if self._failures == _DEAF:
-                log.warning("a preemption that another rank sees is not heard of: %s", error)
+                log.warning("cannot receive preemption notices of other ranks: %s", error)
             return None
         self._failures, self._was_told = 0, word is not None
-        return None if word is None else notice(word.decode())
+        return None if word is None else preemption_signal(word.decode())
 
-    def _speak(self, board: Board, known: Notice) -> None:
-        """Tell the others what this rank knows and which step it has passed; hear where to stop."""
+    def _announce(self, kv: KeyValueStore, known: PreemptionSignal) -> None:
+        """Publish the preemption and the last step that this rank completed, then wait for the step
+        to stop at."""
         me, until_s = self._rank.number, known.came_s + self._watched.grace_s
-        passed = self._watched.passed  # after it is known
+        passed = self._watched.passed  # must be read after `known` is set, see `Watched`
         try:
             if not self._was_told:
-                board.put(_SEEN, f"rank {me}: {known.cause}".encode())
-            board.put(f"at/{me}", str(passed).encode())
+                kv.put(_SEEN, f"rank {me}: {known.cause}".encode())
+            kv.put(f"at/{me}", str(passed).encode())
             if self._rank.is_first:
-                stop = self._decide(board, until_s)
-                board.put(_STOP, msgspec.msgpack.encode(stop))
+                stop = self._decide(kv, until_s)
+                kv.put(_STOP, msgspec.msgpack.encode(stop))
             else:
-                note = board.until(lambda: board.look(_STOP), until_s)
-                stop = StopNote(problem="rank 0 has not said at which step to stop")
+                note = kv.until(lambda: kv.look(_STOP), until_s)
+                stop = StopNote(problem="rank 0 has not announced the step to stop at")
                 if note is not None:
                     stop = msgspec.msgpack.decode(note, type=StopNote)
         except LaststepError as error:
             stop = StopNote(problem=brief(error))
         self._stop = stop
 
-    def _decide(self, board: Board, until_s: float) -> StopNote:
+    def _decide(self, kv: KeyValueStore, until_s: float) -> StopNote:
         names = {f"at/{rank}": rank for rank in range(self._rank.ranks)}
-        notes = board.wait_all(names, until_s)
+        notes = kv.wait_all(names, until_s)
         missing = [f"rank {rank}" for name, rank in names.items() if name not in notes]
-        problem = f"nothing was heard of {listed(missing)} within the grace" if missing else ""
+        problem = f"no message from {listed(missing)} within the grace period" if missing else ""
         return StopNote(step=1 + max(map(int, notes.values()), default=-1), problem=problem)
 
 
 def _stay() -> None:
-    """In a forked child there is no such thread, and nothing to be done about it."""
+    """Do nothing: a forked child has no watcher thread and needs none."""
 
 
-_LATE = "the grace was over before it was committed"
+_LATE = "the grace period ended before it was committed"
 
 
 class Preempted(SystemExit):
-    """Raised by `step()` after the last save of a job that is to end: leaves the program, with the
-    exit code of its `Preemption`. No `LaststepError`, and no `Exception`: nothing has failed."""
+    """Raised by `step()` after the last save of a preempted job. Ends the program with the exit
+    code of its `Preemption`. `report` describes the last save.
+
+    It is a `SystemExit` and neither a `LaststepError` nor an `Exception`, because nothing has
+    failed.
+    """
 
     def __init__(self, report: PreemptionEnded, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -207,7 +213,7 @@ class Preempted(SystemExit):
 
 
 class Work(Protocol):
-    """What runs for saves."""
+    """The operations of a Checkpointer that ending a job needs."""
 
     ends_well: bool
 
@@ -224,124 +230,120 @@ class Work(Protocol):
 
 
 def look_out(asked: Preemption | None, rank: Rank, bus: Bus) -> Preempting | None:
-    """What knows of the end of this job, where that was asked for."""
+    """Return the preemption handling of this job, or None if it was not requested."""
     return None if asked is None else Preempting(asked, rank, bus)
 
 
 class Preempting:
-    """The end of a job, as one rank goes through it."""
+    """Handles the preemption of a job on one rank."""
 
     def __init__(self, asked: Preemption, rank: Rank, bus: Bus) -> None:
-        """`UsageError` where the signals cannot be had."""
+        """Raises `UsageError` if the signals cannot be handled."""
         self._rank, self._bus = rank, bus
         self._exit_code = asked.exit_code
         self._watched = Watched(asked)
-        self._lookout: Lookout | None = None
+        self._watcher: PreemptionWatcher | None = None
         self._told = self._stops = self._is_done = False
         self._problem = ""
-        """Why it is not known where to stop."""
+        """The reason why the step to stop at is unknown; empty if it is known."""
         self.is_last = False
-        """Whether the last save has begun."""
+        """True once the last save has begun."""
 
     def install(self) -> None:
-        """Look out from now on. MUST NOT be called inside `interrupts.held`."""
+        """Install the signal handlers and start watching. MUST NOT be called inside
+        `signals.defer_signals`."""
         self._watched.signals.install()
         weakref.finalize(self, self._watched.signals.let_go).atexit = False
         if self._rank.ranks == 1 and self._watched.has_file:
             self._start(None)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Restore the signal handlers and end the watcher thread."""
         self._watched.signals.let_go()
         self._part()
 
     @property
     def stops(self) -> bool:
-        """Whether all ranks are at a step where they stop. Of one rank that never calls `step()`,
-        whether it knows: after a call it could end before the next, with nothing saved."""
+        """True if all ranks are at the step where they stop. For a single rank that never calls
+        `step()`, true once a preemption is known. A rank that calls `step()` stops only there: it
+        could otherwise end before the next call with nothing saved."""
         alone = self._rank.ranks == 1 and self._watched.passed < 0
         return self._stops or (alone and self._watched.known is not None)
 
     def anew(self) -> None:
-        """The state was restored: steps may go back, and ranks meet anew."""
+        """Reset after a restore: steps may go back, and ranks have to meet again."""
         if self._rank.ranks > 1:
             self._part()
         self._watched.passed = -1
 
-    def reached(self, step: int, meet: Callable[[], Board]) -> bool:
-        """Whether all ranks stop at this step. Takes a microsecond until there is something to be
-        known; then it waits for the others, within the grace. `meet` brings all ranks together,
-        after a start or a restore."""
+    def reached(self, step: int, meet: Callable[[], KeyValueStore]) -> bool:
+        """Return True if all ranks stop at this step. Takes a microsecond until a preemption is
+        known; then it waits for the other ranks within the grace period. `meet` is the collective
+        that opens their key-value store, called once after a start or a restore."""
         watched, several = self._watched, self._rank.ranks > 1
-        lookout = self._lookout
-        if lookout is None and several:
-            lookout = self._start(meet())
+        watcher = self._watcher
+        if watcher is None and several:
+            watcher = self._start(meet())
         if self._is_done:
             return False
         if watched.known is None:
             watched.passed = step
-            if watched.known is None:  # else the other thread may have looked before that was set
+            if watched.known is None:  # again: the watcher may not have seen `passed`
                 return False
         since, self._stops = self._tell(), True
-        if lookout is not None and several:
-            lookout.wake.set()
-            signals.wait(lookout.settled, self._left_s(since))
-            stop = lookout.stop
+        if watcher is not None and several:
+            watcher.wake.set()
+            signals.wait(watcher.settled, self._left_s(since))
+            stop = watcher.stop
             self._problem = stop.problem
             self._stops = step >= stop.step or bool(stop.problem)
         return self._stops
 
-    def carry_out(
-        self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
-    ) -> SaveHandle | None:
-        """Save that step, unless it is committed or on its way; wait until it is committed, and
-        then drained, or the grace is over, tell which tiers have it, and end the program, unless
-        that is the loop's own."""
+    def carry_out(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+        """Save the step unless it is committed or already being saved, wait until it is committed
+        and replicated or the grace period is over, report which tiers have it, and raise
+        `Preempted` unless the exit code is None: then the user's loop ends the program."""
         handle, problem = None, self._problem
         self.is_last = self._is_done = True
         try:
             if not problem:
-                with signals.limited(self._grace_is_over):
-                    handle = self._save(step, save, work, steps)
-                    problem = "" if handle is None else _failure(handle.committed)
+                with signals.deadline(self._grace_is_over):
+                    handle = self._save(step, save, work)
+                    problem = "" if handle is None else _failure(handle)
                     if handle is not None and not problem:
                         work.drain(handle)
-        except signals.TimeIsUp:
-            is_home = handle is not None and handle.committed.done()
-            problem = problem or ("" if is_home else _LATE)
+        except signals.DeadlineExceeded:
+            is_primary = handle is not None and handle.committed.done()
+            problem = problem or ("" if is_primary else _LATE)
         except LaststepError as error:
             problem = brief(error)
-        self._end(step, handle, problem, work, steps)
+        self._end(step, handle, problem, work)
         return handle
 
-    def bound(
-        self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
-    ) -> SaveHandle | None:
-        """An ordinary save, which may still wait for others when a grace is over that began since:
-        then this is the end."""
+    def bound(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+        """Make an ordinary save. End the job if a grace period that began since then is over while
+        the save still waits for other ranks."""
         try:
-            with signals.limited(self._grace_is_over):
+            with signals.deadline(self._grace_is_over):
                 return save()
-        except signals.TimeIsUp:
+        except signals.DeadlineExceeded:
             self._stops = self._is_done = True
-            self._end(step, None, _LATE, work, steps)
+            self._end(step, None, _LATE, work)
             return None
 
-    def _end(
-        self, step: int, handle: SaveHandle | None, problem: str, work: Work, steps: SavedSteps
-    ) -> None:
-        """Tell what became of the last save, and raise what ends the program."""
+    def _end(self, step: int, handle: SaveHandle | None, problem: str, work: Work) -> None:
+        """Report the outcome of the last save and raise `Preempted`."""
         since, at_risk = self._tell(), ""
         held = () if handle is None else work.tiers_of(handle)
-        with signals.held():
-            steps.take_over(work.saves)
+        with signals.defer_signals():
+            work.saves.take_over()
         if problem:
-            newest = steps.newest()
+            newest = work.saves.newest_committed()
             at_risk = "all of it" if newest is None else f"what came after step {newest}"
             if MEMORY in held:
-                at_risk += ", should this machine be lost, whose memory alone has it"
+                at_risk += " if this machine is lost: only its memory holds the save"
             if handle is not None and self._rank.ranks == 1 and _goes_on(handle):
-                at_risk += f", unless the flusher, which goes on, still commits step {step}"
+                at_risk += f", unless the flusher, which keeps running, still commits step {step}"
         report = PreemptionEnded(
             step=step,
             cause=since.cause,
@@ -355,69 +357,70 @@ class Preempting:
         )
         self._bus.emit(report)
         work.hurry(self._grace_is_over)
-        work.ends_well = True  # whether or not somebody calls close() now
+        work.ends_well = True  # even if close() is not called
         if self._exit_code is not None:
             raise Preempted(report, self._exit_code)
 
     def _grace_is_over(self) -> bool:
         return self._watched.known is not None and self._left_s(self._watched.known) <= 0
 
-    def _save(
-        self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
-    ) -> SaveHandle | None:
-        """The save of that step; None where it is committed and nobody has its handle."""
+    def _save(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+        """Return the handle of a save of this step; None if it is committed and no handle
+        exists."""
         saves = work.saves
         if self._rank.ranks == 1:
-            place.call_off_queued(saves.all(), step)
-        found = place.of_step(saves.all(), step)
-        with signals.held():
-            steps.take_over(saves)
-            for error in saves.tell():
+            saves.call_off_queued(step)
+        found = saves.of_step(step)
+        with signals.defer_signals():
+            saves.take_over()
+            for error in saves.untold():
                 log.error("a save failed: %s", error)
-        if found is not None or step == steps.newest():
-            return found or work.committed(step)
+        if found is not None:
+            return found.handle
+        if step == saves.newest_committed():
+            return work.committed(step)
         while True:
             try:
                 return save()
             except LaststepError as error:
-                # With several ranks the save is under way, though an earlier one's failure is
-                # raised. One rank by itself tries again: each failure is raised once.
-                found = place.of_step(saves.all(), step)
+                # With several ranks the save has begun even though the failure of an earlier one
+                # was raised. A single rank tries again: each failure is raised only once.
+                found = saves.of_step(step)
                 if found is None and (self._rank.ranks > 1 or error.step in (None, step)):
                     raise
-                log.error("a save failed: %s", error)  # noqa: TRY400 (it is an earlier one's)
+                log.error("a save failed: %s", error)  # noqa: TRY400 (an earlier save's error)
                 if found is not None:
-                    return found
+                    return found.handle
 
-    def _start(self, board: Board | None) -> Lookout:
-        self._lookout = Lookout(self._watched, self._rank, board)
-        weakref.finalize(self, self._lookout.abandon).atexit = False
-        return self._lookout
+    def _start(self, kv: KeyValueStore | None) -> PreemptionWatcher:
+        self._watcher = PreemptionWatcher(self._watched, self._rank, kv)
+        weakref.finalize(self, self._watcher.abandon).atexit = False
+        return self._watcher
 
     def _part(self) -> None:
-        if self._lookout is not None:
-            self._lookout.end()
-            self._lookout = None
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher = None
 
-    def _tell(self) -> Notice:
+    def _tell(self) -> PreemptionSignal:
         known = self._watched.known
-        assert known is not None  # noqa: S101 (else nothing is to be done)
+        assert known is not None  # noqa: S101 (only called after a preemption)
         if not self._told:
             self._told = True
             self._bus.emit(PreemptionSeen(cause=known.cause, grace_s=self._watched.grace_s))
         return known
 
-    def _left_s(self, since: Notice) -> float:
+    def _left_s(self, since: PreemptionSignal) -> float:
         return max(since.came_s + self._watched.grace_s - time.monotonic(), 0.0)
 
 
-def _failure(stage: Stage) -> str:
-    """Why that stage is not reached; "" where it is. Waits for it, and nobody raises it again."""
-    stage.over_within(None)
-    stage.seen = True
-    return "" if stage.error is None else brief(stage.error)
+def _failure(handle: SaveHandle) -> str:
+    """Wait for a save and return its error text, "" if it is committed. The error counts as
+    delivered: no later call raises it again."""
+    error = handle.exception()
+    return "" if error is None else brief(error)
 
 
 def _goes_on(handle: SaveHandle) -> bool:
-    """Whether the flusher has all of it, and has not said how it ended."""
+    """Return True if the flusher has the whole save and has not reported its outcome."""
     return handle.captured.done() and not handle.done()

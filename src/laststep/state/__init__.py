@@ -1,1 +1,1 @@
-"""What a run consists of: providers, trees and the names of pieces. Knows nothing of files."""
+"""The state of a run: providers, trees and the names of pieces. Knows nothing of files."""

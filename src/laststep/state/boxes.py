@@ -2,7 +2,7 @@
 
 Pure geometry; knows nothing of ranks, torch or files.
 
-Tensors whose memory overlaps are found here too (`find_overlaps`, `find_ties`).
+Also finds tensors with overlapping memory (`find_overlaps`, `find_ties`).
 """
 
 from __future__ import annotations
@@ -32,36 +32,42 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """How many elements; one for a tensor without dimensions."""
+        """The number of elements; 1 for a tensor without dimensions."""
         return math.prod(map(operator.sub, self.stop, self.start))
 
+    @property
+    def text(self) -> str:
+        """The box in index notation: `0:320, 0:300`."""
+        return ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
+
     def meet(self, other: Box) -> Box | None:
-        """What both hold; None where that is nothing."""
+        """Return the intersection of two boxes, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def within(self, outer: Box) -> Box:
-        """The same indices, counted from where `outer`, which MUST contain them, starts."""
+        """Return the box relative to the start of `outer`, which MUST contain it."""
         return Box(
             tuple(map(operator.sub, self.start, outer.start)),
             tuple(map(operator.sub, self.stop, outer.start)),
         )
 
     def moved(self, by: Index) -> Box:
-        """The same box, so far from where it was: the way back from `within`."""
+        """Return the box shifted by an offset; with `outer.start` this is the inverse of
+        `within`."""
         return Box(
             tuple(map(operator.add, self.start, by)), tuple(map(operator.add, self.stop, by))
         )
 
 
 def whole(shape: Index) -> Box:
-    """All of a tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def row_major(shape: Iterable[int], index: Iterable[int]) -> int:
-    """Which element that is, counted in row-major order."""
+    """Return the position of an element in row-major order."""
     at = 0
     for size, coordinate in zip(shape, index, strict=True):
         at = at * size + coordinate
@@ -69,7 +75,8 @@ def row_major(shape: Iterable[int], index: Iterable[int]) -> int:
 
 
 def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
-    """Elements [first, last) in row-major order as boxes, in that order: 2n - 1 of them at most."""
+    """Convert elements [first, last) in row-major order to at most 2n - 1 boxes, in that order, for
+    n dimensions."""
     if first >= last:
         return ()
     if not shape:
@@ -82,7 +89,7 @@ def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
     if first > low * row:
         parts += _in_row(low, shape, first - low * row, row)
         low += 1
-    full = last // row  # the first row that is not there whole
+    full = last // row  # the first row that is not complete
     if full > low:
         rest = whole(shape[1:])
         parts.append(Box((low, *rest.start), (full, *rest.stop)))
@@ -97,8 +104,8 @@ def _in_row(row: int, shape: Index, first: int, last: int) -> tuple[Box, ...]:
 
 
 def runs_of(shape: Index, box: Box) -> Iterator[tuple[int, int]]:
-    """A box as ranges [first, last) of elements in row-major order."""
-    inner = len(shape)  # the dimensions from here on are there whole: one run
+    """Convert a box to ranges [first, last) of elements in row-major order."""
+    inner = len(shape)  # dimensions from here on are complete: one run
     while inner and (box.start[inner - 1], box.stop[inner - 1]) == (0, shape[inner - 1]):
         inner -= 1
     run = math.prod(shape[inner:])
@@ -112,11 +119,11 @@ def runs_of(shape: Index, box: Box) -> Iterator[tuple[int, int]]:
 
 
 def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor lies in exactly one of the boxes."""
+    """Return True if every element of a tensor is in exactly one of the boxes."""
     if sum(box.volume for box in boxes) != math.prod(shape):
         return False
-    # Equal volume and no overlap: nothing can be missing. Sorted by their first dimension, a box
-    # is only compared with those that begin before it ends.
+    # Equal volume and no overlap mean that nothing is missing. Boxes are sorted by their first
+    # dimension, so a box is only compared with those that start before it stops.
     if not shape or math.prod(shape) == 0:
         return True
     ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start)
@@ -130,14 +137,15 @@ def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:
 
 
 def counts(values: Sequence[Any]) -> Index:
-    """Numbers that count something; `ValueError` for others."""
+    """Return the values as a tuple. Raise `ValueError` unless all are integers >= 0."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"no counts: {values!r}")
     return tuple(values)
 
 
 class MemoryRange(NamedTuple):
-    """Where a tensor's bytes lie: its storage's address, first and last byte, exact window."""
+    """The bytes of a tensor: address of its storage, start and stop byte in it, and exact
+    window."""
 
     name: str
     storage: int
@@ -156,7 +164,8 @@ class Overlap(NamedTuple):
 
 
 def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
-    """Name → first name with the very same window."""
+    """Return name → first name with exactly the same window, for every name that is not the
+    first."""
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for extent in extents:
@@ -169,7 +178,8 @@ def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
 
 
 def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
-    """Groups of at least two different windows whose byte ranges touch, by storage."""
+    """Return the groups of at least two different windows of a storage whose byte ranges
+    overlap."""
     by_storage: dict[int, list[MemoryRange]] = defaultdict(list)
     for extent in extents:
         if extent.start < extent.stop:

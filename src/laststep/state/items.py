@@ -1,10 +1,10 @@
-"""Choose a provider for each thing that a user passes as an item.
+"""Choose a provider for each object that a user passes as an item.
 
-The choice looks at what a thing can do, not at its class, except where torch's own classes need a
-way of their own. Mere wrappers are looked through.
+The choice depends on the methods of an object, not on its class, except for torch classes that need
+special treatment. Transparent wrappers are looked through.
 
-Also has the members of a group of items, items that do not exist yet (`Late`), and the part of a
-model that is trained (`trainable`).
+Also defines groups of items, items that do not exist yet (`Deferred`), and the trained part of a
+model (`trainable`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from laststep.checks import plain, shown
+from laststep.constants import is_item_name, with_article
 from laststep.errors import MismatchError, UsageError
 from laststep.state.modules import (
     ModuleProvider,
@@ -36,7 +37,6 @@ from laststep.state.values import (
     put_entry,
     refuse_immutable,
 )
-from laststep.terms import is_item_name, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from laststep.state.tree import Path
 
 
-def make_late(provider: StateProvider) -> StateProvider:
-    """See to it that what is made late exists, also within: only then does it tell what it is.
-    Returns what others stand around."""
+def make_deferred(provider: StateProvider) -> StateProvider:
+    """Create the providers of deferred items, also inside groups, because only then are their
+    properties known. Return the innermost provider, without the wrapping ones."""
     while isinstance(provider, AroundProvider):
         provider = provider._inner
     if isinstance(provider, GroupProvider):
         for member in provider._members.values():
-            make_late(member)
+            make_deferred(member)
     return provider
 
 
@@ -78,7 +78,8 @@ class EntryProvider(StateProvider):
 
 
 class GroupProvider(StateProvider):
-    """Several providers as one item, each under its own key. `make` chooses one for a key."""
+    """Several providers as one item, each under its own key. `make` creates the provider for a
+    key."""
 
     kind = "group"
 
@@ -86,12 +87,13 @@ class GroupProvider(StateProvider):
         self._owner = owner
         self._make = make
         self._made: dict[Any, tuple[object, StateProvider]] = {}
-        """What stood under each key when it was last looked at, and its provider."""
+        """The object under each key when the dict was last read, and its provider."""
 
     @property
     def _members(self) -> dict[Any, StateProvider]:
-        """The providers of what the dict holds now. That of a thing which is still there stays, for
-        what it has learnt; a plain entry, such as a dict, may have become a thing by now."""
+        """The providers for the current content of the dict. An object that is still there keeps
+        its provider, which may have cached state. A plain entry, such as a dict, is examined again,
+        because it may have become an object with a state of its own."""
         made = {}
         for key, thing in self._owner.items():
             known = self._made.get(key)
@@ -116,14 +118,16 @@ class GroupProvider(StateProvider):
 
     @property
     def mixed(self) -> bool:
-        """Whether some of it is each rank's own and some is not: no job of several saves that."""
+        """True if some members are per-rank and some are not; a job of several ranks cannot save
+        that."""
         members = self._members.values()
         inside = any(getattr(member, "mixed", False) for member in members)
         return inside or len({member.per_rank for member in members}) > 1
 
     @property
     def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
-        """What its members say, if they agree; functions are asked for each member's state."""
+        """The policy of the members if they agree, else `refuse`; functions are called with each
+        member's own states."""
         said = self._policies()
         if said and all(map(callable, said.values())):
             return self._merged
@@ -131,7 +135,8 @@ class GroupProvider(StateProvider):
 
     @property
     def undecided(self) -> str:
-        """Which members say different things of that, and what, in words."""
+        """The members with different policies for `when_ranks_change`, as text; empty if they
+        agree."""
         said = {
             key: "a function" if callable(policy) else f"{policy!r}"
             for key, policy in self._policies().items()
@@ -144,12 +149,12 @@ class GroupProvider(StateProvider):
         return {key: member.when_ranks_change for key, member in self._members.items()}
 
     def _merged(self, states: list[Any], rank: int, ranks: int) -> object:
-        """The state that the functions of all members make of theirs."""
+        """Return the state of all members, each computed by the member's own function."""
         made = {}
         for key, merge in self._policies().items():
             if not all(isinstance(state, dict) and key in state for state in states):
                 raise MismatchError(
-                    f"not every rank has stored {key}", remedy="leave it out, or restore without it"
+                    f"not every rank stored {key}", remedy="leave it out, or restore without it"
                 )
             if callable(merge):
                 made[key] = merge([state[key] for state in states], rank, ranks)
@@ -189,34 +194,24 @@ class GroupProvider(StateProvider):
             for text in member.check(stored[key])
         ]
 
-    def refuses(self, stored: object) -> dict[Path, str]:
+    def skips(self, stored: object) -> dict[Path, str | None]:
         return {
-            (key, *path): f"{key} {text}"
+            (key, *path): None if reason is None else f"{key} {reason}"
             for key, member in self._stored_in(stored).items()
-            for path, text in member.refuses(stored[key]).items()  # type: ignore[index]
+            for path, reason in member.skips(stored[key]).items()  # type: ignore[index]
         }
 
-    def lacks(self, stored: object) -> list[Path]:
-        return [
-            (key, *path)
-            for key, member in self._stored_in(stored).items()
-            for path in member.lacks(stored[key])  # type: ignore[index]
-        ]
-
     def _stored_in(self, stored: object) -> dict[Any, StateProvider]:
-        """The members of which there is something in a stored tree."""
+        """Return the members that have an entry in a stored tree."""
         if not isinstance(stored, dict):
             return {}
         return {key: member for key, member in self._members.items() if key in stored}
 
-    def models(self, paths: list[Path]) -> list[object]:
-        members = self._members
-        return [members[p[0]].models([p[1:]])[0] if p and p[0] in members else None for p in paths]
-
-    def devices(self, paths: list[Path]) -> list[str]:
+    def destinations(self, paths: list[Path]) -> list[object]:
         members = self._members
         return [
-            members[p[0]].devices([p[1:]])[0] if p and p[0] in members else "cpu" for p in paths
+            members[p[0]].destinations([p[1:]])[0] if p and p[0] in members else "cpu"
+            for p in paths
         ]
 
     def restore(self, value: object) -> None:
@@ -225,7 +220,7 @@ class GroupProvider(StateProvider):
         members = self._members
         for key, member in members.items():
             if key not in value and _is_plain(member):
-                del self._owner[key]  # as in a plain dict: it came to be after the checkpoint
+                del self._owner[key]  # added after the checkpoint, deleted as in a plain dict
             elif value.get(key, ABSENT) is not ABSENT:
                 member.restore(value[key])
         for key, entry in value.items():
@@ -234,16 +229,20 @@ class GroupProvider(StateProvider):
 
 
 def _is_plain(member: StateProvider) -> bool:
-    """Whether it is a plain entry, or a dict from which all things have gone."""
+    """Return True for a plain entry, and for a dict that no longer contains an object with a
+    state."""
     if isinstance(member, GroupProvider):
         return all(map(_is_plain, member._members.values()))
     return isinstance(member, EntryProvider)
 
 
-class Late(AroundProvider):
-    """Names an item by a function that gives it: `Late(lambda: trainer.optimizer)`. Each save and
-    restore asks the function for what there is by then; it gives None while there is nothing.
-    `make` makes the item of what it gives, once for as long as that is the same."""
+class Deferred(AroundProvider):
+    """An item given by a function that returns it: `Deferred(lambda: trainer.optimizer)`.
+
+    Each save and restore calls the function, which returns None while the item does not exist yet.
+    `make` converts the result into the item, once for as long as the function returns the same
+    object.
+    """
 
     def __init__(
         self, held: Callable[[], object], make: Callable[[Any], object] | None = None
@@ -251,43 +250,45 @@ class Late(AroundProvider):
         for function in (held,) if make is None else (held, make):
             if not callable(function):
                 raise UsageError(
-                    "a late item is not a function",
+                    "a deferred item is not a function",
                     expected="a function that gives the item",
                     found=shown(function),
-                    remedy="pass Late(lambda: item), or the item itself",
+                    remedy="pass Deferred(lambda: item), or the item itself",
                 )
         self._held, self._make = held, make
         self._known: tuple[object, object] = (None, None)
-        """What was held last, and the item that is made of it."""
+        """The last object that the function returned, and the item made from it."""
         self._source = self
         self._provide: Callable[[object], StateProvider] | None = None
         self._made: tuple[object, StateProvider] | None = None
-        """The item that was last asked for something, and its provider."""
+        """The last item that was used, and its provider."""
 
-    def around(self, provide: Callable[[object], StateProvider]) -> Late:
-        """One for a Checkpointer, that makes its provider so; of one thing all have one item."""
-        made = Late(self._held, self._make)
+    def around(self, provide: Callable[[object], StateProvider]) -> Deferred:
+        """Return a copy for one Checkpointer, which creates its provider with `provide`. All copies
+        share the item that was made from an object."""
+        made = Deferred(self._held, self._make)
         made._source, made._provide = self._source, provide
         return made
 
     def thing(self) -> object:
-        """The item that there is by now; None where that is nothing."""
+        """Return the item, or None if it does not exist yet."""
         source, held = self._source, self._held()
         if held is not source._known[0]:
             if self._held() is not held:
                 raise UsageError(
-                    "a late item is another one each time that it is asked for",
-                    expected="a function that gives what there is",
+                    "a deferred item is another one each time that it is asked for",
+                    expected="a function that returns the item",
                     found=shown(held),
-                    remedy="keep it and give that, as Late(lambda: self.model) does; what is made "
-                    "of it goes behind: Late(lambda: self.model, laststep.trainable)",
+                    remedy="keep it and return that, as Deferred(lambda: self.model) does; for "
+                    "a part of it: Deferred(lambda: self.model, laststep.trainable)",
                 )
             item = held if self._make is None or held is None else self._make(held)
             source._known = (held, item)
         return source._known[1]
 
     def is_there(self) -> bool:
-        """Whether it is there, which makes its provider. What keeps it from that, a save tells."""
+        """Return True if the item exists, and create its provider. Exceptions are suppressed here;
+        the next save raises them."""
         with contextlib.suppress(Exception):
             return self._inner is not None
         return False
@@ -298,7 +299,7 @@ class Late(AroundProvider):
         if self._made is None or self._made[0] is not thing:
             if thing is None or self._provide is None:
                 raise UsageError(
-                    "a late item does not exist yet",
+                    "a deferred item does not exist yet",
                     expected="what its function gives",
                     found="None",
                     remedy="save and restore it once it is made, or leave it out: "
@@ -348,12 +349,12 @@ class Late(AroundProvider):
 
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")
-"""How the files of an item are named that is split, or that several ranks have."""
+"""Names of the files of an item that is split or that several ranks have."""
 
 
 def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
-    """A provider for each item; optimizers learn the names of parameters from the modules, and from
-    dicts that hold them."""
+    """Return a provider for each item. Optimizers get the names of their parameters from the
+    modules, and from dicts that hold them."""
     if not items:
         raise UsageError(
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
@@ -362,7 +363,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
     for name in items:
         if not is_item_name(name):
             raise UsageError(
-                "an item's name becomes a file's name",
+                "invalid item name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
                 found=shown(name),
                 remedy="choose another name",
@@ -370,7 +371,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
         part = _PART.fullmatch(name)
         if part is not None and (part[1] in items or part[1] == "shared"):
             raise UsageError(
-                "an item's name is that of a part of another one's file",
+                "item name collides with a file of another item",
                 expected=f"not {part[1]!r} and a number behind it",
                 found=repr(name),
                 remedy="choose another name",
@@ -385,12 +386,12 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
 def _things_in(
     items: Mapping[Any, object], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str, Any]]:
-    """Every thing in the items, groups and providers looked into: what it lies in, the key that it
-    has there, and the thing. The two are not joined, as both may have dots in them."""
+    """Yield (container, key, object) for every object in the items, including those inside groups
+    and providers. Container and key are not joined, because both may contain dots."""
     for key, item in items.items():
         if isinstance(item, PerRank):
             yield from _things_in({key: item.item}, outer, depth)
-        elif isinstance(item, Late):
+        elif isinstance(item, Deferred):
             yield from _things_in({key: item.thing()}, outer, depth)
         elif isinstance(item, StateProvider):
             yield from ((outer, key, part) for part in item.parts())
@@ -401,15 +402,15 @@ def _things_in(
 
 
 def _item(outer: str, key: object) -> str:
-    """What an optimizer calls something that lies in an item, or is one."""
+    """Return the name that an optimizer uses for an item or for an object inside one."""
     return f"{outer}.{key}" if outer else str(key)
 
 
 def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
-    """id of a parameter → (item, name); asked at each save: parameters can be replaced, and so can
-    what stands in a dict."""
+    """Return id of a parameter → (item, name). Called at each save, because parameters and the
+    entries of dicts can be replaced."""
     names: dict[int, tuple[str, str]] = {}
-    # Modules first: a parameter that lies in a dict too has the same name with and without that.
+    # Modules first, so that a parameter that is also in a dict has the same name without the dict.
     for outer, key, thing in sorted(_things_in(items), key=lambda thing: not is_module(thing[2])):
         if is_tensor(thing):
             names.setdefault(id(thing), (outer, str(key)))
@@ -425,8 +426,9 @@ def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, st
 def _tensors_in(
     value: dict[Any, Any], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """id → name of the tensors in a dict, and in dicts within it, as `named_parameters()` has them:
-    mostly they are the weights of a module, or some of them, under their names."""
+    """Yield (id, name) of the tensors in a dict and in dicts inside it. Names are joined by dots as
+    in `named_parameters()`, because the tensors mostly are weights of a module under their
+    names."""
     for key, inner in value.items():
         if is_tensor(inner):
             yield id(inner), f"{outer}{key}"
@@ -435,9 +437,10 @@ def _tensors_in(
 
 
 def _is_group(value: dict[Any, Any], depth: int = 0, *, any_keys: bool = False) -> bool:
-    """A dict that holds something with a state of its own, rather than plain state. Its keys are
-    strings when an item is made of it; later `any_keys` may have come to it."""
-    # Their types tell that thousands of tensors are none: this is asked at each save.
+    """Return True if a dict holds an object with a state of its own, rather than plain state. All
+    keys must be strings when an item is made from the dict; with `any_keys` others may have been
+    added."""
+    # The set of types rules out a dict of thousands of tensors quickly: this runs at each save.
     if all(kind in PLAIN or is_tensor_type(kind) for kind in set(map(type, value.values()))):
         return False
     named = any_keys or all(isinstance(key, str) for key in value)
@@ -449,7 +452,7 @@ def _has_own_state(value: object, depth: int = 0) -> bool:
         return depth < MAX_DEPTH and _is_group(value, depth + 1)
     if type(value) in PLAIN or is_tensor(value):
         return False
-    if isinstance(value, type):  # it has the methods, and nothing to call them on
+    if isinstance(value, type):  # it has the methods, but no instance to call them on
         return False
     return isinstance(value, StateProvider | HasStateDict) or is_module(value)
 
@@ -457,7 +460,7 @@ def _has_own_state(value: object, depth: int = 0) -> bool:
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, PerRank):
         return item.around(_provider(name, item.item, names))
-    if isinstance(item, Late):
+    if isinstance(item, Deferred):
         return item.around(lambda thing: _provider(name, thing, names))
     if isinstance(item, type):
         raise UsageError(
@@ -495,10 +498,11 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 def trainable(model: torch.nn.Module) -> TrainableProvider:
-    """What of a module is trained: `Checkpointer(run, model=laststep.trainable(model), …)`."""
+    """Return a provider for the trained part of a module: `Checkpointer(run,
+    model=laststep.trainable(model), …)`."""
     if not is_module(model):
         raise UsageError(
-            "trainable() takes a module",
+            "trainable() needs a module",
             expected="an nn.Module",
             found=with_article(type(model)),
             remedy="pass the model itself",
@@ -507,22 +511,22 @@ def trainable(model: torch.nn.Module) -> TrainableProvider:
 
 
 class TrainableProvider(ModuleProvider):
-    """Describes a module without what is frozen, and was so at each save and restore."""
+    """A module without the parameters that were frozen at every save and restore so far."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self._once: set[str] = set()
-        """What was trained at an earlier save or restore, or when it was stored."""
+        """The names that were trained at an earlier save or restore, or when they were stored."""
 
     def expect(self, stored: Iterable[str]) -> None:
-        """These are stored, and about to be restored, frozen or not."""
+        """Include these stored names, frozen or not, because they are about to be restored."""
         self._once.update(stored)
 
     def describe(self) -> State:
         state = super().describe()
         self._once |= self._names()
         value, names = state.value, self._once
-        assert isinstance(value, dict)  # noqa: S101 (of a module)
+        assert isinstance(value, dict)  # noqa: S101 (always a dict for a module)
         extra = {path[0] for path in state.fresh}
         kept = {name: entry for name, entry in value.items() if name in names or name in extra}
         volatile = frozenset(path for path in state.volatile if path[0] in kept)
@@ -542,7 +546,7 @@ class TrainableProvider(ModuleProvider):
             is_trained = is_trained or bool(trained)
         if not (is_trained or self._once):
             raise UsageError(
-                "nothing of the module is trained",
+                "the module has no trainable parameters",
                 expected="parameters that want a gradient",
                 found="none",
                 remedy="pass the module itself to save what is frozen",

@@ -1,11 +1,11 @@
-"""How a logical tensor is spread over the ranks of a mesh, lowered to boxes of its index space.
+"""Layouts: how a logical tensor is sharded over the ranks of a mesh, expressed as boxes.
 
-Pure; knows nothing of torch, files or processes. A layout is symbolic and the same on every rank: a
-mesh of named dimensions and what each of them does to the tensor. What one rank holds comes out as
-boxes: a shard is one box, a range of the flattened tensor a few. Ranks that a layout gives the same
-boxes hold copies of the same bytes; a rank that is not in the mesh holds nothing.
+Pure; knows nothing of torch, files or processes. A layout is symbolic and equal on all ranks: a
+mesh of named dimensions, and a placement of the tensor along each of them. The part that one rank
+holds is computed as boxes: one box for a shard, a few for a range of the flattened tensor. Ranks
+with the same boxes hold copies of the same bytes; a rank outside the mesh holds nothing.
 
-Meshes of ranks, and sets of ranks on them, are arithmetic: nothing here lists the ranks.
+Regular meshes, and sets of ranks on them, use arithmetic instead of lists of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Mesh:
     """A grid of ranks with a name for each dimension.
 
-    Rank and coordinate follow from each other by arithmetic, whatever the number of ranks: one more
-    along a dimension is a rank larger by its stride. A grid that is not so regular is numbered by
-    its places instead, and `listed` says whose they are.
+    Ranks and coordinates are converted by arithmetic, independent of the number of ranks: one step
+    along a dimension adds its stride to the rank. For an irregular grid the arithmetic gives a
+    position in `listed`, which contains the ranks in row-major order.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Mesh:
 
     @classmethod
     def of(cls, names: tuple[str, ...], sizes: Index, ranks: Sequence[int]) -> Mesh:
-        """The mesh of these ranks, in row-major order."""
+        """Return the mesh of these ranks, given in row-major order."""
         if len(ranks) != math.prod(sizes) or not ranks:
             raise UsageError(
                 "a mesh does not fit together",
@@ -80,7 +80,7 @@ class Mesh:
         return cls(names, sizes, tuple(steps), 0, tuple(ranks))
 
     def coordinate(self, rank: int) -> Index | None:
-        """Where a rank stands; None where it does not belong to the mesh."""
+        """Return the coordinate of a rank, or None if the rank is not in the mesh."""
         left = rank - self.base
         if self.listed:
             if rank not in self.listed:
@@ -95,14 +95,15 @@ class Mesh:
         return tuple(at) if left == 0 else None
 
     def rank(self, at: Index) -> int:
-        """Who stands there."""
+        """Return the rank at a coordinate."""
         number: int = self.base + sum(map(operator.mul, at, self.strides))
         return self.listed[number] if self.listed else number
 
     def cut_down(self, axes: tuple[int, ...]) -> Mesh:
-        """Only those that stand, along all other dimensions, where the lowest rank does."""
+        """Return the mesh reduced to `axes`: along all other dimensions it keeps only the
+        coordinate of the lowest rank."""
         sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(self.sizes))
-        if not self.listed:  # strides are positive: the lowest stands at the beginning
+        if not self.listed:  # strides are positive: the lowest rank is at coordinate 0
             return Mesh(self.names, sizes, self.strides, self.base)
         lowest = self.coordinate(min(self.listed)) or ()
         ways = [
@@ -111,7 +112,7 @@ class Mesh:
         return Mesh.of(self.names, sizes, [self.rank(at) for at in itertools.product(*ways)])
 
     def ranks(self) -> Iterator[int]:
-        """All of them, in row-major order."""
+        """Iterate over all ranks in row-major order."""
         steps = [math.prod(self.sizes[axis + 1 :]) for axis in range(len(self.sizes))]
         if not self.listed and list(self.strides) == steps:
             return iter(range(self.base, self.base + math.prod(self.sizes)))
@@ -119,11 +120,11 @@ class Mesh:
 
 
 class Holders(NamedTuple):
-    """The ranks of a mesh that hold the same bytes: those that stand at `at` along `cutting`."""
+    """The ranks of a mesh that hold the same bytes: those at coordinate `at` along `cutting`."""
 
     mesh: Mesh
     at: Index
-    """0 along the other dimensions, so that equal copies compare equal."""
+    """0 along dimensions outside `cutting`, so that equal holders compare equal."""
     cutting: tuple[int, ...]
 
     @property
@@ -132,7 +133,7 @@ class Holders(NamedTuple):
         return math.prod(size for axis, size in sizes if axis not in self.cutting)
 
     def ranks(self) -> Iterator[int]:
-        """All of them, in row-major order of the mesh."""
+        """Iterate over the ranks in row-major order of the mesh."""
         free = [
             (place,) if axis in self.cutting else range(size)
             for axis, (place, size) in enumerate(zip(self.at, self.mesh.sizes, strict=True))
@@ -140,7 +141,8 @@ class Holders(NamedTuple):
         return map(self.mesh.rank, itertools.product(*free))
 
     def place(self, rank: int) -> int | None:
-        """Which of them a rank is, counted from 0; None where it is none of them."""
+        """Return the position of a rank among the holders, counted from 0, or None if it is not
+        one."""
         at = self.mesh.coordinate(rank)
         if at is None or any(at[axis] != self.at[axis] for axis in self.cutting):
             return None
@@ -151,7 +153,7 @@ class Holders(NamedTuple):
         return number
 
     def rank(self, place: int) -> int:
-        """Who of them has that place."""
+        """Return the rank at a position: the inverse of `place`."""
         at = list(self.at)
         for axis in reversed(range(len(at))):
             if axis not in self.cutting:
@@ -160,18 +162,19 @@ class Holders(NamedTuple):
 
 
 class MeshRange(NamedTuple):
-    """The ranks of a mesh that stand at low <= i < high along every dimension."""
+    """The ranks of a mesh with coordinates low <= i < high along every dimension."""
 
     mesh: Mesh
     low: Index
     high: Index
 
     def ranks(self, cutting: tuple[int, ...] | None = None) -> Iterator[int]:
-        """All of them; with `cutting`, the first of each place along these dimensions only."""
+        """Iterate over all ranks, or, with `cutting`, over the first rank of each coordinate along
+        these dimensions."""
         return map(self.mesh.rank, self.places(cutting))
 
     def places(self, cutting: tuple[int, ...] | None = None) -> Iterator[Index]:
-        """Where these stand."""
+        """Iterate over the coordinates of the ranks that `ranks` returns."""
         free = [
             range(low, high if cutting is None or axis in cutting else low + 1)
             for axis, (low, high) in enumerate(zip(self.low, self.high, strict=True))
@@ -198,15 +201,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along this dimension of the mesh holds the same."""
+    """A placement: all ranks along this mesh dimension hold the same elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Ranks along this dimension of the mesh share a dimension of the tensor, as torch.chunk cuts.
+    """A placement: ranks along this mesh dimension split a tensor dimension, as torch.chunk does.
 
-    Where several cut the same dimension, those to the left cut first, unless they say that they
-    come `after` cuts to the right of them into so many parts: FSDP2 cuts what TP has cut.
+    If several mesh dimensions shard the same tensor dimension, the leftmost shards first. `after`
+    changes that order: it is the number of shards into which mesh dimensions to the right have
+    already split the tensor dimension. FSDP2 needs this, because it shards the shards of TP.
     """
 
     dim: int
@@ -218,7 +222,7 @@ Placement = Replicate | Shard
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A tensor of this shape under one placement for each dimension of a mesh."""
+    """The layout of a tensor with one placement for each dimension of a mesh."""
 
     shape: Index
     mesh: Mesh
@@ -234,14 +238,14 @@ class Sharded:
         for dim in {place.dim for place in self.placements if isinstance(place, Shard)}:
             if not 0 <= dim < len(self.shape):
                 raise UsageError(
-                    "a layout cuts a dimension that the tensor does not have",
+                    "layout shards a dimension that the tensor does not have",
                     expected=f"0 to {len(self.shape) - 1}",
                     found=str(dim),
                 )
             self._order(dim)
 
     def held(self, rank: int) -> tuple[Box, ...]:
-        """What a rank holds: one box, or nothing."""
+        """Return the box that a rank holds, as a tuple of one; empty if it holds nothing."""
         at = self.mesh.coordinate(rank)
         if at is None:
             return ()
@@ -249,7 +253,7 @@ class Sharded:
         return (box,) if box.volume else ()
 
     def part_at(self, at: Index) -> Box:
-        """What the rank that stands there holds; a box without elements for nothing."""
+        """Return the box at a coordinate; a box without elements if nothing is held there."""
         start, stop = list(whole(self.shape).start), list(self.shape)
         for dim in range(len(self.shape)):
             for axis in self._order(dim):
@@ -261,13 +265,14 @@ class Sharded:
         return Box(tuple(start), tuple(stop))
 
     def cuts(self) -> object:
-        """Equal for layouts that cut a tensor into the same boxes, whoever holds them."""
+        """Return a key that is equal for layouts with the same boxes, regardless of the ranks that
+        hold them."""
         sizes = self.mesh.sizes
         orders = [[sizes[axis] for axis in self._order(dim)] for dim in range(len(self.shape))]
         return self.shape, tuple(tuple(n for n in order if n > 1) for order in orders)
 
     def copies(self, held: tuple[Box, ...]) -> Holders | None:
-        """Where on the mesh just these boxes are held; None where nowhere."""
+        """Return the ranks that hold exactly these boxes, or None if there are none."""
         if len(held) != 1 or len(held[0].start) != len(self.shape):
             return None
         at = self.place_of(held[0].start)
@@ -276,8 +281,8 @@ class Sharded:
         return Holders(self.mesh, at, self.cutting)
 
     def place_of(self, element: Index) -> Index | None:
-        """Where along the dimensions that cut an element is held, 0 along the others; None where
-        the tensor has no such element."""
+        """Return the coordinate of an element's holders, with 0 along dimensions that do not shard;
+        None if the tensor has no such element."""
         at = [0] * len(self.mesh.sizes)
         for dim in range(len(self.shape)):
             start, stop = 0, self.shape[dim]
@@ -291,11 +296,11 @@ class Sharded:
 
     @property
     def cutting(self) -> tuple[int, ...]:
-        """The dimensions of the mesh that cut the tensor."""
+        """The mesh dimensions that shard the tensor."""
         return tuple(i for i, place in enumerate(self.placements) if isinstance(place, Shard))
 
     def holders(self, box: Box) -> tuple[MeshRange, ...]:
-        """Who holds something of a box, exactly: spans that do not overlap."""
+        """Return exactly the ranks that hold an element of a box, as ranges that do not overlap."""
         if not box.volume or not math.prod(self.shape):
             return ()
         spans = [{axis: (0, size) for axis, size in enumerate(self.mesh.sizes)}]
@@ -307,7 +312,7 @@ class Sharded:
         return tuple(_span(self.mesh, span) for span in spans)
 
     def _order(self, dim: int) -> tuple[int, ...]:
-        """The dimensions of the mesh that cut this one of the tensor, in the order of the cuts."""
+        """Return the mesh dimensions that shard this tensor dimension, in the order of sharding."""
         return _cut_order(self.mesh.names, self.mesh.sizes, self.placements, dim)
 
 
@@ -324,9 +329,9 @@ def _cut_order(
         before = math.prod(sizes[other] for first, other in cuts if other > axis and first < after)
         if after != before:
             raise UsageError(
-                "a layout cuts in an order that is none",
+                "layout shards in an invalid order",
                 where=f"dimension {dim} of the tensor, {names[axis]!r} of the mesh",
-                expected=f"after {before} parts to the right",
+                expected=f"after {before} shards to the right",
                 found=f"after {after}",
             )
     return tuple(axis for _, axis in sorted(cuts))
@@ -335,13 +340,14 @@ def _cut_order(
 def _cut_ways(
     order: Sequence[int], sizes: Index, whole: tuple[int, int], part: tuple[int, int]
 ) -> list[dict[int, tuple[int, int]]]:
-    """Where along the cutting dimensions of a mesh something of a part of [start, stop) is held."""
+    """Return the coordinate ranges, by sharding mesh dimension, that hold an element of `part`.
+    Both `whole` and `part` are ranges [start, stop) of one tensor dimension."""
     (axis, *rest), (start, stop) = order, whole
     each = -(-(stop - start) // sizes[axis])
     first, last = (part[0] - start) // each, (part[1] - 1 - start) // each
     if not rest:
         return [{axis: (first, last + 1)}]
-    # All but the first and the last are there whole, and alike.
+    # The parts between the first and the last are covered completely and have equal sizes.
     groups = [(first, first + 1)]
     groups += [(first + 1, last)] if last > first + 1 else []
     groups += [(last, last + 1)] if last > first else []
@@ -361,15 +367,17 @@ def _span(mesh: Mesh, ranges: dict[int, tuple[int, int]]) -> MeshRange:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tensor that was flattened into a buffer, which ranks along some dimensions of a mesh share.
+    """The layout of a tensor that is flattened into a buffer, with the buffer sharded over a mesh.
 
-    The tensor starts at element `offset` of a buffer of `total` elements, padding included, which
-    is cut into equal ranges over the ranks of `axes`, in the order of the mesh: ZeRO and FSDP1.
+    The tensor starts at element `offset` of a buffer of `total` elements, padding included. The
+    buffer is split into equal ranges over the ranks along `axes`, in the order of the mesh: ZeRO
+    and FSDP1.
 
-    With `placements`, one for each dimension of the mesh, those that are not in `axes` cut the
-    tensor first, and each part of it is flattened into a buffer of its own: Megatron's distributed
-    optimizer over tensor parallelism. Of a tensor that is several equal `blocks` of rows, such as a
-    gate and what it lets through, each block is cut, and a part has its share of all in turn.
+    `placements` has one entry for each mesh dimension. Dimensions that are not in `axes` shard the
+    tensor first, and each shard is flattened into a buffer of its own: Megatron's distributed
+    optimizer with tensor parallelism. If the tensor consists of several equal `blocks` of rows,
+    such as a fused gate and up projection, each block is sharded separately, and a shard is the
+    concatenation of its part of every block.
     """
 
     shape: Index
@@ -380,11 +388,11 @@ class Flat:
     placements: tuple[Placement, ...] = ()
     blocks: int = 1
     _cut: Sharded = field(init=False, repr=False, compare=False)
-    """The tensor before it is flattened, its blocks along a dimension of their own."""
+    """The layout before flattening, with the blocks as a separate leading dimension."""
     _flattening: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The dimensions of the mesh whose ranks share a buffer."""
+    """The mesh dimensions whose ranks share a buffer."""
     _each: int = field(init=False, repr=False, compare=False)
-    """How many elements of a buffer a rank has."""
+    """The number of elements of a buffer per rank."""
 
     def __post_init__(self) -> None:
         flattening = tuple(i for i, name in enumerate(self.mesh.names) if name in self.axes)
@@ -407,21 +415,24 @@ class Flat:
         if not (fits and apart and known and (in_blocks or self.blocks == 1)):
             raise UsageError(
                 "a flat layout does not fit together",
-                expected="a tensor within a buffer of equal ranges, cut along other dimensions of "
-                "the mesh than the buffer",
+                expected=(
+                    "a tensor in a flat buffer that is sharded along other mesh dimensions than "
+                    "the buffer"
+                ),
                 found=f"{largest} elements at {self.offset} of {self.total}, {ranks} ranks along "
                 f"{', '.join(self.axes)}, shape {self.shape} in {self.blocks} blocks, placements "
                 f"{self.placements}",
             )
 
     def range_of(self, rank: int) -> tuple[int, int] | None:
-        """The elements of the tensor, or of the part of it that is flattened there, in row-major
-        order, that a rank holds; None for none."""
+        """Return the range of elements that a rank holds, or None if it holds none. Elements are
+        counted in row-major order within the tensor, or within the shard of it that is flattened
+        there."""
         at = self.mesh.coordinate(rank)
         return None if at is None else self._range(at, self._cut.part_at(at))
 
     def held(self, rank: int) -> tuple[Box, ...]:
-        """What a rank holds, in the order in which it lies in its range."""
+        """Return the boxes that a rank holds, in the order of its range of the buffer."""
         at = self.mesh.coordinate(rank)
         if at is None:
             return ()
@@ -437,11 +448,12 @@ class Flat:
         return (first, last) if first < last else None
 
     def cuts(self) -> object:
-        """Equal for layouts that cut a tensor into the same boxes, whoever holds them."""
+        """Return a key that is equal for layouts with the same boxes, regardless of the ranks that
+        hold them."""
         return self.shape, self._cut.cuts(), self.offset, self._each
 
     def copies(self, held: tuple[Box, ...]) -> Holders | None:
-        """Where on the mesh just these boxes are held; None where nowhere."""
+        """Return the ranks that hold exactly these boxes, or None if there are none."""
         if not held or len(held[0].start) != len(self.shape):
             return None
         begin = self._by_block(held[0])[0]
@@ -457,11 +469,11 @@ class Flat:
 
     @property
     def cutting(self) -> tuple[int, ...]:
-        """The dimensions of the mesh that cut the tensor."""
+        """The mesh dimensions that shard the tensor."""
         return tuple(sorted((*self._flattening, *self._cut.cutting)))
 
     def holders(self, box: Box) -> tuple[MeshRange, ...]:
-        """Who holds something of a box, exactly: spans that do not overlap."""
+        """Return exactly the ranks that hold an element of a box, as ranges that do not overlap."""
         if not box.volume:
             return ()
         ranges: dict[Index, set[int]] = {}
@@ -476,7 +488,7 @@ class Flat:
         )
 
     def _numbers(self, place: Index, box: Box) -> Iterator[int]:
-        """The ranges of the buffer there that hold something of a box."""
+        """Yield the numbers of the buffer ranges at `place` that hold an element of a box."""
         part = self._cut.part_at(place)
         common = part.meet(box)
         for first, last in runs_of(part.shape, common.within(part)) if common else ():
@@ -485,14 +497,14 @@ class Flat:
             )
 
     def _standing(self, place: Index, number: int) -> Index:
-        """Who of a place along the dimensions that cut first has that range of the buffer."""
+        """Return the coordinate at `place` whose rank holds the buffer range with this number."""
         at = list(place)
         for axis in reversed(self._flattening):
             number, at[axis] = divmod(number, self.mesh.sizes[axis])
         return tuple(at)
 
     def _span_at(self, at: Index) -> MeshRange:
-        """The ranks that hold the same as the one there."""
+        """Return the ranks that hold the same elements as the rank at this coordinate."""
         cutting = self.cutting
         ways = enumerate(zip(at, self.mesh.sizes, strict=True))
         return _span(
@@ -500,7 +512,7 @@ class Flat:
         )
 
     def _by_block(self, box: Box) -> list[Box]:
-        """A box of the tensor as boxes of what is cut, one for each block."""
+        """Split a box of the tensor into boxes of `_cut`, one for each block."""
         if self.blocks == 1:
             return [box]
         (start, *low), (stop, *high) = box
@@ -511,7 +523,7 @@ class Flat:
         ]
 
     def _boxes(self, part: Box, inside: Box) -> Iterator[Box]:
-        """A box within a part of what is cut, as boxes of the tensor."""
+        """Convert a box inside a shard of `_cut` into boxes of the tensor."""
         box = inside.moved(part.start)
         if self.blocks == 1:
             yield box
@@ -526,12 +538,13 @@ Layout = Sharded | Flat
 
 
 def held_whole(shape: Index, ranks: Sequence[int]) -> Layout:
-    """A tensor of which all these ranks hold everything."""
+    """Return the layout of a tensor that each of these ranks holds completely."""
     return Sharded(shape, Mesh.of(("rank",), (len(ranks),), ranks), (Replicate(),))
 
 
 def of_one_replica(layout: Layout) -> Layout:
-    """The same, held only by the replica that has the lowest rank: every box by one rank."""
+    """Return the layout reduced to the replica with the lowest rank, so that one rank holds each
+    box."""
     return replace(layout, mesh=layout.mesh.cut_down(layout.cutting))
 
 
@@ -539,7 +552,8 @@ _Plain = tuple[object, ...]
 
 
 def to_plain(layout: Layout) -> _Plain:
-    """A layout as nested tuples of numbers and strings, for a table and its digest."""
+    """Convert a layout to nested tuples of numbers and strings, for a local layout and its
+    digest."""
     grid = layout.mesh
     mesh = (grid.names, grid.sizes, grid.strides, grid.base, grid.listed)
     cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)
@@ -550,13 +564,14 @@ def to_plain(layout: Layout) -> _Plain:
 
 
 def from_plain(plain: Sequence[Any]) -> Layout:
-    """The layout again; a `ValueError`, `TypeError` or `UsageError` on something else."""
+    """Convert the result of `to_plain` back. Raise `ValueError`, `TypeError` or `UsageError` if it
+    is malformed."""
     kind, shape, (names, sizes, strides, base, listed), *rest = plain
     base = counts([base])[0]
     mesh = _one_mesh(tuple(map(str, names)), counts(sizes), counts(strides), base, counts(listed))
     if kind == "flat":
         axes, offset, total, *cut = rest
-        cuts, blocks = cut or ((), 1)  # left out where nothing cuts first
+        cuts, blocks = cut or ((), 1)  # omitted if nothing shards the tensor first
         offset, total, blocks = counts((offset, total, blocks))
         return Flat(counts(shape), mesh, tuple(axes), offset, total, _placements(cuts), blocks)
     (cuts,) = rest
@@ -571,5 +586,5 @@ def _placements(cuts: Sequence[Sequence[Any]]) -> tuple[Placement, ...]:
 def _one_mesh(
     names: tuple[str, ...], sizes: Index, strides: Index, base: int, listed: tuple[int, ...]
 ) -> Mesh:
-    """A mesh, of which there are few with many layouts on each: the same object every time."""
+    """Return a cached mesh, because many layouts share a few meshes."""
     return Mesh(names, sizes, strides, base, listed)

@@ -1,11 +1,11 @@
-"""The state of an nn.Module, by the names that its plain, unwrapped form would use.
+"""The state of an nn.Module, under the names that its plain, unwrapped form uses.
 
-Wrappers that only add a name (torch.compile, DDP, DataParallel) are looked through, so that state
-loads from a wrapped module into a plain one and back. Names follow from how a module is built, and
-are kept for modules that are built the same; how it is built is looked at anew each time, with no
-Python call per tensor. Imports no torch: a module is duck-typed.
+Wrappers that only add a name prefix (torch.compile, DDP, DataParallel) are looked through, so that
+state loads from a wrapped module into a plain one and back. Names depend only on the structure of a
+module and are cached by it; the structure itself is read again each time, without a Python call per
+tensor. Imports no torch: a module is duck-typed.
 
-Wrappers of modules, optimizers, schedulers and scalers are looked through.
+Transparent wrappers of optimizers, schedulers and scalers are looked through as well.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ _INSIDE: Final = (
     "_scaler",
     "grad_scaler",
 )
-"""Under these names frameworks hold what they wrap."""
+"""Attribute names under which frameworks keep the object that they wrap."""
 _MOST = 8
-"""So many wrappers around each other are looked through."""
+"""The maximum number of nested wrappers that are looked through."""
 
 
 class Unwrapped(AroundProvider):
-    """Provides what is inside of mere wrappers; checks at each save that they still are that."""
+    """Provides the object inside transparent wrappers; checks at each save that they still are
+    transparent."""
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
         self._layers, self._inner = layers, inner
@@ -65,7 +66,7 @@ class Unwrapped(AroundProvider):
 
 
 def layers_of(item: Any) -> list[Any]:
-    """The thing itself, and what is inside of it while that is a mere wrapper."""
+    """Return the object and, while the last one is a transparent wrapper, the object inside it."""
     layers = [item]
     while len(layers) <= _MOST:
         inner = _inside(layers[-1])
@@ -76,22 +77,31 @@ def layers_of(item: Any) -> list[Any]:
 
 
 def _check(layers: Sequence[Any]) -> None:
-    """`UsageError` where one that was a mere wrapper is none any more: its state would be lost."""
+    """Raise `UsageError` if a wrapper is no longer transparent, because its own state would be
+    lost."""
     for wrapper, inner in pairwise(layers):
         if not _is_mere(wrapper, inner):
             raise UsageError(
-                "a wrapper that had no state of its own has one now, or holds something else",
-                expected=f"that {type(wrapper).__name__} gives what the {type(inner).__name__} in "
-                "it gives, as it did when the Checkpointer was made",
+                "the state of a wrapper or the object inside it has changed",
+                expected=(
+                    f"{type(wrapper).__name__} to return the state of the "
+                    f"{type(inner).__name__} inside it, as when the Checkpointer was "
+                    "created"
+                ),
                 found="another state",
-                remedy="make a new Checkpointer, or pass what is inside instead of the wrapper, "
-                "and the wrapper's own state as another item",
+                remedy=(
+                    "create a new Checkpointer, or pass the wrapped object and the wrapper's own "
+                    "state as two items"
+                ),
             )
 
 
 def _inside(wrapper: Any) -> Any | None:
-    """The optimizer in a mere wrapper that is one too, or the optimizer, scheduler or scaler of
-    torch's in one that is of no class of torch's."""
+    """Return the object inside a transparent wrapper, or None.
+
+    If the wrapper is an optimizer, that is an optimizer. If the wrapper is of no torch class, it is
+    an optimizer, scheduler or scaler of torch.
+    """
     optimizer = is_optimizer(wrapper)
     if not optimizer and (
         not hasattr(wrapper, "state_dict") or hasattr(wrapper, "__iter__") or of_torch(wrapper)
@@ -108,7 +118,8 @@ def _inside(wrapper: Any) -> Any | None:
 
 
 def _warn(wrapper: Any, inner: Any) -> None:
-    """Of an optimizer groups and state are saved: say what another one in it may lose by that."""
+    """Warn that state of an optimizer inside another one may be lost: only the outer one's groups
+    and parameter state are saved."""
     what = "which has a state of its own: that is not saved with it; pass that one as an item too"
     if wrapper.state is inner.state:
         what = (
@@ -119,7 +130,8 @@ def _warn(wrapper: Any, inner: Any) -> None:
 
 
 def _is_mere(wrapper: Any, inner: Any) -> bool:
-    """Whether all that the wrapper has is the inner one's. Quick: no state is put together."""
+    """Return True if the wrapper has no state besides the inner object's. Quick: builds no
+    state."""
     if not is_optimizer(wrapper):
         return _hands_over(wrapper, inner)
     mine, its = wrapper.param_groups, inner.param_groups
@@ -131,13 +143,13 @@ def _is_mere(wrapper: Any, inner: Any) -> bool:
 
 
 def _gives_as_torch(optimizer: Any) -> bool:
-    """Whether its `state_dict` is torch's own, which gives its groups and its state."""
+    """Return True if its `state_dict` is torch's own, which returns the groups and the state."""
     of_class = getattr(type(optimizer), "state_dict", None)
     return str(getattr(of_class, "__module__", "")).startswith("torch.")
 
 
 class _StandIn:
-    """In the place of what is wrapped: gives a state that nobody else has."""
+    """Replaces the wrapped object in a copy of the wrapper, and returns a unique state."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -151,33 +163,33 @@ class _StandIn:
 
 
 def _hands_over(wrapper: Any, inner: Any) -> bool:
-    """Whether the wrapper's `state_dict` returns what the inner one's does, and leaves it as it is.
-    A twin of the wrapper is asked, so neither of the two is touched."""
+    """Return True if the wrapper's `state_dict` returns the inner object's state unchanged. Calls
+    it on a copy of the wrapper with a stand-in, so neither object is touched."""
     if hasattr(type(wrapper), "__del__"):
-        return False  # the end of a twin would be taken for the wrapper's
+        return False  # deleting the copy would run the wrapper's finalizer
     stand_in = _StandIn(inner)
     try:
-        twin = object.__new__(type(wrapper))
+        copy = object.__new__(type(wrapper))
         for name, value in vars(wrapper).items():
-            twin.__dict__[name] = stand_in if value is inner else value
-        return twin.state_dict() is stand_in.given and not stand_in.given
-    except Exception:  # noqa: BLE001 (whatever it is: it will come out where it is reported)
+            copy.__dict__[name] = stand_in if value is inner else value
+        return copy.state_dict() is stand_in.given and not stand_in.given
+    except Exception:  # noqa: BLE001 (any error: it is raised again where it can be reported)
         return False
 
 
 def of_torch(owner: object) -> str | None:
-    """The class of torch that an object is, or derives from: a user may rename a class of theirs
-    and still resume."""
+    """Return the name of the torch class that an object is of, or derives from; None if there is
+    none. A user may rename their own class and still resume."""
     names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
     return next(names, None)
 
 
 def _held(wrapper: Any) -> Iterator[Any]:
-    """What it may wrap; it has a state to be asked for."""
+    """Yield the objects with a `state_dict` that it may wrap."""
     for name in _INSIDE:
         try:
             inner = getattr(wrapper, name, None)
-        except Exception:  # noqa: BLE001, S112 (a property that cannot answer yet: it wraps nothing)
+        except Exception:  # noqa: BLE001, S112 (a property that is not ready: nothing is wrapped)
             continue
         if inner is not None and inner is not wrapper and hasattr(inner, "state_dict"):
             yield inner
@@ -189,7 +201,7 @@ _MODULE = ("torch.nn.modules.module", "Module")
 
 
 def _inner_name(kind: type[torch.nn.Module], children: Collection[str]) -> str | None:
-    """The attribute under which a mere wrapper holds the module it wraps."""
+    """Return the attribute under which a transparent wrapper keeps the wrapped module, or None."""
     if kind.__name__ == "OptimizedModule" and "_orig_mod" in children:
         return "_orig_mod"
     if kind.__name__ in _WRAPPED_AS_MODULE and "module" in children:
@@ -198,7 +210,7 @@ def _inner_name(kind: type[torch.nn.Module], children: Collection[str]) -> str |
 
 
 def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Module]]:
-    """(own prefix, plain prefix, module) of every submodule, wrappers looked through."""
+    """Return (own prefix, plain prefix, module) of every submodule, wrappers looked through."""
     nodes: list[tuple[str, str, torch.nn.Module]] = []
 
     def visit(node: torch.nn.Module, own: str, plain: str) -> None:
@@ -213,8 +225,8 @@ def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Modul
 
 
 class _Build(NamedTuple):
-    """How a module is built, as far as names follow from it: its submodules in the order of a walk,
-    for each the names that it gives, and which of these stand for None."""
+    """The structure of a module that determines its names: the submodules in the order of a walk,
+    the names in each of them, and which of these names are None."""
 
     kinds: tuple[type[torch.nn.Module], ...]
     children: tuple[tuple[str, ...], ...]
@@ -222,7 +234,7 @@ class _Build(NamedTuple):
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     no_tensor: tuple[bool, ...]
-    """Of each submodule its parameters, then its buffers."""
+    """For each submodule its parameters, then its buffers."""
     hidden: tuple[frozenset[str], ...]
     """The buffers that are not persistent."""
 
@@ -236,7 +248,7 @@ class _Named(NamedTuple):
     volatile: frozenset[Path]
     fresh: tuple[Path, ...]
     is_standard: bool
-    """Whether its classes leave state_dict() as it is."""
+    """True if its classes do not override state_dict()."""
 
 
 class _Looked(NamedTuple):
@@ -246,17 +258,18 @@ class _Looked(NamedTuple):
     named: _Named
     tensors: list[torch.Tensor | None]
     hooked: bool
-    """Whether there are hooks on its state_dict()."""
+    """True if there are hooks on its state_dict()."""
 
 
 _looks: ContextVar[dict[int, _Looked] | None] = ContextVar("looks", default=None)
-"""What was seen in this moment, by id of the module, which is held."""
+"""The modules read inside `one_moment`, by id; each entry holds its module, so the id stays
+valid."""
 
 
 @contextlib.contextmanager
 def one_moment() -> Iterator[None]:
-    """While this block runs, modules stay as they are: each is looked at once, whoever asks for its
-    names. No code but laststep's and torch's own may run in it."""
+    """Read each module only once inside this block, however often its names are requested. Modules
+    must not change in it: only code of laststep and torch may run."""
     token = _looks.set({})
     try:
         yield
@@ -278,7 +291,7 @@ def _look_now(module: torch.nn.Module) -> _Looked:
     insides: list[dict[str, Any]] = []
 
     def visit(node: torch.nn.Module) -> None:
-        inside = node.__dict__  # an attribute of a module is found by a detour
+        inside = node.__dict__  # attribute access on a module is slower
         nodes.append(node)
         insides.append(inside)
         for child in inside["_modules"].values():
@@ -287,7 +300,7 @@ def _look_now(module: torch.nn.Module) -> _Looked:
 
     visit(module)
     hidden, hooks, pre_hooks, *groups = zip(*map(_MODULES_INSIDE, insides), strict=True)
-    if {*map(type, chain.from_iterable(groups))} != {dict}:  # a ScriptModule has its own kind
+    if {*map(type, chain.from_iterable(groups))} != {dict}:  # a ScriptModule uses its own type
         groups = [tuple(dict(entries.items()) for entries in group) for group in groups]
     children, parameters, buffers = groups
     modules = chain.from_iterable(map(dict.values, children))
@@ -317,7 +330,7 @@ _MODULES_INSIDE: Final = operator.itemgetter(
 
 @functools.lru_cache(maxsize=16)
 def _named(build: _Build) -> _Named:
-    """The names that follow from how a module is built."""
+    """Compute the names for the structure of a module."""
     names: list[str] = []
     are_parameters: list[bool] = []
     are_stored: list[bool] = []
@@ -349,7 +362,7 @@ def _named(build: _Build) -> _Named:
 
 
 def _prefixes(build: _Build) -> list[str]:
-    """The plain prefix of each submodule."""
+    """Return the plain prefix of each submodule."""
     starts = list(accumulate(map(len, build.children), initial=0))
     prefixes: list[str] = []
 
@@ -367,22 +380,23 @@ def _prefixes(build: _Build) -> list[str]:
 
 
 def _extra(names: Iterable[str]) -> tuple[Path, ...]:
-    """The paths of extra state among these names. It is whatever get_extra_state gives, so it need
-    not have the shape that it was stored in."""
+    """Return the paths of extra state among these names. Extra state is any value that
+    get_extra_state returns, so its shape may differ from the stored one."""
     return tuple((name,) for name in names if name.rpartition(".")[2] == _EXTRA)
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
-    """id of a parameter → its plain name (the first, where it is tied)."""
+    """Return id of a parameter → its plain name (the first name of a tied one)."""
     _module, named, tensors, _hooked = _look(module)
     ids = list(map(id, compress(tensors, named.are_parameters)))
     names = list(compress(named.names, named.are_parameters))
-    return dict(zip(reversed(ids), reversed(names), strict=True))  # of equal ids the last one holds
+    # Reversed, so that the first name of an id wins.
+    return dict(zip(reversed(ids), reversed(names), strict=True))
 
 
 def loads_in_its_own_way(part: object) -> bool:
-    """Whether it is a module of which any takes a hand in `load_state_dict`, e.g. to translate the
-    names of older checkpoints."""
+    """Return True for a module if any of its submodules customises `load_state_dict`, e.g. to
+    translate the names of older checkpoints."""
     return is_module(part) and any(
         node._load_state_dict_pre_hooks or not _loads_as_standard(type(node))
         for _, _, node in walk_modules(part)  # type: ignore[arg-type]
@@ -396,8 +410,8 @@ class ModuleProvider(StateProvider):
     cheap = True
 
     def __init__(self, module: torch.nn.Module, *, hooks: bool = True) -> None:
-        """`hooks=False`: parameters and buffers are taken as they lie, whatever hooks on
-        `state_dict()` would make of them."""
+        """With `hooks=False`, take parameters and buffers directly from the modules and ignore
+        hooks on `state_dict()`."""
         self._module = module
         self._hooks = hooks
 
@@ -408,13 +422,13 @@ class ModuleProvider(StateProvider):
         _module, named, tensors, hooked = _look(self._module)
         self.passive = named.is_standard and not (hooked and self._hooks)
         if self.passive:
-            # What state_dict() would give, without its one detach() per tensor.
+            # Equal to state_dict(), without its detach() per tensor.
             pairs = zip(named.names, tensors, strict=True)
             value: dict[str, object] = dict(compress(pairs, named.are_stored))
             volatile, fresh = named.volatile, named.fresh
         else:
             entries = self._module.state_dict().items()
-            (_looks.get() or {}).clear()  # code of others has run
+            (_looks.get() or {}).clear()  # foreign code has run
             nodes = walk_modules(self._module)
             plain_of = _plain_names(nodes)
             value = {_plain(name, plain_of): entry for name, entry in entries}
@@ -429,7 +443,7 @@ class ModuleProvider(StateProvider):
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
-            return  # which `check` has said
+            return  # `check` has already reported it
         nodes = walk_modules(self._module)
         as_they_lie = not self._hooks and _look(self._module).named.is_standard
         live = {} if as_they_lie else self._module.state_dict(keep_vars=False)
@@ -453,8 +467,8 @@ class ModuleProvider(StateProvider):
 
 
 def _run_post_hooks(nodes: list[torch.nn.Module]) -> None:
-    """As `load_state_dict` runs them at its end, each module's after those of its submodules: what
-    they make of the state, such as a cache, is made anew."""
+    """Run the post hooks as `load_state_dict` does at its end, submodules first, so that values
+    derived from the state, such as caches, are computed again."""
     for node in reversed(nodes):
         for hook in list(node._load_state_dict_post_hooks.values()):
             with handing_over(f"a hook for the end of load_state_dict of {type(node).__name__}"):
@@ -463,21 +477,23 @@ def _run_post_hooks(nodes: list[torch.nn.Module]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
-    """Whether state_dict() of such a module is just its parameters and persistent buffers."""
+    """Return True if state_dict() of such a module is just its parameters and persistent
+    buffers."""
     if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
-        return True  # these only look at versions of their state
+        return True  # overrides of these only handle versions of their state
     own_ways = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
     return _has_methods_of_torch(kind, own_ways)
 
 
 def _loads_as_standard(kind: type[torch.nn.Module]) -> bool:
     if kind.__module__.startswith("torch."):
-        return True  # these only look at versions of their state
+        return True  # overrides of these only handle versions of their state
     return _has_methods_of_torch(kind, ("load_state_dict", "_load_from_state_dict"))
 
 
 def _has_methods_of_torch(kind: type[torch.nn.Module], names: Iterable[str]) -> bool:
-    """Whether a class of modules has these methods as nn.Module itself has them."""
+    """Return True if a module class inherits these methods from nn.Module without overriding
+    them."""
     root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
     return all(getattr(kind, name) is getattr(root, name) for name in names)
 
@@ -487,7 +503,7 @@ def _plain_names(nodes: list[tuple[str, str, torch.nn.Module]]) -> dict[str, str
 
 
 def _plain(name: str, plain_of: dict[str, str]) -> str:
-    """A state_dict key in its plain form: its longest known module prefix replaced."""
+    """Return the plain form of a state_dict key, with its longest known module prefix replaced."""
     prefix = name
     while True:
         cut = prefix.rfind(".", 0, len(prefix) - 1)

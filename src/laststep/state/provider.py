@@ -1,11 +1,11 @@
-"""What a state provider is: the object that describes an item's state and puts it back.
+"""State providers: objects that describe an item's state and put it back.
 
-Knows nothing of files or copies. Everything that a save or a restore needs follows from `describe`:
-the tree is taken apart and the bytes behind every tensor are found; a restore writes them back in
-place, or hands the loaded tree to `restore`.
+Knows nothing of files or copies. `describe` is all that a save or a restore needs: a save takes the
+returned tree apart and finds the bytes of every tensor; a restore writes them back in place, or
+passes the loaded tree to `restore`.
 
-Pieces, the tensors that a provider describes, are named tuples: a save of 100,000 tensors makes as
-many of them while training waits.
+Pieces, the tensors that a provider describes, are named tuples because a save of 100,000 tensors
+creates as many of them while training waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 class BoxPart(NamedTuple):
-    """What a piece is that is not a whole tensor but a box of one."""
+    """The position of a piece that is a box of a tensor instead of a whole tensor."""
 
     tensor: str
     shape: Shape
@@ -41,7 +41,8 @@ class BoxPart(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor of an item, described; plans are cached under pieces, so they hold no memory."""
+    """A tensor of an item, described without its memory, because pieces are keys of cached
+    plans."""
 
     name: str
     dtype: str
@@ -50,10 +51,12 @@ class Piece(NamedTuple):
     device: str
     contiguous: bool
     volatile: bool
-    """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
+    """True if a forward pass may change it (BatchNorm's statistics); it is then never captured
+    lazily."""
     part: BoxPart | None = None
     trained: bool = False
-    """Whether an optimizer may change it: what is frozen lies together, apart from the rest."""
+    """True if an optimizer may change it. Frozen tensors are stored together, apart from trained
+    ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,37 +72,38 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """An item's state taken apart: its tree, its pieces, and which names share bytes."""
+    """An item's state taken apart: its tree, its pieces, and the names that share bytes."""
 
     tree: object
     pieces: tuple[Piece, ...]
     sources: tuple[torch.Tensor, ...]
-    """The live tensor of each piece (possibly strided); nobody here looks into it."""
+    """The live tensor of each piece (possibly strided); opaque to this module."""
     ties: dict[str, str] = field(default_factory=dict)
-    """A name whose tensor is the same memory as the piece named by the value."""
+    """Tied name → name of the piece that has the same memory."""
     views: dict[str, View] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every tensor by its name, those that share bytes included; opaque like `sources`."""
+    """Every tensor by name, including those that share bytes; opaque like `sources`."""
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """How those lie that this rank holds a part of; `tensors` and `sources` have that part."""
+    """Layouts of the tensors that are sharded; `tensors` and `sources` contain this rank's part of
+    them."""
     owners: dict[str, object] = field(default_factory=dict)
-    """The live object of each of those, to be handed over when its part has been restored."""
+    """The live object of each tensor in `layouts`, to return after its part has been restored."""
 
 
 class Absent:
-    """Stands in a restored tree for what was not restored: left out, missing or mismatched."""
+    """A placeholder in a restored tree for a value that was skipped, missing or mismatched."""
 
     def __repr__(self) -> str:
         return "ABSENT"
 
     def __copy__(self) -> Absent:
-        return self  # there is one, and it is known by its identity
+        return self  # a singleton, compared by identity
 
     def __deepcopy__(self, memo: object) -> Absent:
         return self
 
     def __reduce__(self) -> str:
-        raise TypeError("ABSENT stands for what was not restored, and is no value to save")
+        raise TypeError("ABSENT marks values that were not restored and cannot be saved")
 
 
 ABSENT: Final = Absent()
@@ -112,35 +116,38 @@ class State:
     value: object
     """Containers, plain values and live tensors or arrays."""
     fresh: tuple[Path, ...] = ()
-    """Under these paths restore hands over fresh tensors instead of writing into the live ones."""
+    """Paths under which a restore passes new tensors to the provider instead of writing into live
+    ones."""
     loose: tuple[Path, ...] = ()
-    """Under these paths live and stored tensors need not pair up; `check` says what must fit."""
+    """Paths under which live and stored tensors need not match one to one; `check` reports
+    mismatches."""
     things: tuple[Path, ...] = ()
-    """Where things with a state of their own stand in a dict: a restore does not take them away,
-    and one that is not stored is missing."""
+    """Paths of dict entries that are objects with a state of their own: a restore never deletes
+    them, and reports one that is not stored as missing."""
     volatile: frozenset[Path] = frozenset()
     """Paths of tensors that a forward pass may change, so that they cannot be captured lazily."""
     standalone: bool = False
-    """Gets a data file of its own even when it is small."""
+    """True if the item gets its own data file even when it is small."""
 
 
 def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
-    """Whether a path is one of the prefixes or below one."""
+    """Return True if a path is one of the prefixes or below one."""
     return any(path[: len(prefix)] == prefix for prefix in prefixes)
 
 
 def lies_above(path: Path, others: Iterable[Path]) -> bool:
-    """Whether a path is one of the others or above one."""
+    """Return True if a path is one of the others or above one."""
     return any(other[: len(path)] == path for other in others)
 
 
 def has_absent(entry: object) -> bool:
-    """Whether anything in a restored tree was not restored."""
+    """Return True if any part of a restored tree was not restored."""
     return entry is ABSENT or any(map(has_absent, _parts(entry)))
 
 
 def has_loaded(entry: object) -> bool:
-    """Whether anything in a restored tree was restored: an empty container is something."""
+    """Return True if any part of a restored tree was restored; an empty container counts as
+    restored."""
     parts = _parts(entry)
     return any(map(has_loaded, parts)) if parts else entry is not ABSENT
 
@@ -153,8 +160,9 @@ def _parts(entry: object) -> Collection[object]:
 
 @contextlib.contextmanager
 def handing_over(to: str) -> Iterator[None]:
-    """`MismatchError` where code of others does not take what is stored. That this process is short
-    of memory, or a file cannot be read, says nothing about what is stored."""
+    """Convert exceptions of foreign code that rejects the stored state into `MismatchError`. Errors
+    of laststep, `OSError` and a lack of memory pass unchanged, because they do not mean that the
+    stored state is wrong."""
     try:
         yield
     except (LaststepError, OSError):
@@ -164,79 +172,73 @@ def handing_over(to: str) -> Iterator[None]:
             raise
         why = str(error).partition("\n")[0]
         raise MismatchError(
-            f"{to} does not take what is stored",
+            f"{to} rejects the stored state",
             found=f"{type(error).__name__}: {why}"[:300],
-            remedy="restore into what was saved, or leave it out: only=[…]",
+            remedy="restore into the kind of object that was saved, or leave it out: only=[…]",
         ) from error
 
 
 WhenRanksChange = Literal["keep", "derive", "drop", "refuse"] | Callable[[list[Any], int, int], Any]
-"""A function gets the states of all ranks that were, a rank, and how many ranks there are now."""
+"""A policy, or a function of (the states of all former ranks, a rank, the number of ranks now)."""
 
 
 class StateProvider(ABC):
-    """Describes an item's state and puts it back; subclass it for state of your own kind."""
+    """Describes an item's state and puts it back; subclass it for your own kind of state."""
 
     kind: str = "custom"
     """One word for the catalog."""
     passive: bool = False
-    """Whether `describe` runs no code but laststep's and torch's own, which change no tensor: then
-    the copy of a state that was met before may begin while it is described again."""
+    """True if `describe` runs only code of laststep and torch that changes no tensor. The copy of
+    an already known state may then start while the state is described again."""
     cheap: bool = False
-    """Whether `describe` may be called once more than there are saves, to prepare the first one."""
+    """True if `describe` may be called once in addition to the saves, to prepare the first one."""
 
     per_rank: bool = False
-    """Whether in a job of several ranks each has a state of its own, such as its place in the data;
-    else ranks that hold the same tensors hold the same state, and it is stored once."""
+    """True if each rank of a job has its own state, such as its position in the data. Otherwise
+    ranks that hold the same tensors have the same state, and it is stored once."""
     when_ranks_change: WhenRanksChange = "refuse"
-    """What becomes of such a state in a job of another number of ranks: `keep` (a rank takes that
-    of its number, if there is one), `derive` (the same, and `derive` makes one for new ranks),
-    `drop` (with a warning), `refuse`, or a function that makes a rank's state of all."""
+    """Policy for a per-rank state in a job with another number of ranks: `keep` (each rank takes
+    the state of its number, if there is one), `derive` (like `keep`, and new ranks call `derive`),
+    `drop` (with a warning), `refuse`, or a function that computes a rank's state from all
+    states."""
 
     @abstractmethod
     def describe(self) -> State:
-        """The state now. Called on the training thread in `save()`: MUST be quick, and MUST NOT
-        change the tensors that it describes, which may be being copied already."""
+        """Return the current state. Called on the training thread in `save()`: MUST be quick, and
+        MUST NOT change the described tensors, because their copy may already have started."""
 
     @abstractmethod
     def restore(self, value: object) -> None:
-        """Take over a loaded tree of the shape that `describe` gave. Tensors restored in place
-        are the live ones; what was not restored is `ABSENT`. Called on the training thread."""
+        """Take over a loaded tree of the shape that `describe` returned. Tensors that were restored
+        in place are the live ones; values that were not restored are `ABSENT`. Called on the
+        training thread."""
 
     def derive(self, value: object, rank: int) -> None:
-        """Take over a state that another rank had, so that this one's differs from it."""
+        """Take over a state of another rank, changed so that this rank's state differs from it."""
         raise NotImplementedError
 
     def check(self, stored: object) -> list[str]:
-        """What of a stored tree does not fit, in words, before anything is touched."""
+        """Return the mismatches of a stored tree as texts, before anything is changed."""
         return []
 
-    def refuses(self, stored: object) -> dict[Path, str]:
-        """Parts of a stored tree that must be left alone, each with why, in words: what would be
-        restored from them does not fit something that they do not hold themselves."""
+    def skips(self, stored: object) -> dict[Path, str | None]:
+        """Return the parts of a stored tree to skip, with the reason if they must not be restored,
+        or with None if they have no live counterpart. The latter is a mismatch unless another rank
+        needs them."""
         return {}
 
-    def lacks(self, stored: object) -> list[Path]:
-        """Parts of a stored tree for which there is nothing live: they are left alone. On one rank
-        that does not fit, unless another rank has use for them."""
-        return []
-
-    def models(self, paths: list[Path]) -> list[object]:
-        """For stored tensors without a live counterpart: live ones that they are to lie like over
-        the ranks of a job, or None."""
-        return [None] * len(paths)
-
-    def devices(self, paths: list[Path]) -> list[str]:
-        """Where stored tensors without a live counterpart are to be put."""
+    def destinations(self, paths: list[Path]) -> list[object]:
+        """Return, for each stored tensor without a live counterpart, the name of a device, or a
+        live tensor whose device and layout the new tensor takes over."""
         return ["cpu"] * len(paths)
 
     def parts(self) -> tuple[object, ...]:
-        """The objects that this provider speaks for, so that others can find e.g. modules."""
+        """Return the objects behind this provider, so that others can find e.g. modules."""
         return ()
 
 
 class AroundProvider(StateProvider):
-    """Stands around another provider, and asks that one everything."""
+    """Forwards all calls to another provider."""
 
     _inner: StateProvider
 
@@ -252,17 +254,11 @@ class AroundProvider(StateProvider):
     def check(self, stored: object) -> list[str]:
         return self._inner.check(stored)
 
-    def refuses(self, stored: object) -> dict[Path, str]:
-        return self._inner.refuses(stored)
+    def skips(self, stored: object) -> dict[Path, str | None]:
+        return self._inner.skips(stored)
 
-    def lacks(self, stored: object) -> list[Path]:
-        return self._inner.lacks(stored)
-
-    def models(self, paths: list[Path]) -> list[object]:
-        return self._inner.models(paths)
-
-    def devices(self, paths: list[Path]) -> list[str]:
-        return self._inner.devices(paths)
+    def destinations(self, paths: list[Path]) -> list[object]:
+        return self._inner.destinations(paths)
 
     def parts(self) -> tuple[object, ...]:
         return self._inner.parts()

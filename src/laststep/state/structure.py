@@ -1,10 +1,11 @@
-"""Walk a state: one that is new, or probably built like that of the last save, unless it is not.
+"""Walk a state, and recognise one that has the same structure as at the last save.
 
 Between two saves a training run keeps its tensors and changes its numbers. A walk copies the plain
-values and notes, for all else, what it meets and where: its trace. A state that leaves the same
-trace as the last one has the same names in the same order, so it only remains to look at the
-memory of its leaves (`state.tensors.tensor_places`). Notes are lists that are filled and compared
-whole, as this runs while training waits. Holds no leaf between saves; imports no torch.
+values and records a trace of everything else: which containers and keys it meets, in order. If a
+state leaves the same trace as the last one, it has the same names in the same order, and only the
+memory of its leaves remains to be compared (`TensorPlaces`). Traces are lists that
+are filled and compared as a whole, because this runs while training waits. Holds no leaf between
+saves; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
 _Part = dict[object, object]
-"""The tree of a container of leaves, or of one of such containers. Trees are never changed, so they
-share theirs with those of other saves."""
+"""The tree of a container of leaves, or of a container of such containers. Trees are never changed,
+so the trees of several saves share their parts."""
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
 _NO_LEAVES: Final = PLAIN | _CONTAINERS
 _DICT: Final = frozenset({dict})
 _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
-"""Keys of these types are the same key if they are equal; others may be equal and yet differ, as
-0.0 and -0.0 do, or (1,) and (True,)."""
+"""Key types for which equal keys are identical. Keys of other types may be equal and yet differ,
+such as 0.0 and -0.0, or (1,) and (True,)."""
 
 
 class _Different(Exception):
-    """The state is not the known one; it never leaves this module."""
+    """The state is not the known one; never leaves this module."""
 
 
 class _Walk:
@@ -43,12 +44,13 @@ class _Walk:
         self._parts = parts
         self.leaves: list[object] = []
         self.keys: list[object] = []
-        """Of every stretch of leaves: its path, the names of its rows, and the keys in these."""
+        """For every sequence of leaves: its path, the names of its rows, and the keys in the
+        rows."""
         self.sizes: list[int] = []
-        """How many each of those are."""
+        """The numbers of these entries."""
 
     def container(self, node: object, path: Path) -> object:
-        if len(path) >= MAX_DEPTH:  # `copy_tree` says where
+        if len(path) >= MAX_DEPTH:  # `copy_tree` then raises an error with the path
             raise _Different
         kind = type(node)
         if kind is Owned:
@@ -68,7 +70,7 @@ class _Walk:
             return dict(named)
         if kinds.isdisjoint(_NO_LEAVES):
             return self._stretch(path, (), (named,))
-        if kinds == _DICT:  # as an optimizer has its state: thousands of dicts, so all at once
+        if kinds == _DICT:  # optimizer state: thousands of dicts, walked in bulk
             rows: Collection[dict[object, object]] = named.values()  # type: ignore[assignment]
             inner = set(map(type, chain.from_iterable(map(dict.values, rows))))
             if inner and inner.isdisjoint(_NO_LEAVES):
@@ -86,7 +88,8 @@ class _Walk:
     def _stretch(
         self, path: Path, names: Collection[object], rows: Collection[dict[object, object]]
     ) -> _Part:
-        """Leaves that follow each other: a container of them, or several in one above them."""
+        """Record consecutive leaves: one container of leaves, or all containers of leaves in
+        `names`."""
         self.leaves += chain.from_iterable(map(dict.values, rows))
         self.keys += path
         self.keys += names
@@ -98,7 +101,8 @@ class _Walk:
     def _part(
         self, path: Path, names: Collection[object], rows: Collection[dict[object, object]]
     ) -> _Part:
-        """The known tree; if it is of another stretch than this, the traces differ as well."""
+        """Return the next known tree. If it belongs to another sequence of leaves, the traces
+        differ too."""
         part = next(self._parts, None)
         if part is None:
             raise _Different
@@ -106,8 +110,8 @@ class _Walk:
 
 
 class FirstWalk(_Walk):
-    """The walk through a new state: it names the leaves, and makes the parts that later walks take
-    over."""
+    """The walk through a new state: names the leaves, and makes the parts that later walks
+    reuse."""
 
     tree: object
 
@@ -117,7 +121,7 @@ class FirstWalk(_Walk):
         self._taken: set[type] = set()
         self._volatile = volatile
         self.names: list[str] = []
-        """One for each leaf."""
+        """One name for each leaf."""
         self.volatile_names: set[str] = set()
         self.parts: list[_Part] = []
 
@@ -144,18 +148,18 @@ class FirstWalk(_Walk):
 
 
 class KnownState:
-    """Remembers how a state is built, to recognise one that is built the same."""
+    """Remembers the structure of a state, to recognise another state with the same structure."""
 
     def __init__(self, walk: FirstWalk) -> None:
         self._parts = walk.parts
         self._keys = walk.keys
-        self._kinds = list(map(type, walk.keys))  # 1, True and 1.0 are equal keys of different name
+        self._kinds = list(map(type, walk.keys))  # equal keys, as 1 and True, differ in name
         self._sizes = walk.sizes
         self._inexact = [n for n, kind in enumerate(self._kinds) if kind not in _EXACT]
         self._names = self._names_in(walk.keys)
 
     def walk(self, value: object) -> tuple[object, list[object]] | None:
-        """(tree, leaves) of a state that is built just so, whatever its plain values are."""
+        """Return (tree, leaves) of a state with this structure and any plain values, else None."""
         walk = _Walk(iter(self._parts))
         tree = _walked(walk, value)
         same = (
@@ -168,8 +172,8 @@ class KnownState:
         return (tree, walk.leaves) if same else None
 
     def _names_in(self, keys: list[object]) -> list[str] | None:
-        """The names of the keys of which equality does not tell that they are the same: different
-        keys have different names, to the last bit. None where one has no name."""
+        """Return the names of the keys that may be equal without being identical. Names differ if
+        keys differ in any bit. None if a key has no name."""
         try:
             return [name_of((keys[number],)) for number in self._inexact]
         except UsageError:
@@ -179,7 +183,7 @@ class KnownState:
 def first_walk(
     value: object, takes: Callable[[type], bool], volatile: frozenset[Path]
 ) -> FirstWalk | None:
-    """Walk through a new state. None where `takes` refuses the type of a leaf, or a key has no
+    """Walk through a new state. Return None if `takes` rejects the type of a leaf, or a key has no
     name."""
     walk = FirstWalk(takes, volatile)
     try:
@@ -190,7 +194,7 @@ def first_walk(
 
 
 def _walked(walk: _Walk, value: object) -> object | None:
-    """The tree of a state, or None where it is another."""
+    """Return the tree of a state, or None if the walk meets another structure."""
     if type(value) not in _CONTAINERS:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Take a nested state apart into a tree of plain values and its leaves, and put it together again.
+"""Take a nested state apart into a tree of plain values and leaves, and rebuild it.
 
-Knows nothing of torch: what a leaf is, is said by a `Leaves` object. `copy_tree` copies every
-container, so a tree that was taken at `save()` does not change when training changes the original.
+Knows nothing of torch: a `Leaves` object decides which values are leaves. `copy_tree` copies every
+container, so a tree made by `save()` does not change when training changes the original.
 
 Names of tensors are paths of keys as strings, one to one, as docs/format.md defines them. A stored
-item is its tree, the specs of its tensors and which of them share bytes.
+item is its tree, the specs of its tensors, and the tensors that share bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from laststep.codecs import objects
 from laststep.codecs.objects import INT_MAX, INT_MIN, Tagged, TensorRef, is_utf8
+from laststep.constants import DTYPES, with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.state.provider import Collected, Shape, View
-from laststep.terms import DTYPES, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,18 +29,19 @@ _RESERVED = "__metadata__"
 
 
 def name_of(path: tuple[object, ...]) -> str:
-    """The name of the leaf at `path`; `UsageError` if a key is of a kind that has no name."""
+    """Return the name of the leaf at `path`. Raise `UsageError` if a key is of a type that has no
+    name."""
     return "/".join([_escaped(key) for key in path])
 
 
 def names_in(path: tuple[object, ...], keys: Iterable[object]) -> list[str]:
-    """The names of the leaves that lie under these keys in the container at `path`."""
+    """Return the names of the leaves under these keys in the container at `path`."""
     above = "".join([f"{_escaped(key)}/" for key in path])
     return [above + _escaped(key) for key in keys]
 
 
 def path_of(name: str) -> tuple[object, ...]:
-    """The path that has this name; `CorruptError` if none has."""
+    """Return the path with this name. Raise `CorruptError` if there is none."""
     if name == "":
         return ()
     parts = name.split("/")
@@ -49,7 +50,7 @@ def path_of(name: str) -> tuple[object, ...]:
             raise _malformed(name)
         return tuple(parts)
     path = tuple([_key(part, name) for part in parts])
-    # Only what `name_of` gives is a name: "#007" or "~3true" with a space in it is none.
+    # Only results of `name_of` are names: "#007", or "~3true" with a space in it, is not.
     try:
         same = name_of(path) == name
     except UsageError:
@@ -86,7 +87,8 @@ def _typed(key: object) -> str:
 
 
 def _key(part: str, name: str) -> object:
-    """The key that `part` of `name` stands for; need not notice what `_escaped` never writes."""
+    """Return the key for `part` of `name`. Does not detect every form that `_escaped` never
+    writes."""
     if part == "~4":
         return ""
     if part == "~5":
@@ -130,8 +132,8 @@ _SMALL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A state and the class of the object that gave it. Only the state is handed out again; the
-    class is there to notice that it would go to an object of another class."""
+    """A state and the class of the object that returned it. A restore returns only the state; the
+    class serves to detect a restore into an object of another class."""
 
     owner: str
     state: object
@@ -142,27 +144,28 @@ OWNED: Final = "owned"
 
 
 class NotMine:
-    """What `Leaves.take` answers for a value that it does not know."""
+    """The result of `Leaves.take` for a value that is not a leaf."""
 
 
 NOT_MINE: Final = NotMine()
 
 
 class Leaves(Protocol):
-    """Decides what is a leaf and remembers it."""
+    """Decides which values are leaves, and remembers them."""
 
     def take(self, path: Path, value: object) -> object:
-        """The marker that stands for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
+        """Return the marker for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
 
 
 def copy_tree(value: object, leaves: Leaves, path: Path, *, allow_pickle: bool) -> object:
-    """A copy of `value` made of plain values, with every leaf replaced by what `leaves` answers."""
+    """Return a copy of `value` made of plain values, with every leaf replaced by its marker from
+    `leaves`."""
     kind = type(value)
     if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
         return value
     if kind is dict or kind is OrderedDict:
         _check_depth(path)
-        # Spelled out rather than shared with the other containers: this loop runs once per tensor.
+        # Not shared with the other containers, for speed: this loop runs once per tensor.
         copied = {} if kind is dict else OrderedDict()
         for key, inner in value.items():  # type: ignore[attr-defined]
             if type(inner) in PLAIN:
@@ -173,7 +176,7 @@ def copy_tree(value: object, leaves: Leaves, path: Path, *, allow_pickle: bool) 
     if kind is list or kind is tuple:
         _check_depth(path)
         inners: Iterable[object] = value  # type: ignore[assignment]
-        if PLAIN.issuperset(map(type, inners)):  # the state of a generator has hundreds
+        if PLAIN.issuperset(map(type, inners)):  # random.getstate() has hundreds of numbers
             return kind(inners)
         entries = [
             copy_tree(inner, leaves, (*path, i), allow_pickle=allow_pickle)
@@ -221,8 +224,10 @@ def _uncommon(
         f"cannot save {_class_of(value)}",
         where=show_path(path),
         expected="tensors, arrays, containers and plain values",
-        remedy="leave it out, give it state_dict() and load_state_dict(), "
-        "or pass allow_pickle=True",
+        remedy=(
+            "leave it out, add state_dict() and load_state_dict() to its class, or pass "
+            "allow_pickle=True"
+        ),
     )
 
 
@@ -233,19 +238,20 @@ def _class_of(value: object) -> str:
 def _pickled(value: object, path: Path) -> bytes:
     try:
         return pickle.dumps(value, protocol=4)
-    except Exception as error:  # whatever a user's class raises
+    except Exception as error:  # a user's class may raise anything
         raise UsageError(
             f"cannot pickle {_class_of(value)}",
             where=show_path(path),
             found=str(error),
-            remedy="leave it out, or give it state_dict() and load_state_dict()",
+            remedy="leave it out, or add state_dict() and load_state_dict() to its class",
         ) from error
 
 
 def rebuild(
     tree: object, *, leaf: Callable[[TensorRef], object], revive: Callable[[Tagged], object]
 ) -> object:
-    """The nested state again: every TensorRef through `leaf`, every Tagged through `revive`."""
+    """Rebuild a nested state: replace every TensorRef by `leaf` of it, every Tagged by `revive` of
+    it."""
 
     def build(node: object) -> object:
         kind = type(node)
@@ -269,19 +275,24 @@ def rebuild(
 
 
 def tensor_names(tree: object) -> list[str]:
-    """The names of all tensors that a tree refers to, in order."""
+    """Return the names of all tensors that a tree refers to, in order."""
     names: list[str] = []
-
-    def see(ref: TensorRef) -> object:
-        names.append(ref.name)
-        return None
-
-    rebuild(tree, leaf=see, revive=lambda tagged: None)
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, TensorRef):
+            names.append(node.name)
+        elif isinstance(node, Tagged):
+            stack.append(node.value)
+        elif isinstance(node, dict):
+            stack += reversed(node.values())
+        elif isinstance(node, list | tuple | deque):
+            stack += reversed(node)
     return names
 
 
 def owned(tagged: Tagged) -> Owned:
-    """What a tag of an `Owned` stands for; `CorruptError` where it is none."""
+    """Convert a tag of an `Owned` back. Raise `CorruptError` if it is malformed."""
     match tagged.value:
         case [str(owner), state]:
             return Owned(owner, state)
@@ -289,7 +300,7 @@ def owned(tagged: Tagged) -> Owned:
 
 
 def owners(tree: object, path: Path = ()) -> dict[Path, str]:
-    """The classes of the objects that gave a tree or its parts, by path."""
+    """Return the classes of the objects that returned a tree or its parts, by path."""
     if type(tree) is Tagged and tree.tag == OWNED:
         return {path: owned(tree).owner}
     classes: dict[Path, str] = {}
@@ -301,7 +312,7 @@ def owners(tree: object, path: Path = ()) -> dict[Path, str]:
 
 
 def show_path(path: Path) -> str:
-    """A path as a person would write it: `groups[0]['fn']`."""
+    """Return a path in the form that a person would write: `groups[0]['fn']`."""
     if not path:
         return "the top of the state"
     text = str(path[0])
@@ -311,8 +322,8 @@ def show_path(path: Path) -> str:
 
 
 def merge_trees(first: object, second: object) -> object:
-    """What two ranks hold of one item: the entries of both. Where they contradict each other, as
-    the settings of two stages may, the first holds."""
+    """Merge the parts of an item that two ranks hold. If they contradict each other, as the
+    settings of two pipeline stages may, the first wins."""
     if isinstance(first, dict) and isinstance(second, dict):
         merged = dict(first)
         for key, value in second.items():
@@ -331,11 +342,11 @@ def merge_trees(first: object, second: object) -> object:
 
 
 MAX_BYTES = (1 << 63) - 1
-"""The most that torch counts."""
+"""The largest size that torch can represent."""
 
 
 class TensorSpec(NamedTuple):
-    """What a stored tensor is."""
+    """The dtype and shape of a stored tensor."""
 
     dtype: str
     shape: Shape
@@ -354,19 +365,19 @@ class StoredItem:
     ties: dict[str, str]
     views: dict[str, View]
     tensors: dict[str, TensorSpec]
-    """The tensors that have bytes of their own, by name."""
+    """The tensors with bytes of their own, by name."""
 
     def view_of(self, name: str) -> View | None:
-        """The window that a name is, if it is one; a name may be tied to one that is."""
+        """Return the view stored under a name, following a tie; None if the name is not a view."""
         return self.views.get(self.ties.get(name, name))
 
     def source_of(self, name: str) -> str:
-        """The stored tensor whose bytes a name's bytes are."""
+        """Return the name of the stored tensor that contains the bytes of a name."""
         view = self.view_of(name)
         return view.base if view is not None else self.ties.get(name, name)
 
     def window_of(self, name: str) -> tuple[str, View | None]:
-        """Whose bytes they are, and which of them: names with the same are of one tensor."""
+        """Return (source, view) of a name; names for which both are equal are the same tensor."""
         return self.source_of(name), self.view_of(name)
 
     def spec_of(self, name: str) -> TensorSpec:
@@ -376,13 +387,13 @@ class StoredItem:
         return self.tensors[self.ties.get(name, name)]
 
     def names(self) -> list[str]:
-        """Every tensor of the tree."""
+        """Return the names of all tensors of the tree."""
         return tensor_names(self.tree)
 
 
 def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
-    """The tree and the sharing of an item as one object; `kept` from one save to the next spares
-    the parts of a tree that these share."""
+    """Encode the tree, ties and views of an item as one object. If `kept` is passed to every save,
+    parts of the tree that are shared with an earlier save are not encoded again."""
     views = {
         name: (view.base, view.dtype, view.shape, view.stride, view.offset_bytes)
         for name, view in collected.views.items()
@@ -393,8 +404,8 @@ def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) 
 def decode_item(
     trees: list[tuple[bytes, str]], *, name: str, kind: str, tensors: dict[str, TensorSpec]
 ) -> StoredItem:
-    """The item again, from its trees and where they lie: one, or several where ranks had different
-    parts of it. `CorruptError` where they refer to tensors that are not there."""
+    """Decode an item from (tree, location) pairs: one, or several if ranks had different parts of
+    it. Raise `CorruptError` if a tree is malformed or refers to tensors that are not stored."""
     tree: object = None
     ties: dict[str, str] = {}
     views: dict[str, View] = {}
@@ -418,12 +429,12 @@ def decode_item(
         source = item.source_of(leaf)
         if source not in tensors:
             raise CorruptError(
-                "a tensor that the tree names is not stored", where=where, found=repr(source)
+                "a tensor named in the tree is not stored", where=where, found=repr(source)
             )
         view = item.view_of(leaf)
         if view is not None and not _lies_in(view, tensors[source]):
             raise CorruptError(
-                "a view lies outside of its base", where=where, found=repr(view)[:200]
+                "a view lies outside its base tensor", where=where, found=repr(view)[:200]
             )
     return item
 
@@ -432,7 +443,7 @@ def _lies_in(view: View, base: TensorSpec) -> bool:
     if view.dtype not in DTYPES or base.dtype != "uint8" or len(base.shape) != 1:
         return False
     size = DTYPES[view.dtype].size_bytes
-    # A step of 0 makes any number of elements of one; torch counts their bytes all the same.
+    # A stride of 0 repeats one element any number of times; torch still counts all the bytes.
     if math.prod(max(n, 1) for n in view.shape) * size > MAX_BYTES:
         return False
     reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))

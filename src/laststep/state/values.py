@@ -1,7 +1,7 @@
 """Providers for everything that is not a module or an optimizer.
 
-Nested values are restored in place; objects with `state_dict` and `load_state_dict` are handed what
-they gave; generators of random numbers are set.
+Nested values are restored in place; objects with `state_dict` and `load_state_dict` get back the
+state that they returned; random number generators are set.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from laststep.checks import shown
 from laststep.codecs.digests import digest
+from laststep.constants import with_article
 from laststep.errors import MismatchError, UsageError
 from laststep.state.modules import of_torch
 from laststep.state.provider import (
@@ -33,7 +34,6 @@ from laststep.state.tensors import (
     torch_rng_states,
 )
 from laststep.state.tree import Owned, TensorSpec
-from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.state.provider import WhenRanksChange
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasStateDict(Protocol):
-    """LR schedulers, scalers, stateful data loaders, and anything else of that shape."""
+    """LR schedulers, scalers, stateful data loaders, and any other object with these two
+    methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -50,17 +51,17 @@ class HasStateDict(Protocol):
 
 
 class StateDictProvider(StateProvider):
-    """An object that describes itself by `state_dict` and takes it back by `load_state_dict`."""
+    """Saves an object through its `state_dict` and restores it through its `load_state_dict`."""
 
     kind = "stateful"
 
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
         self._gives_dict = False
-        """Whether its state was a dict when it was last asked."""
-        # A loader may have to ask its workers; a scheduler only copies a few numbers.
+        """True if the last call of `state_dict` returned a dict."""
+        # A loader may have to query its workers; a scheduler only copies a few numbers.
         self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
-        # Each rank reads data of its own; whatever else has a state has the same on all.
+        # Each rank reads different data; any other object has the same state on all ranks.
         self.per_rank = hasattr(owner, "dataset") or hasattr(owner, "__iter__")
 
     def parts(self) -> tuple[object, ...]:
@@ -71,7 +72,7 @@ class StateDictProvider(StateProvider):
         self._gives_dict = isinstance(state, dict)
         return State(value=_owned(self._owner, state), fresh=((),))
 
-    def refuses(self, stored: object) -> dict[Path, str]:
+    def skips(self, stored: object) -> dict[Path, str | None]:
         if isinstance(stored, dict) or not self._gives_dict:
             return {}
         return {(): f"is {with_article(type(self._owner))}, the stored one is a plain value"}
@@ -82,14 +83,14 @@ class StateDictProvider(StateProvider):
 
 
 def _owned(owner: object, state: object) -> object:
-    """A state with the class of its owner, if that is one of torch's."""
+    """Wrap a state with the class of its owner, if that is a class of torch."""
     kind = _kind_of_torch(owner)
     return state if kind is None else Owned(kind, state)
 
 
 def _kind_of_torch(owner: object) -> str | None:
-    """The class of torch that an object is, or derives from. Schedules that consist of others are
-    told apart by these too."""
+    """Return the torch class of an object, or the one that it derives from. A scheduler that
+    consists of other schedulers includes their classes."""
     kind = of_torch(owner)
     inner = getattr(owner, "_schedulers", None)
     if kind is None or not isinstance(inner, list | tuple):
@@ -124,7 +125,7 @@ class ScalerProvider(StateProvider):
         return State(value=_owned(scaler, value), fresh=((),))
 
     def check(self, stored: object) -> list[str]:
-        if stored == {}:  # of one that was disabled
+        if stored == {}:  # the state of a disabled scaler
             return []
         if not isinstance(stored, dict) or set(stored) != _OF_SCALER:
             return ["is not the state of a gradient scaler"]
@@ -139,7 +140,7 @@ class ScalerProvider(StateProvider):
             return
         with handing_over("the gradient scaler"):
             plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
-            if not self.check(plain):  # else that has been said
+            if not self.check(plain):  # else `check` has already reported it
                 self._scaler.load_state_dict(plain)
 
 
@@ -172,14 +173,14 @@ class RNG(StateProvider):
 
     def restore(self, value: object) -> None:
         if self.check(value):
-            return  # which has been said
+            return  # `check` has already reported it
         states: dict[str, Any] = value  # type: ignore[assignment]
         with handing_over("a random number generator"):
-            random.Random().setstate(states["python"])  # noqa: S311 (a trial: all of them, or none)
+            random.Random().setstate(states["python"])  # noqa: S311 (a trial: set all or none)
             _check_numpy_state(states["numpy"])
             set_torch_rng_states(states["torch"])
             random.setstate(states["python"])
-            np.random.set_state(states["numpy"])  # noqa: NPY002 (the global one is what is saved)
+            np.random.set_state(states["numpy"])  # noqa: NPY002 (the global state is saved)
 
     def derive(self, value: object, rank: int) -> None:
         if self.check(value):
@@ -196,8 +197,8 @@ def _numpy_state() -> tuple[object, ...]:
 
 
 def _check_numpy_state(state: object) -> None:
-    """Raise where NumPy's generator would not take a state, or take one that it cannot use: from a
-    position outside of its keys it reads memory that is not its own."""
+    """Raise if NumPy's generator would reject a state, or accept one that is unsafe: with a
+    position outside its keys it would read memory out of bounds."""
     np.random.RandomState().set_state(state)  # type: ignore[arg-type]
     position = state[2]  # type: ignore[index]
     if not 0 <= position <= _NUMPY_KEYS:
@@ -221,7 +222,7 @@ class ValueProvider(StateProvider):
         return State(value=self._value)
 
     def check(self, stored: object) -> list[str]:
-        alike = (dict, (list, deque))  # of each, what is stored can be written into what is live
+        alike = (dict, (list, deque))  # types whose stored values can be written into live ones
         if any(isinstance(self._value, kind) and not isinstance(stored, kind) for kind in alike):
             return [f"is {with_article(type(self._value))}, the stored one is not"]
         return []
@@ -236,9 +237,12 @@ class ValueProvider(StateProvider):
 
 
 def put(live: Any, loaded: Any) -> Any:
-    """`loaded` written into `live` where that can be changed; returns what is to stand there. The
-    one place where the two are joined: what was not wholly loaded replaces nothing, so nothing is
-    ABSENT in what is returned, unless that is all of it, as there is nothing live."""
+    """Write `loaded` into `live` where that is mutable, and return the value to use in its place.
+
+    This is the only function that merges loaded state into live state. A value that was only partly
+    loaded replaces nothing, so the result contains no ABSENT, unless nothing is live: then it may
+    itself be ABSENT.
+    """
     if not has_loaded(loaded):
         return live
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
@@ -259,18 +263,18 @@ def put(live: Any, loaded: Any) -> Any:
 
 
 def put_entry(owner: dict[Any, Any], key: object, loaded: object) -> None:
-    """One entry of a dict as it was loaded, if it was, or as it is."""
+    """Set an entry of a dict to its loaded value; keep it unchanged if it was not loaded."""
     entry = put(owner.get(key, ABSENT), loaded)
     if entry is not ABSENT:
         owner[key] = entry
 
 
 def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict as it was stored. What came to be after the checkpoint goes, as in a list; what is to
-    stay is ABSENT here."""
+    """Make a live dict equal to the stored one. Entries that were added after the checkpoint are
+    deleted, as in a list; an entry that is ABSENT in `loaded` is kept."""
     entries = {key: put(live.get(key, ABSENT), inner) for key, inner in loaded.items()}
     if all(inner is not ABSENT for inner in loaded.values()):
-        live.clear()  # assignment would keep a key that is equal and another, as 1 and True are
+        live.clear()  # assignment would keep an equal key of another type: 1 and True
     for key in [key for key in live if key not in loaded]:
         del live[key]
     live.update((key, entry) for key, entry in entries.items() if entry is not ABSENT)
@@ -278,7 +282,8 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
 
 
 def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
-    """A list as it was stored; of a partial restore only what is already there changes."""
+    """Return a list as it was stored; a partial restore changes only elements that exist
+    already."""
     merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
     if has_absent(loaded):
         return merged + live[len(loaded) :]
@@ -293,8 +298,9 @@ def _put_array(live: Any, loaded: Any) -> Any:
 
 
 class PerRank(AroundProvider):
-    """Marks an item of which every rank has a state of its own, such as its place in the data:
-    `PerRank(loader, when_ranks_change="drop")`. Without it what is inside decides."""
+    """Marks an item as per-rank: every rank saves its own state, such as its position in the data.
+    `PerRank(loader, when_ranks_change="drop")`; without `when_ranks_change` the wrapped item
+    decides."""
 
     per_rank = True
 
@@ -303,9 +309,9 @@ class PerRank(AroundProvider):
         if when_ranks_change not in (*known, None) and not callable(when_ranks_change):
             remedy = "choose one of these, or leave it out"
             if when_ranks_change == "derive":
-                remedy = "only RNG() can, and does by itself, without PerRank; else pass a function"
+                remedy = "pass RNG() without PerRank, which does this by itself, or pass a function"
             raise UsageError(
-                "when_ranks_change has no such value",
+                "invalid value of when_ranks_change",
                 expected=f"one of {', '.join(known)}, or "
                 "a function of all ranks' states, a rank and the number of ranks",
                 found=shown(when_ranks_change),
@@ -315,8 +321,8 @@ class PerRank(AroundProvider):
         self._said = when_ranks_change
 
     def around(self, inner: StateProvider) -> PerRank:
-        """One that speaks for what that provider provides. The same object may be an item of
-        several Checkpointers, each with a provider of its own."""
+        """Return a new PerRank that wraps this provider. The same PerRank may be an item of several
+        Checkpointers, each with its own provider."""
         made = PerRank(self.item, when_ranks_change=self._said)
         made._inner = inner
         return made
@@ -331,12 +337,14 @@ class PerRank(AroundProvider):
 
     @property
     def undecided(self) -> str:
-        """Which parts say different things of that, and what, in words."""
+        """The parts with different policies for `when_ranks_change`, as text; empty if they
+        agree."""
         return getattr(self._inner, "undecided", "") if self._said is None else ""
 
 
 def refuse_immutable(name: str, value: object) -> None:
-    """A value that cannot be changed in place cannot be restored: say so at construction."""
+    """Raise `UsageError` for a value that cannot be changed in place and so cannot be restored.
+    Called at construction, so that the error does not appear only at the restore."""
     if not isinstance(value, dict | list | deque | np.ndarray) and not is_tensor(value):
         remedy = f"pass a dict: {name}={{'value': …}}"
         if value is None:

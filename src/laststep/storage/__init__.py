@@ -1,6 +1,6 @@
-"""Places for files: the protocol every store implements, and the stores.
+"""Stores: the protocol that every store implements, and its implementations.
 
-`store` is the protocol, `registry` opens stores by a path or URL, `directory` is the store on a
-local or network folder, with `disk` for system calls, `files` and `locks`. Nothing here knows what
-a checkpoint is.
+`store` is the protocol and `registry` opens stores by path or URL. `directory` is the store in a
+local or network folder, with `files` for open files and system calls and `locks` for locks. Nothing
+here knows about checkpoints.
 """

@@ -1,29 +1,31 @@
-"""The objects of one bucket, over obstore: each call is tried again, and tells no secrets.
+"""The objects of one bucket, accessed through obstore with retries and without leaking secrets.
 
-Knows keys, bytes and the two conditions that everything else rests on: put a name only if it is
-free, and replace an object only if it is still the one that was read. An answer may get lost on its
-way, and the second try then finds what the first one made, so every object carries a random token
-by which its maker knows it again. Errors of obstore quote answers of servers, which may quote keys:
-what is told of them is picked word by word.
+This module knows keys, bytes and the two conditions that everything else relies on: put an object
+only if its name is free, and replace an object only if it is still the version that was read. A
+response may get lost, so that a retry finds the object that the first try made. Every object
+therefore carries a random token by which its maker recognizes it. obstore's errors quote server
+responses, which may quote keys: only known words are copied from them.
 
-Safe to use from several threads. Not in a forked process: the threads that obstore works with stay
-in its parent, and a call would wait for them for ever.
+Safe to use from several threads, but not in a forked process: obstore's threads stay in the parent,
+and a call would wait for them forever.
 
-Requests are tried again with growing pauses until a deadline (`persist`). `Trouble` says what was
-found, in words without keys or signatures: they end in errors and logs.
+`persist` retries requests with growing pauses until a deadline. A `Trouble` describes a failure
+without keys or signatures, because its text ends up in errors and logs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import datetime as dt
+import functools
 import math
 import os
 import random
 import re
 import secrets
 import time
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,27 +45,27 @@ _Result = TypeVar("_Result")
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-_LOOK = "look at the server and at the network, and try again"
+_LOOK = "check the server and the network, and try again"
 
 
 _until: contextvars.ContextVar[float] = contextvars.ContextVar("_until", default=math.inf)
-"""When the request ends that this one is a part of."""
+"""Deadline of the enclosing request, which nested requests share."""
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a server is waited for."""
+    """Time limits for a server."""
 
     deadline_s: float = 300.0
-    """For one request, with all that is tried again, and asked meanwhile; the last try may end up
-    to `request_s` later."""
+    """Limit for one request with all its retries and nested requests. The last try may end up to
+    `request_s` later."""
     request_s: float = 120.0
-    """For one request, with its body."""
+    """Limit for one try, including its body."""
     idle_s: float = 20.0
-    """For the next bytes of one."""
+    """Limit for a pause between two reads of a response."""
 
 
 class Trouble(Exception):
-    """One try failed; `transient` says that the next may not."""
+    """A failed try of a request; `transient` if the next try may succeed."""
 
     def __init__(
         self, found: str, *, transient: bool, expected: str | None = None, remedy: str = _LOOK
@@ -78,7 +80,8 @@ class Trouble(Exception):
 def persist(
     attempt: Callable[[], _Result], *, what: str, where: str, patience: Patience
 ) -> _Result:
-    """What `attempt` returns, once it raises no `Trouble`; `StorageError` when it is in vain."""
+    """Call `attempt` until it raises no transient `Trouble`, and return its result. Raise
+    `StorageError` if the trouble is not transient or the deadline passes."""
     began = time.monotonic()
     until = min(began + patience.deadline_s, _until.get())
     tries = 0
@@ -93,12 +96,12 @@ def persist(
             _until.reset(outer)
         spent = time.monotonic() - began
         pause = min(_FIRST_PAUSE_S * 2 ** min(tries - 1, 10), _LONGEST_PAUSE_S)
-        pause *= random.uniform(0.5, 1.0)  # noqa: S311 (ranks must not come back all at once)
+        pause *= random.uniform(0.5, 1.0)  # noqa: S311 (so that ranks do not all retry at once)
         if not trouble.transient or began + spent + pause > until:
             break
         time.sleep(pause)
-    # Outside of `except`: a client's own error may quote what must not be told, and an error keeps
-    # the one that was being handled when it was raised.
+    # Raised outside of `except`: the client's own error may quote secrets, and would be kept as the
+    # context of this one.
     often = f", {tries} times in {spent:.1f} s" if tries > 1 else ""
     failure = StorageError(
         f"cannot {what}",
@@ -118,27 +121,29 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
 
-TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure takes no others)
-"""Under what an object's metadata tell who made it."""
+TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure allows no others)
+"""Metadata key of the token by which the maker of an object recognizes it."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _KIND = re.compile(r"kind: (Connect|Timeout|Request|Decode|Interrupted|Unknown)\b")
 _SYSTEM = re.compile(r'message: "([A-Z][a-z ]{3,40})"')
+_PARTS_AT_ONCE = 8
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 
 _Client = AzureStore | GCSStore | S3Store
 _OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureStore}
-_RIGHTS = "check the credentials in the environment, and what they allow in this bucket"
+_RIGHTS = "check the credentials in the environment and their rights in this bucket"
 _NO_BUCKET = "make the bucket, or check its name and the endpoint"
 _REGION = "set AWS_REGION to the region of the bucket"
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")
-"""Answered with status 400 by Amazon."""
+"""Error codes that Amazon sends with status 400."""
 _ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
 class _Clients:
-    """Whether this process, or the one that it was forked from, has made obstore's threads."""
+    """Records whether this process, or the parent it was forked from, has started obstore's
+    threads."""
 
     used = False
     left_in_parent = False
@@ -152,44 +157,53 @@ os.register_at_fork(after_in_child=_Clients.in_child)
 
 
 class Missing(Exception):
-    """There is no such object; or no such bucket, where a name must be free or is a prefix."""
+    """The object does not exist; or the bucket does not, in a request for a free name or a
+    prefix."""
 
 
 class _Refused(Exception):
-    """The condition of a request does not hold."""
+    """The condition of a conditional put does not hold."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server tells of an object."""
+    """The metadata of an object."""
 
     size_bytes: int
     modified_s: float
     version: tuple[str | None, str | None]
-    """What tells it from others under the same key: the ETag, and the version where there is one"""
+    """ETag, and version ID if there is one: they identify this object among others under the same
+    key."""
     token: str | None = None
 
 
 class Bucket:
-    """The objects below a URL's bucket; keys are whole, with the URL's prefix."""
+    """The objects of a URL's bucket. Keys are complete: they include the URL's prefix."""
 
     def __init__(self, url: str, patience: Patience) -> None:
         self.scheme, self.name, self.prefix = parse(url)
         self.patience = patience
         self.client = self._opened()
 
+    @functools.cached_property
+    def uploader(self) -> _Client:
+        """A client that retries parts itself until the deadline, since the caller that hands over a
+        part cannot. Its idle limit is `request_s`, because a part has no response while it is being
+        sent."""
+        return self._opened(retries=1000, idle_s=self.patience.request_s)
+
     def create(self, key: str, data: bytes | memoryview) -> Found | None:
-        """Put an object if its name is free, and tell of it; None where it is not."""
+        """Put an object and return its metadata; return None if the name is taken."""
         return self._put(key, data, "create")
 
     def replace(
         self, key: str, data: bytes, version: tuple[str | None, str | None]
     ) -> Found | None:
-        """Put an object in the place of that version; None where another one is there by now."""
+        """Replace that version of an object; return None if there is another version by now."""
         named = zip(("e_tag", "version"), version, strict=True)
         return self._put(key, data, {name: value for name, value in named if value is not None})
 
     def head(self, key: str) -> Found | None:
-        """What is told of an object; None where there is none."""
+        """Return the metadata of an object; None if it does not exist."""
         try:
             answer = self._ask(
                 "get the metadata",
@@ -201,7 +215,8 @@ class Bucket:
         return _found(answer.meta, answer.attributes.get(TOKEN))
 
     def read(self, key: str, *, limit_bytes: int) -> tuple[bytes, Found]:
-        """All of a small object; `Missing`, or `CorruptError` where it is larger."""
+        """Read a whole small object. Raise `Missing`, or `CorruptError` if it is larger than
+        `limit_bytes`."""
 
         def attempt() -> tuple[bytes | None, Found]:
             answer = obstore.get(self.client, key)
@@ -215,7 +230,7 @@ class Bucket:
         data, found = self._ask("read", key, attempt)
         if data is None:
             raise CorruptError(
-                "a file is too large to be what it should be",
+                "file too large",
                 where=self.where(key),
                 expected=f"at most {limit_bytes} bytes",
                 found=f"{found.size_bytes} bytes",
@@ -224,7 +239,7 @@ class Bucket:
         return data, found
 
     def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
-        """So many bytes from `start` on, which MUST be there, in memory of their own."""
+        """Read `size_bytes` bytes from `start`, which MUST exist, into new memory."""
 
         def attempt() -> memoryview:
             got = obstore.get_range(self.client, key, start=start, length=size_bytes)
@@ -234,61 +249,48 @@ class Bucket:
         return self._ask("read", key, attempt)
 
     def names(self, prefix: str) -> list[ObjectMeta]:
-        """The objects whose keys have no further `/` behind `prefix/`."""
+        """Return the objects directly below `prefix/`, without those in deeper prefixes."""
         answer = self._ask_there(
             "list", prefix, lambda: obstore.list_with_delimiter(self.client, prefix or None)
         )
-        # Some servers keep an empty object for a prefix, and list it as what is below itself.
+        # Some servers store an empty object for a prefix and list it below itself.
         return [meta for meta in answer["objects"] if meta["path"] != prefix]
 
     def below(self, prefix: str) -> list[str]:
-        """All keys that begin with `prefix/`."""
+        """Return all keys that start with `prefix/`."""
         found = self._ask_there("list", prefix, lambda: obstore.list(self.client, prefix).collect())
         return [meta["path"] for meta in found if meta["path"] != prefix]
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; absent ones are fine."""
+        """Delete objects; missing ones are ignored."""
         if not keys:
             return
         try:
             self._ask("delete", keys[0], lambda: obstore.delete(self.client, keys))
-        except Missing:  # said by some servers, and then the others are still there
+        except Missing:  # some servers answer so and leave the other keys
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def upload(self, key: str, file: IO[bytes], part_bytes: int) -> None:
-        """Put all of an open file, in parts, several at a time. obstore tries each part again: we
-        could only begin anew."""
-        client = self._opened(retries=10)
-        token = secrets.token_hex(8)
+    def upload(self, key: str, first: bytes, part_bytes: int) -> Upload:
+        """Start a multipart upload, front to back, with the first bytes of an object."""
 
-        def put() -> None:
-            file.seek(0)
-            obstore.put(
-                client,
-                key,
-                file,
-                chunk_size=part_bytes,
-                max_concurrency=12,
-                attributes={TOKEN: token},
-            )
-
-        def attempt() -> None:
+        def attempt() -> Upload:
+            upload = Upload(self, key, part_bytes)
             try:
-                self._once(put)
-            except Missing:  # the upload is, which may be complete: an answer may have got lost
-                there = self.head(key)
-                if there is None or there.token != token:
-                    raise Trouble("the upload is gone", transient=True) from None
+                upload.file.write(first)
+            except BaseException:
+                upload.abort()
+                raise
+            return upload
 
-        self._ask("write", key, attempt)
+        return self._ask_there("begin to write", key, attempt)
 
     def where(self, key: str) -> str:
-        """A key as a person names it."""
+        """Return the URL of a key, for messages."""
         return f"{self.scheme}://{self.name}/{key}"
 
     def front(self) -> str:
-        """A URL of the server that answers, if only by a refusal."""
+        """Return a URL at which the server answers, even if only with a refusal."""
         if self.scheme == "s3":
             return self.signed().partition("?")[0]
         if self.scheme == "gs":
@@ -297,7 +299,8 @@ class Bucket:
         return f"https://{account}.blob.core.windows.net/"
 
     def signed(self) -> str:
-        """A URL for an object `x`, signed by obstore, which tells where the bucket is. A secret."""
+        """Return a URL for an object `x`, signed by obstore, to find the address of the bucket. The
+        URL is a secret."""
         second = dt.timedelta(seconds=1)
         return self._ask("sign", "", lambda: obstore.sign(self.client, "GET", "x", second))
 
@@ -320,7 +323,7 @@ class Bucket:
                     )
                 )
             except _Refused:
-                # Only an earlier try of our own can have made what is in its own way.
+                # The name may be taken by an earlier try of this call whose response was lost.
                 there = self.head(key) if tries > 1 else None
                 return there if there is not None and there.token == token else None
             version = put["e_tag"], put["version"]
@@ -328,16 +331,25 @@ class Bucket:
 
         return self._ask_there("write", key, attempt)
 
-    def _ask_there(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
-        """Where no object has to be there: what is missing is the bucket."""
+    def ask_once(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
+        """Make a call that must not be repeated; raise `StorageError` if it fails."""
+        return self._ask_there(what, key, call, Patience(deadline_s=0))
+
+    def _ask_there(
+        self, what: str, key: str, call: Callable[[], _Result], patience: Patience | None = None
+    ) -> _Result:
+        """Make a call that needs no existing object: `Missing` then means the bucket or the upload,
+        and becomes a `StorageError`."""
+        patience = patience or self.patience
 
         def attempt() -> _Result:
             try:
                 return self._once(call)
-            except Missing:
-                raise trouble_of(404) from None
+            except Missing as missing:
+                code = str(missing)
+            raise trouble_of(404, code)
 
-        return persist(attempt, what=what, where=self.where(key), patience=self.patience)
+        return persist(attempt, what=what, where=self.where(key), patience=patience)
 
     def _ask(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
         return persist(
@@ -345,37 +357,38 @@ class Bucket:
         )
 
     def _once(self, call: Callable[[], _Result]) -> _Result:
-        """One try, with obstore's errors as ours."""
+        """Make one try and translate obstore's errors into `Missing`, `_Refused` or `Trouble`."""
         if _Clients.left_in_parent:
             raise UsageError(
                 "cannot reach an object store in a forked process",
                 where=f"{self.scheme}://{self.name}",
-                expected="a process that was started by itself, or forked before its parent used "
-                "an object store",
+                expected="a spawned process, or one forked before its parent used an object store",
                 remedy="start it by the method `spawn` or `forkserver`",
             )
         _Clients.used = True
         try:
             return call()
         except FileNotFoundError as error:
-            gone = "<Code>NoSuchBucket</Code>" in str(error)
-            trouble: Exception = trouble_of(404, "NoSuchBucket") if gone else Missing()
+            code = _CODE.search(str(error))
+            said = "" if code is None else code[1]
+            gone = said == "NoSuchBucket"
+            trouble: Exception = trouble_of(404, said) if gone else Missing(said)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            # Amazon's 409 is not a refusal: two conditional puts came at once.
+            # Amazon's 409 is not a refusal: two conditional puts collided.
             both = self.scheme == "s3" and "status code: 409" in str(error)
             trouble = Trouble("409", transient=True) if both else _Refused()
         except (exceptions.BaseError, ValueError, OSError) as error:
             trouble = _trouble(error)
         raise trouble
 
-    def _opened(self, *, retries: int = 0) -> _Client:
-        """A client that tries each request again so often by itself."""
+    def _opened(self, *, retries: int = 0, idle_s: float | None = None) -> _Client:
+        """Open a client that retries each request itself up to `retries` times."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: ClientConfig = {
             "connect_timeout": "5s",
-            "read_timeout": dt.timedelta(seconds=self.patience.idle_s),
+            "read_timeout": dt.timedelta(seconds=idle_s or self.patience.idle_s),
             "timeout": dt.timedelta(seconds=self.patience.request_s),
-            # Whoever names an endpoint without TLS has chosen so.
+            # An explicit http:// endpoint is the user's choice.
             "allow_http": endpoint.startswith("http://"),
         }
         retry: RetryConfig = {
@@ -388,7 +401,10 @@ class Bucket:
                 return _OTHERS[self.scheme].from_url(
                     url, client_options=options, retry_config=retry
                 )
-            named: S3Config = {"endpoint": endpoint} if endpoint else {}
+            # Blocks have their own digests; signing bodies would digest every byte again.
+            named: S3Config = {"unsigned_payload": True}
+            if endpoint:
+                named["endpoint"] = endpoint
             return S3Store.from_url(url, config=named, client_options=options, retry_config=retry)
         except (exceptions.BaseError, ValueError) as error:
             kind = type(error).__name__
@@ -401,14 +417,57 @@ class Bucket:
         )
 
 
+class Upload:
+    """A multipart upload with several parts in flight; used by one thread at a time.
+
+    The object is not visible before `finish`. obstore retries each part until the deadline. Data
+    must be `bytes`, not a view of memory that will be reused, because obstore sends from it later.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, part_bytes: int) -> None:
+        self._bucket, self._key = bucket, key
+        self._token = secrets.token_hex(8)
+        self.file = obstore.open_writer(
+            bucket.uploader,
+            key,
+            buffer_size=part_bytes,
+            max_concurrency=_PARTS_AT_ONCE,
+            attributes={TOKEN: self._token},
+        )
+
+    def write(self, data: bytes) -> None:
+        """Append data; blocks while `_PARTS_AT_ONCE` parts are in flight."""
+        self._bucket.ask_once("write", self._key, lambda: self.file.write(data))
+
+    def finish(self) -> None:
+        """Complete the upload, which makes the object visible."""
+
+        def close() -> None:
+            try:
+                self.file.close()
+            except FileNotFoundError:  # already complete if only the response was lost
+                there = self._bucket.head(self._key)
+                if there is None or there.token != self._token:
+                    raise
+
+        self._bucket.ask_once("make durable", self._key, close)
+
+    def abort(self) -> None:
+        """Abandon the upload. Parts of a writer that died stay until the bucket's lifecycle rule
+        for incomplete uploads removes them."""
+        with contextlib.suppress(exceptions.BaseError, OSError):
+            self.file.__exit__(BaseException, None, None)
+
+
 def parse(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of a URL; `UsageError` for one that says more, or less."""
+    """Split a URL into scheme, bucket and prefix; raise `UsageError` if it has other parts or lacks
+    a bucket."""
     refuse_secrets(url)
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
     if not parts.netloc or parts.query or parts.fragment or parts.scheme not in ("s3", *_OTHERS):
         raise UsageError(
-            "this URL names no place in an object store",
+            "invalid URL of an object store",
             where=f"{parts.scheme}://{parts.netloc}{parts.path}",
             expected=f"{parts.scheme or 's3'}://BUCKET/PREFIX, and nothing behind it",
         )
@@ -416,8 +475,8 @@ def parse(url: str) -> tuple[str, str, str]:
 
 
 def trouble_of(status: int, code: str = "") -> Trouble:
-    """What a server's answer means: whether the next try may get another, and what to do else.
-    `code` is the server's word for it, and left out where it is no word."""
+    """Translate a response status into a `Trouble`: whether to retry, and the remedy if not. `code`
+    is the server's error code; it is dropped unless it is a plain word."""
     code = code if code.isalnum() and len(code) <= 64 else ""
     said = f"{status} {code}".strip()
     if status in (401, 403) or code in _EXPIRED:
@@ -431,7 +490,8 @@ def trouble_of(status: int, code: str = "") -> Trouble:
 
 
 def _trouble(error: Exception) -> Trouble:
-    """What may be told of an error: a status, the server's word for it, the kind of failure."""
+    """Translate an obstore error into a `Trouble`, with only the parts that are safe to report:
+    status, the server's error code, kind of failure."""
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
@@ -444,7 +504,7 @@ def _trouble(error: Exception) -> Trouble:
     if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
         why = "an answer without ranges" if "NotPartial" in text else type(error).__name__
         return Trouble(why, transient=False)
-    if "HttpError" not in text and "reqwest" not in text:
+    if not any(word in text for word in ("HttpError", "HTTP error", "reqwest")):
         return Trouble("an answer that obstore does not understand", transient=False)
     kind, system = _KIND.search(text), _SYSTEM.search(text)
     words = ["the connection failed" if kind is None else f"{kind[1].lower()} failed"]

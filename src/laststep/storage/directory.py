@@ -1,11 +1,11 @@
 """A store in a folder of a local or network filesystem.
 
-Knows nothing of checkpoints. Every name is checked before it touches the disk; every change goes
-through a `Disk`, and none through a symbolic link below the root: what a link points to can be
-looked at, but is not the store's to change. A file made by `create` is there whole and durable or
-not at all; a folder under deletion leaves its name in one step. Direct I/O is tried on the first
-file that is opened and not again. Safe to use from several threads: besides what it found out about
-the filesystem, and whether it made the root, it holds no state.
+It knows nothing about checkpoints. Every name is checked before it touches the disk. Every change
+is made through a `Disk`, and never through a symbolic link below the root: the target of a link can
+be read, but does not belong to the store. A file made by `create` is either complete and durable or
+does not exist; a folder that is being deleted loses its name in one step. Direct I/O is tried on
+the first file that is opened and not again. Safe to use from several threads: the only state is the
+filesystem's detected capabilities and whether the root has been made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
-"""What marks a name as debris, should its maker die."""
+"""Part of a temporary name, which marks a file as debris if its maker dies."""
 
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 
@@ -36,7 +36,7 @@ __all__ = ["DirectoryStore"]
 
 
 def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
-    """The entry of a name; None where it has vanished meanwhile, and for a link to nowhere."""
+    """Return the entry of a name; None if it has just vanished or is a dangling link."""
     is_link = item.is_symlink()
     try:
         status = item.stat()
@@ -55,7 +55,7 @@ def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
 
 
 def _is_file(item: os.DirEntry[str]) -> bool:
-    """Whether `_entry` would call it a file. Only for a link does this ask the filesystem."""
+    """Return whether `_entry` would report a file. Only a link costs a system call."""
     return os.path.isfile(item.path) if item.is_symlink() else item.is_file()
 
 
@@ -64,14 +64,14 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
 
 
 class DirectoryStore(Store):
-    """A `Store` in the folder `path`, which is made by the first change if it is absent."""
+    """A `Store` in the folder `path`, which the first change creates if it does not exist."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, disk: Disk | None = None, direct: bool = True
     ) -> None:
         self._root = absolute(path)
         self._disk = Disk() if disk is None else disk
-        # What the filesystem can do: None is not tried yet. Threads that race here find the same.
+        # Detected capabilities; None: not tried yet. Racing threads find the same result.
         self._direct: bool | None = None if direct and hasattr(os, "O_DIRECT") else False
         self._links = True
         self._rooted = False
@@ -87,7 +87,7 @@ class DirectoryStore(Store):
     def locks_tell(self) -> bool:
         return locks.are_all_seen(self._root)
 
-    # Looking
+    # Listing and reading
 
     def list(self, folder: str) -> list[StoreEntry]:
         path = self._path(folder) if folder else self._root
@@ -101,7 +101,7 @@ class DirectoryStore(Store):
         return sorted(entries, key=lambda entry: entry.name)
 
     def file_names(self, folder: str) -> tuple[str, ...]:
-        # The filesystem tells names without being asked for each.
+        # Unlike `list`, this needs no stat call per entry.
         return self._names(folder, _is_file)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
@@ -127,8 +127,9 @@ class DirectoryStore(Store):
             raise failed("read", path, error) from error
 
     def free_bytes(self) -> int | None:
-        """The room left for this user where the root is, or will be. None where the filesystem
-        counts no blocks, as /proc does: its 0 does not mean that it is full."""
+        """Return the free space for this user on the root's filesystem, even if the root does not
+        exist yet. Return None if the filesystem counts no blocks, as /proc does: its 0 does not
+        mean that it is full."""
         path = self._root
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -141,11 +142,12 @@ class DirectoryStore(Store):
     # Small files and folders
 
     def create(self, name: str, data: bytes) -> None:
-        """Make a small file, all or nothing and durable.
+        """Create a small file atomically and durably.
 
-        The bytes are durable under a temporary name before `link` makes the real one appear, which
-        fails if that is taken. When the sync of the folder after it fails, the name is there but
-        may not outlive a crash: `StorageError` then means unknown, and reading tells.
+        The bytes are durable under a temporary name before `link` makes the real name appear, which
+        fails if that is taken. If the sync of the folder afterwards fails, the name exists but may
+        not survive a crash: `StorageError` then means that the outcome is unknown, and reading
+        shows it.
         """
         path = self._path_to_change(name)
         self._make_root()
@@ -155,9 +157,9 @@ class DirectoryStore(Store):
             self._publish(temporary, path)
         except FileExistsError as error:
             self._discard(temporary)
-            raise AlreadyExistsError("cannot create, the name is taken", where=path) from error
+            raise AlreadyExistsError("cannot create: the name is taken", where=path) from error
         except FileNotFoundError as error:
-            raise absent("cannot create, there is no such folder", path) from error
+            raise absent("cannot create: the folder does not exist", path) from error
         except OSError as error:
             self._discard(temporary)
             raise failed("create", path, error) from error
@@ -175,7 +177,7 @@ class DirectoryStore(Store):
             for count in range(1, len(parts)):
                 self._make_one(os.path.join(self._root, *parts[:count]))
             if not self._make_one(path):
-                raise AlreadyExistsError("cannot make a folder, the name is taken", where=path)
+                raise AlreadyExistsError("cannot make a folder: the name is taken", where=path)
         except FileNotFoundError as error:
             raise absent("cannot make a folder in one that is absent", path) from error
         except OSError as error:
@@ -186,7 +188,7 @@ class DirectoryStore(Store):
         try:
             self._disk.sync_folder(path)
         except FileNotFoundError as error:
-            raise absent("cannot sync, there is no such folder", path) from error
+            raise absent("cannot sync: the folder does not exist", path) from error
         except OSError as error:
             raise failed("sync the folder", path, error) from error
 
@@ -201,11 +203,11 @@ class DirectoryStore(Store):
             raise failed("delete", path, error) from error
 
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
-        """Remove a folder and all below it.
+        """Delete a folder and everything below it.
 
-        `first` goes durably before anything else. Then the folder itself takes a temporary name, so
-        that a writer who still holds its path finds nothing to write into, and only once that is
-        durable too do the files go: no crash leaves a part of them under the old name.
+        `first` is deleted durably before anything else. Then the folder is renamed to a temporary
+        name, so that a writer that still holds its path has nothing to write into. The files are
+        deleted only after the rename is durable: no crash leaves a part of them under the old name.
         """
         path = self._path_to_change(name, and_itself=True)
         doomed = path if TEMPORARY in os.path.basename(path) else None
@@ -230,9 +232,9 @@ class DirectoryStore(Store):
         try:
             fd, direct = self._create_for_writing(path)
         except FileExistsError as error:
-            raise AlreadyExistsError("cannot create, the name is taken", where=path) from error
+            raise AlreadyExistsError("cannot create: the name is taken", where=path) from error
         except FileNotFoundError as error:
-            raise absent("cannot create, there is no such folder", path) from error
+            raise absent("cannot create: the folder does not exist", path) from error
         except OSError as error:
             raise failed("create", path, error) from error
         writer = files.FileWriter(self._disk, fd, path, direct=direct)
@@ -248,13 +250,13 @@ class DirectoryStore(Store):
     def link(self, name: str, new: str) -> bool:
         path, second = self._path(name), self._path_to_change(new)
         try:
-            if os.path.islink(path):  # what it points to is not this store's to keep
+            if os.path.islink(path):  # its target does not belong to this store
                 return False
             self._disk.link(path, second)
         except FileExistsError as error:
-            raise AlreadyExistsError("cannot link, the name is taken", where=second) from error
+            raise AlreadyExistsError("cannot link: the name is taken", where=second) from error
         except FileNotFoundError as error:
-            raise absent("cannot link, there is no such file or folder", path) from error
+            raise absent("cannot link: the file or folder does not exist", path) from error
         except OSError as error:
             if error.errno in _NO_LINKS | {errno.EXDEV}:
                 return False
@@ -287,26 +289,27 @@ class DirectoryStore(Store):
     def marked(self, name: str) -> tuple[tuple[int, int], ...]:
         return locks.marked(self._path(name))
 
-    # Steps of the above; these raise OSError
+    # Helpers of the methods above; they raise OSError
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, check_name(name))
 
     def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
-        """The path of a name; `UsageError` where a folder on the way to it is a link, because what
-        lies behind a link is not this store's. Calls that make or remove the name itself do not
-        follow a link there, so the last part is checked only for a caller that goes into it."""
+        """Return the path of a name; raise `UsageError` if a parent folder is a link, because the
+        target of a link does not belong to this store. The last part is checked only if
+        `and_itself`, for callers that change the contents of the folder: calls that create or
+        remove the name itself do not follow a link."""
         path = self._root
         parts = check_name(name).split("/")
         for count, part in enumerate(parts, 1):
             path = os.path.join(path, part)
             if (count < len(parts) or and_itself) and os.path.islink(path):
                 raise UsageError(
-                    "refused to change what lies behind a symbolic link",
+                    "refused to write through a symbolic link",
                     where=path,
                     expected="a folder",
                     found=f"a link to {os.readlink(path)}",
-                    remedy="change what it points to in its own place, or remove the link",
+                    remedy="change the target directly, or remove the link",
                 )
         return path
 
@@ -326,7 +329,7 @@ class DirectoryStore(Store):
         self._rooted = True
 
     def _make_one(self, path: str) -> bool:
-        """Make a folder and its name durable; False where there is something of that name."""
+        """Make a folder, with its name durable; return False if the name is taken."""
         try:
             self._disk.make_folder(path)
         except FileExistsError:
@@ -334,7 +337,7 @@ class DirectoryStore(Store):
         try:
             self._disk.sync_folder(os.path.dirname(path))
         except OSError:
-            # Left there, it would be taken for durable by whoever comes next.
+            # If it stayed, the next caller would take it for durable.
             with contextlib.suppress(OSError):
                 self._disk.remove_folder(path)
             raise
@@ -354,17 +357,17 @@ class DirectoryStore(Store):
         self._disk.close(fd)
 
     def _publish(self, temporary: str, path: str) -> None:
-        """Give a durable file its name, only if that is free.
+        """Give a durable file its final name, only if that is free.
 
-        Where there are no hard links, an exclusive rename does the same. There is no third way:
-        O_EXCL would show a reader an empty file, and a crash would leave it so.
+        Without hard links an exclusive rename does the same. There is no third way: with O_EXCL a
+        reader could see an empty file, and a crash would leave it so.
         """
         if self._links:
             try:
                 self._disk.link(temporary, path)
                 return
             except FileExistsError:
-                # Over NFS the answer to a link that was made can get lost and the call be repeated.
+                # NFS may lose the response to a successful link and repeat the call.
                 if os.path.samestat(os.lstat(temporary), os.lstat(path)):
                     return
                 raise
@@ -387,7 +390,7 @@ class DirectoryStore(Store):
             ) from error
 
     def _discard(self, path: str) -> None:
-        """Remove debris; it is harmless if it stays, so a failure is only logged."""
+        """Delete a temporary file. Only log a failure: the file is harmless."""
         try:
             self._disk.unlink(path)
         except FileNotFoundError:
@@ -396,26 +399,26 @@ class DirectoryStore(Store):
             _log.warning("left %s behind: %s", path, error.strerror)
 
     def _take_name_away(self, path: str) -> str:
-        """Give a folder under deletion a temporary name, durably; returns where it is then."""
+        """Rename a folder under deletion to a temporary name, durably, and return its new path."""
         doomed = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
         try:
             self._disk.rename(path, doomed)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            # A folder of a lower layer of an overlay cannot be renamed. It is from before the
-            # mount, so nobody writes into it: it goes where it is.
+            # A folder of an overlay's lower layer cannot be renamed. It is older than the mount,
+            # so no process writes into it: delete it in place.
             return path
         self._disk.sync_folder(os.path.dirname(path))
         return doomed
 
     def _remove_tree(self, path: str, *, may_stay: bool = False) -> None:
-        """Remove a folder. NFS and FUSE keep a file that somebody reads under another name, and so
-        its folder: one that has lost its own name `may_stay`, for the next who cleans up."""
+        """Delete a folder. NFS and FUSE keep a file that is being read under another name, and so
+        its folder: a folder that has already been renamed `may_stay` for the next cleanup."""
         with os.scandir(path) as listing:
             items = [(item.path, item.is_dir(follow_symlinks=False)) for item in listing]
         for child, is_folder in sorted(items):
-            # Somebody else may be removing the same debris.
+            # Another process may be removing the same debris.
             with contextlib.suppress(FileNotFoundError):
                 if is_folder:
                     self._remove_tree(child, may_stay=may_stay)
@@ -426,7 +429,7 @@ class DirectoryStore(Store):
         except OSError as error:
             if error.errno != errno.ENOTEMPTY or not may_stay:
                 raise
-            _log.info("left %s behind: somebody reads a file in it", path)
+            _log.info("left %s behind: another process is reading a file in it", path)
 
     def _create_for_writing(self, path: str) -> tuple[int, bool]:
         if self._direct is False:
@@ -438,7 +441,7 @@ class DirectoryStore(Store):
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            # Some filesystems make the file before they refuse the flag.
+            # Some filesystems create the file before they refuse the flag.
             self._discard(path)
             self._found_direct(works=False)
             return self._disk.create_file(path, direct=False), False
@@ -455,7 +458,7 @@ class DirectoryStore(Store):
         return fd, bool(self._direct)
 
     def _open_direct(self, path: str) -> int:
-        """A descriptor for direct reads, or -1 where they do not work."""
+        """Return a descriptor for direct reads, or -1 if they are not supported."""
         if self._direct is False:
             return -1
         try:
@@ -479,7 +482,8 @@ class DirectoryStore(Store):
         self._direct = works
 
     def _ask_for_room(self, fd: int, size_bytes: int) -> None:
-        """Fail now rather than after half of the bytes, where the filesystem can tell.
+        """Allocate space, to fail now rather than after half of the bytes are written; ignored if
+        the filesystem does not support it.
 
         It costs nothing: on ext4 (Linux 6.18, virtio disk) it took 0.7 ms for 512 MiB, and direct
         writes of 16 MiB then ran at 1.74 GB/s against 1.70 without it (1.70 against 1.58 with four

@@ -1,12 +1,12 @@
-"""The open files of a directory store: written and read at given offsets, past the page cache.
+"""The open files of a directory store, written and read at given offsets, bypassing the page cache.
 
-Knows nothing of names or folders: it is handed descriptors. With direct I/O a writer's offsets,
-lengths and addresses MUST be multiples of 4,096; a reader takes anything and copies through an
-aligned buffer only what is not aligned. Any thread may read or write; whoever opened a file closes
-it, after all others are done with it.
+Writers and readers know nothing about names or folders: they are given descriptors. With direct I/O
+a writer's offsets, lengths and addresses MUST be multiples of 4,096. A reader accepts any and
+copies only the unaligned parts through an aligned buffer. Any thread may read or write; the thread
+that opened a file closes it, after all others are done with it.
 
-A `Disk` has the system calls that change a disk, one method each: the lowest seam, which tests
-replace to record or to fail. Paths and URLs of users are made absolute here.
+A `Disk` has one method for each system call that changes a disk. It is the lowest seam, which tests
+replace to record calls or to inject failures. Paths and URLs given by users are made absolute here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import resource
 import stat
 from typing import TYPE_CHECKING
 
+from laststep.constants import ALIGN_BYTES, align_up
 from laststep.errors import CorruptError, NotFoundError, StorageError, UsageError
-from laststep.terms import ALIGN_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 UNSUPPORTED = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY))
-"""The error numbers by which a filesystem says that it does not know a call or a flag."""
+"""Error numbers with which a filesystem reports that it does not support a call or a flag."""
 
 _TRANSIENT = frozenset(
     (errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET, errno.EHOSTDOWN)
@@ -47,13 +47,14 @@ _TRANSIENT = frozenset(
 _DEVICE_FAILED = frozenset(
     (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA)
 )
-"""What the kernel reports for bytes that a device, or the checksums of a filesystem, have lost."""
+"""Error numbers that the kernel reports for bytes lost by a device or refused by the checksums of a
+filesystem."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some room or save to another place",
     errno.EDQUOT: "the quota is used up: free some room or have it raised",
-    errno.EIO: "the device failed: look at `dmesg` and save to another place",
-    errno.EROFS: "the filesystem is mounted read-only, often after an error: look at `dmesg`",
+    errno.EIO: "the device failed: check `dmesg` and save to another place",
+    errno.EROFS: "the filesystem is mounted read-only, often after an error: check `dmesg`",
     errno.EACCES: "give this user the right to write there",
     errno.ENOTDIR: "the path, or a part of it, is a file: name a folder",
     errno.EPERM: "give this user the right to do so, or use a filesystem that allows it",
@@ -61,38 +62,38 @@ _REMEDIES = {
     errno.EFBIG: "the file would be larger than is allowed: raise the limit (`ulimit -f`), or "
     "save to a filesystem that holds such files",
     errno.ENOMEM: "give the process more memory (`ulimit -v`, the limit of its container)",
-    errno.ESTALE: "the server has lost the file: look at the mount, and try again",
-    errno.ENOENT: "somebody has deleted or renamed it: bring it back, or name another place",
+    errno.ESTALE: "the server has lost the file: check the mount, and try again",
+    errno.ENOENT: "it was deleted or renamed: bring it back, or use another place",
     errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
 }
-_LOOK = "look at `dmesg` and at the mount; try again, or use another place"
+_LOOK = "check `dmesg` and the mount; try again, or use another place"
 
 
 class Disk:
-    """The changing system calls. Paths are absolute; descriptors are close-on-exec."""
+    """The system calls that change a disk. Paths are absolute; descriptors are close-on-exec."""
 
     def create_file(self, path: str, *, direct: bool) -> int:
-        """Make a new file and open it for reading and writing; never follows a symlink."""
+        """Create a file and open it for reading and writing; never follows a symlink."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(path, flags | _O_DIRECT if direct else flags, 0o666)
 
     def set_buffered(self, fd: int) -> None:
-        """Turn direct I/O off for an open file."""
+        """Turn off direct I/O for an open file."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """One write, which may be short."""
+        """Make one write, which may be short."""
         return os.pwrite(fd, data, offset)
 
     def truncate(self, fd: int, size_bytes: int) -> None:
-        """Set the file's size; also gives back room that was asked for beyond it."""
+        """Set the file's size; this also frees space allocated beyond it."""
         os.ftruncate(fd, size_bytes)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """Ask for room without changing the size.
+        """Allocate space without changing the size.
 
-        Not `os.posix_fallocate`: where the filesystem cannot do it, glibc writes a byte into every
-        block instead, and it changes the size.
+        Not `os.posix_fallocate`: if the filesystem does not support it, glibc writes a byte into
+        every block instead, and it changes the size.
         """
         call = getattr(_libc, "fallocate", None)
         if call is None:
@@ -114,19 +115,19 @@ class Disk:
             os.close(fd)
 
     def link(self, path: str, new: str) -> None:
-        """Give a file a second name; fails where that name is taken."""
+        """Make a hard link; raise `FileExistsError` if the new name is taken."""
         os.link(path, new, follow_symlinks=False)
 
     def rename(self, path: str, new: str) -> None:
-        """Give a file or folder another name in one step."""
+        """Rename a file or folder atomically."""
         os.rename(path, new)
 
     def rename_new(self, path: str, new: str) -> None:
-        """As `rename`, but fails where the new name is taken."""
+        """Rename atomically; raise `FileExistsError` if the new name is taken."""
         _renameat2(path, new, _RENAME_NOREPLACE)
 
     def exchange(self, path: str, other: str) -> None:
-        """Give each of two the name of the other, at once."""
+        """Swap the names of two files or folders atomically."""
         _renameat2(path, other, _RENAME_EXCHANGE)
 
     def unlink(self, path: str) -> None:
@@ -134,7 +135,7 @@ class Disk:
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
-        """Make one folder; its parent is there."""
+        """Make one folder; its parent must exist."""
         os.mkdir(path)
 
     def remove_folder(self, path: str) -> None:
@@ -161,7 +162,8 @@ def _last_error() -> OSError:
 
 
 def open_to_read(path: str, flags: int = 0) -> int:
-    """Open a regular file and nothing else: opening a pipe would wait for its writer."""
+    """Open a file for reading only if it is a regular file: opening a pipe would wait for its
+    writer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -173,14 +175,14 @@ def open_to_read(path: str, flags: int = 0) -> int:
 
 
 def absent(what: str, path: str) -> NotFoundError:
-    """The error for a file or folder that was there and is gone."""
+    """Return the error for a file or folder that does not exist."""
     return NotFoundError(
-        what, where=path, remedy="somebody has deleted or renamed it: bring it back, or use another"
+        what, where=path, remedy="it was deleted or renamed: bring it back, or use another"
     )
 
 
 def failed(operation: str, path: str, error: OSError) -> StorageError:
-    """The error for the caller of a store: what was done, where, what the system said."""
+    """Translate an `OSError` into the error that a store raises."""
     number = error.errno or 0
     failure = StorageError(
         f"cannot {operation}",
@@ -198,17 +200,18 @@ _ONE_SLASH = re.compile(r"(?:s3|gs|az|shm):/?[^/]")
 
 
 def scheme_of(place: object) -> str | None:
-    """The scheme of a URL, in small letters; None for anything else."""
+    """Return the scheme of a URL in lower case; None for anything else."""
     match = _SCHEME.match(place) if isinstance(place, str) else None
     return None if match is None else match[1].lower()
 
 
 def refuse_secrets(url: str) -> None:
-    """`UsageError` for a URL with a user or a password, which would end in logs and manifests."""
+    """Raise `UsageError` for a URL with a user or a password, which would end up in logs and
+    manifests."""
     scheme = scheme_of(url)
     if scheme is not None and "@" in url.partition("://")[2].partition("/")[0]:
         raise UsageError(
-            "refused a URL with a user or a password",
+            "URL contains a user or a password",
             where=f"{scheme}://…",
             expected="credentials by the environment, where no log and no manifest has them",
             remedy="docs/guides/object-storage.md has the variables",
@@ -216,10 +219,11 @@ def refuse_secrets(url: str) -> None:
 
 
 def absolute(path: object) -> str:
-    """The path from the root on, without `~`, `.` and `..`, by its text alone: no link is followed.
-    `file://…` is one too. `UsageError` for what is no path on this machine, such as `s3://…`."""
+    """Return the absolute path, with `~`, `.` and `..` resolved textually: no link is followed.
+    `file://…` is accepted too. Raise `UsageError` for anything that is not a path on this machine,
+    such as `s3://…`."""
     text: object = None
-    with contextlib.suppress(TypeError):  # of a path that is not what it says
+    with contextlib.suppress(TypeError):  # from an invalid os.PathLike
         text = os.fspath(path)  # type: ignore[call-overload]
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(
@@ -231,23 +235,25 @@ def absolute(path: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Messages between processes, and the log, are text.
+        # Messages between processes and log lines are UTF-8.
         raise UsageError(
-            "this path is no text",
+            "the path is not valid text",
             expected="a path that is valid UTF-8",
             found=ascii(text),
             remedy="rename the folder, or make a link to it with another name",
         ) from None
     if _ONE_SLASH.match(text):
         raise UsageError(
-            "this looks like a URL and is none",
+            "malformed URL",
             found=repr(path),
             expected="two slashes behind the colon, or the path of a folder",
             remedy=f"a folder of that name is ./{text}",
         )
     scheme = scheme_of(text)
     if scheme == "file":
-        from urllib.parse import unquote  # not in a flusher, which is given a path
+        from urllib.parse import (
+            unquote,
+        )  # imported here: a flusher is given a path and needs no URLs
 
         host, slash, rest = text.partition("://")[2].partition("/")
         text = unquote(slash + rest)
@@ -277,8 +283,8 @@ class FileWriter:
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`."""
         self._check_open("write")
-        # Views are released, not dropped: an error's traceback keeps the frames that hold them, and
-        # the memory below could then not be closed by a caller who is handling that error.
+        # Release views explicitly: a traceback keeps the frames that hold them alive, and a caller
+        # that handles the error could then not close the underlying memory.
         with data.cast("B") as flat:
             if offset % self.alignment_bytes or flat.nbytes % self.alignment_bytes:
                 raise self._misaligned(offset, flat.nbytes)
@@ -287,11 +293,11 @@ class FileWriter:
                 with flat[done:] as rest:
                     done += self._write_some(offset + done, rest)
                 if self.alignment_bytes > 1 and done < flat.nbytes:
-                    # The rest of a short direct write has to start on a boundary again.
+                    # The rest of a short direct write must start on a boundary again.
                     done = done // ALIGN_BYTES * ALIGN_BYTES
 
     def _write_some(self, offset: int, rest: memoryview) -> int:
-        """One write, which may be short, but is never empty."""
+        """Make one write, which may be short but is never empty."""
         try:
             count = self._disk.write(self._fd, rest, offset)
         except OSError as error:
@@ -305,12 +311,13 @@ class FileWriter:
                 "cannot write",
                 where=self._path,
                 found="a write of 0 bytes without an error",
-                remedy="look at `dmesg`, and save to another place",
+                remedy="check `dmesg`, and save to another place",
             )
         return count
 
     def finish(self, size_bytes: int) -> None:
-        """Cut to size, sync, close. A failed sync is final: a second one would lie."""
+        """Truncate to the exact size, sync and close. A failed sync is final: a second one would
+        report success wrongly."""
         self._check_open("finish")
         fd, self._fd = self._fd, -1
         try:
@@ -325,7 +332,7 @@ class FileWriter:
             raise failed("close", self._path, error) from error
 
     def close(self) -> None:
-        """Close without promising anything."""
+        """Close without making the file durable."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             _close_quietly(self._disk, fd)
@@ -345,8 +352,9 @@ class FileWriter:
 
 
 def _is_too_large(end: int) -> bool:
-    """Whether the process may not have a file that ends there. Where that limit is no multiple of
-    the alignment, the system shortens a direct write, and then calls the rest misaligned."""
+    """Return whether a file that ends there exceeds the process's file size limit. If that limit is
+    not a multiple of the alignment, the kernel shortens a direct write and then rejects the rest as
+    misaligned."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit != resource.RLIM_INFINITY and end > limit
 
@@ -361,17 +369,17 @@ class FileReader:
         self._path = path
         self._cached_fd = -1
         self._cached_hits: set[int] | None = None
-        """Where reads began that came out of the page cache; None where it is not asked."""
+        """Offsets of reads that were tried in the page cache; None if it is not used (any more)."""
 
     def prefer_cached(self) -> None:
-        """See `store.PrefersCached`; ends with the first read that is not in the page cache."""
+        """Implement `store.PrefersCached`, until the first read that is not in the page cache."""
         if self.alignment_bytes > 1 and self._cached_fd < 0:
             with contextlib.suppress(OSError):
                 self._cached_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
                 self._cached_hits = set()
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset`, as far as the file goes."""
+        """Fill `into` from `offset`, up to the end of the file; return the number of bytes."""
         if self._fd < 0:
             raise UsageError("cannot read a file that has been closed", where=self._path)
         if offset < 0:
@@ -392,7 +400,7 @@ class FileReader:
             raise failed("read", self._path, error) from error
 
     def close(self) -> None:
-        """Close; a second time does nothing."""
+        """Close; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -401,8 +409,9 @@ class FileReader:
             os.close(fd)
 
     def _is_cached(self, offset: int, flat: memoryview) -> bool:
-        """Whether `flat` could be filled without asking the disk. After the first time that it
-        could not nobody tries again: each try makes the system read ahead."""
+        """Fill `flat` from the page cache without disk access; return False if that fails. After
+        the first miss the cache is not tried again, because each try makes the kernel read
+        ahead."""
         hits = self._cached_hits
         if hits is None or offset in hits:
             return False
@@ -410,7 +419,7 @@ class FileReader:
         try:
             if os.preadv(self._cached_fd, [flat], offset, os.RWF_NOWAIT) == flat.nbytes:
                 return True
-        except OSError:  # EAGAIN, or a filesystem that cannot tell
+        except OSError:  # EAGAIN, or RWF_NOWAIT is not supported
             pass
         self._cached_hits = None
         return False
@@ -425,7 +434,7 @@ class FileReader:
         return done
 
     def _read_direct(self, offset: int, flat: memoryview, want: int) -> int:
-        """Read what is aligned straight into place, and the rest through a bounce buffer."""
+        """Read the aligned part straight into place, and the rest through a bounce buffer."""
         done = 0
         if offset % ALIGN_BYTES == 0 and address_of(flat) % ALIGN_BYTES == 0:
             straight = flat.nbytes // ALIGN_BYTES * ALIGN_BYTES
@@ -456,13 +465,14 @@ class FileReader:
 
 
 def read_whole(path: str, limit_bytes: int) -> bytes:
-    """All of a small file, with few calls; `CorruptError` where it is larger than that."""
+    """Read a whole small file with few system calls; raise `CorruptError` if it exceeds
+    `limit_bytes`."""
     fd = open_to_read(path)
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes > limit_bytes:
             raise CorruptError(
-                "a file is too large to be what it should be",
+                "file too large",
                 where=path,
                 expected=f"at most {limit_bytes} bytes",
                 found=f"{size_bytes} bytes",
@@ -471,7 +481,7 @@ def read_whole(path: str, limit_bytes: int) -> bytes:
         content = b""
         while data := os.read(fd, size_bytes + 1):
             content += data
-            if len(content) == size_bytes:  # one byte more was asked for and not there
+            if len(content) == size_bytes:  # one more byte was requested: this is the end
                 break
         return content
     finally:
@@ -479,22 +489,22 @@ def read_whole(path: str, limit_bytes: int) -> bytes:
 
 
 def address_of(flat: memoryview) -> int:
-    """Where the bytes of a writable view lie."""
+    """Return the address of a writable view's memory; 0 if it is empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(flat)) if flat.nbytes else 0
 
 
 def accepts_direct_writes(disk: Disk, fd: int) -> bool:
-    """Whether a new file, opened for direct I/O, takes a direct write.
+    """Return whether a new file, opened for direct I/O, accepts a direct write.
 
-    Some filesystems accept the flag and refuse the write. The page of zeros that is tried reads as
-    the hole that was there before, and is overwritten or cut off later.
+    Some filesystems accept the flag and refuse the write. The page of zeros written here reads the
+    same as the hole that was there before, and is overwritten or truncated later.
     """
     with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
         return _unless_refused(lambda: disk.write(fd, view, 0))
 
 
 def accepts_direct_reads(fd: int) -> bool:
-    """Whether a file that is not empty, opened for direct I/O, can be read."""
+    """Return whether a non-empty file, opened for direct I/O, can be read."""
     with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
         return _unless_refused(lambda: os.preadv(fd, [view], 0))
 
@@ -510,6 +520,6 @@ def _unless_refused(call: Callable[[], int]) -> bool:
 
 
 def _close_quietly(disk: Disk, fd: int) -> None:
-    # Only where an earlier error is on its way up, or where nothing was promised.
+    # Only called while another error is raised, or if the file need not be durable.
     with contextlib.suppress(OSError):
         disk.close(fd)

@@ -1,15 +1,16 @@
-"""Locks between processes on one file, which the system drops when the last holder is gone.
+"""Locks between processes on a file, which the kernel drops when the last holder exits.
 
-A lock belongs to the open file description (`F_OFD_SETLK`), so reading and closing the file
-elsewhere in the process leaves it alone, and whoever is handed the descriptor holds it too. A
-forked child closes its copies before anything else: a loader's worker that outlives its trainer
-must not make that look alive. A file has numbered places, each a byte that can be locked: place 0
-shows that somebody has the file open, the others mean what the owner of the file says.
+A lock belongs to the open file description (`F_OFD_SETLK`). So reading and closing the file
+elsewhere in the process does not release it, and a process that is passed the descriptor holds it
+too. A forked child closes its copies first: a data loader's worker that outlives its trainer must
+not make the trainer look alive. A file has numbered places, each a byte that can be locked. Place 0
+shows that a process holds the lock; the owner of the file defines the meaning of the others.
 
-Where there are no such locks, POSIX record locks show place 0 alone. They have two traps, both
-handled here: they never conflict within one process, and closing *any* descriptor of the file drops
-the lock. So a table knows what this process holds that way, and a file in that table is never
-opened again. One mutex guards the table and every open-lock-close of a lock file.
+If the system has no such locks, POSIX record locks are used, for place 0 only. They have two traps,
+both handled here: they never conflict within one process, and closing *any* descriptor of the file
+drops the lock. So a table records the files that this process has locked that way, and a file in
+that table is never opened again. One mutex guards the table and every open-lock-close of a lock
+file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from laststep.errors import AlreadyExistsError, StorageError
 from laststep.process import system
 from laststep.storage.files import Disk, absent, failed, open_to_read
 
-_FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
+_FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid on 64-bit Linux
 _LAST_PLACE = (1 << 63) - 1
 _OF_ONE_MACHINE = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
@@ -39,13 +40,14 @@ class _HeldLocks:
         self._begin()
 
     def _begin(self) -> None:
-        self.mutex = threading.RLock()  # for a signal's handler that forks
+        self.mutex = threading.RLock()  # reentrant for a signal handler that forks
         self.locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
         self.records: set[tuple[int, int]] = set()
-        """The files with record locks, by device and inode."""
+        """Device and inode of the files with record locks."""
 
     def before_fork(self) -> None:
-        """Wait until no thread has a lock open that is not noted here: a child would hold it."""
+        """Wait until every open lock is registered here: a child would keep holding one that is
+        not."""
         self.mutex.acquire()
 
     def in_parent(self) -> None:
@@ -64,22 +66,22 @@ class FileLock:
         self._fd = fd
         self._path = path
         self._record = record
-        """Device and inode of the file, where the lock is a record lock; else None."""
+        """Device and inode of the file if this is a record lock, else None."""
 
     def mark(self, place: int) -> None:
-        """Lock that place too; a second time does nothing."""
+        """Lock that place too; a second call does nothing."""
         self._set(fcntl.F_WRLCK, place)
 
     def clear(self, place: int) -> None:
-        """Let go of that place, whoever of the holders has marked it."""
+        """Unlock that place, whichever holder marked it."""
         self._set(fcntl.F_UNLCK, place)
 
     def fileno(self) -> int:
-        """The descriptor; who gets a copy of it holds the lock too."""
+        """Return the descriptor; a process that receives a copy of it holds the lock too."""
         return self._fd
 
     def close(self) -> None:
-        """Let go; the lock stays while somebody else has a copy of the descriptor."""
+        """Release the lock; it stays held while another process has a copy of the descriptor."""
         with _held.mutex:
             if self._fd < 0:
                 return
@@ -90,7 +92,7 @@ class FileLock:
                 _held.records.discard(self._record)
 
     def forsake(self) -> None:
-        """Close the copy of a forked child: the lock is the parent's."""
+        """Close a forked child's copy of the descriptor: the lock belongs to the parent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -100,11 +102,11 @@ class FileLock:
             if self._fd < 0:
                 return
             if self._record is not None:
-                raise failed("mark a place of the lock", self._path, _unsupported())
+                raise failed("mark a byte of the lock", self._path, _unsupported())
             try:
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(kind, place))
             except OSError as error:
-                raise failed("mark a place of the lock", self._path, error) from error
+                raise failed("mark a byte of the lock", self._path, error) from error
 
 
 _held = _HeldLocks()
@@ -114,7 +116,8 @@ os.register_at_fork(
 
 
 def take(disk: Disk, path: str) -> FileLock:
-    """The lock on `path`, which is made where it is absent."""
+    """Take the lock on `path`, creating the file if needed; raise `AlreadyExistsError` if it is
+    held."""
     with _held.mutex:
         while True:
             if _key_of(path) in _held.records:
@@ -125,7 +128,7 @@ def take(disk: Disk, path: str) -> FileLock:
             except (AlreadyExistsError, StorageError):
                 os.close(fd)
                 raise
-            # Who removes locks that nobody holds may have come between the two.
+            # A cleanup of free locks may have removed the file between opening and locking.
             if _key_of(path) == _key(os.fstat(fd)):
                 break
             os.close(fd)
@@ -137,7 +140,7 @@ def take(disk: Disk, path: str) -> FileLock:
 
 
 def adopt(fd: int, path: str) -> FileLock:
-    """A lock that this process was handed by its descriptor."""
+    """Take over a lock whose descriptor was passed to this process."""
     with _held.mutex:
         lock = FileLock(fd, path)
         _held.locks.add(lock)
@@ -145,25 +148,26 @@ def adopt(fd: int, path: str) -> FileLock:
 
 
 def are_all_seen(path: str) -> bool:
-    """Whether that lies on a filesystem that only this machine has, and so all who lock there."""
+    """Return whether the path is on a filesystem of this machine only, so that all its locks are
+    visible here."""
     return system.filesystem_of(path) in _OF_ONE_MACHINE
 
 
 def is_held(path: str) -> bool:
-    """Whether any live process, this one included, holds the lock on `path`.
+    """Return whether any live process, including this one, holds the lock on `path`.
 
-    Asks without taking it, so that it cannot make somebody else's attempt fail.
+    The query does not take the lock, so it cannot make another process's attempt fail.
     """
     return bool(_ask(path, [(0, 0)]))
 
 
 def marked(path: str) -> tuple[tuple[int, int], ...]:
-    """The places after the first that are locked, as (first, last), in order."""
+    """Return the locked places after place 0, as (first, last) ranges in order."""
     return _ask(path, [(1, _LAST_PLACE)])
 
 
 def _ask(path: str, wanted: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """What is locked of these stretches; nothing where the file is absent."""
+    """Return the locked parts of these ranges; empty if the file does not exist."""
     with _held.mutex:
         key = _key_of(path)
         if key is None:
@@ -184,7 +188,7 @@ def _ask(path: str, wanted: list[tuple[int, int]]) -> tuple[tuple[int, int], ...
                 if held is None:
                     continue
                 locked.append(held)
-                # The system names one lock of several, whichever it likes.
+                # The kernel reports an arbitrary one of several locks.
                 rest = ((first, held[0] - 1), (held[1] + 1, last))
                 wanted += [(low, high) for low, high in rest if low <= high]
         except OSError as error:
@@ -210,7 +214,7 @@ def _locked_within(fd: int, first: int, last: int) -> tuple[int, int] | None:
 
 
 def _lock_first(fd: int, path: str) -> tuple[int, int] | None:
-    """Lock place 0. Returns device and inode where the system has only record locks; else None."""
+    """Lock place 0. Return device and inode if only record locks are supported, else None."""
     try:
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, 0))
@@ -240,7 +244,7 @@ def _open_or_create(disk: Disk, path: str) -> int:
             except FileExistsError:
                 continue
             except FileNotFoundError as error:
-                raise absent("cannot lock, there is no such folder", path) from error
+                raise absent("cannot lock: the folder does not exist", path) from error
             except OSError as error:
                 raise failed("make the lock", path, error) from error
         except OSError as error:

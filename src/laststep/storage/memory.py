@@ -1,7 +1,7 @@
 """A store in the memory of this process, for tests: `memory://name`.
 
-All stores of a process that have the same URL are the same place; no other process sees it, so a
-`Checkpointer` needs `flush="thread"` there. It is gone with the process, or with `clear`.
+All stores of a process with the same URL share their files. No other process sees them, so a
+`Checkpointer` needs `flush="thread"`. They are gone when the process exits, or after `clear`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MemoryStore", "clear"]
 
 
 class _MemoryFile(msgspec.Struct, frozen=True):
-    """The bytes of a file, which several names may have; None for a folder."""
+    """The bytes of a file, which may have several names; `data` is None for a folder."""
 
     data: bytearray | None
     made_s: float = msgspec.field(default_factory=time.time)
@@ -26,13 +26,13 @@ class _MemoryFile(msgspec.Struct, frozen=True):
 
 _mutex = threading.RLock()
 _files: dict[str, _MemoryFile] = {}
-"""By their URLs."""
+"""Files and folders by URL."""
 _locks: dict[str, set[int]] = {}
-"""Those that are held, and the places that are marked."""
+"""Held locks by URL, with the places that are marked."""
 
 
 def clear(url: str = "memory://") -> None:
-    """Forget all that lies in the store of that URL, or in all of them."""
+    """Delete everything in the store of that URL; by default in all of them."""
     with _mutex:
         for name in [name for name in _files if name == url or name.startswith(_below(url))]:
             del _files[name]
@@ -112,7 +112,7 @@ class MemoryStore(Store):
 
     @property
     def url(self) -> str:
-        """As it was opened."""
+        """The URL as it was opened."""
         return self._url
 
     def locks_tell(self) -> bool:
@@ -139,7 +139,7 @@ class MemoryStore(Store):
             data = self._file(name)
             if len(data) > limit_bytes:
                 raise CorruptError(
-                    "a file is too large to be what it should be",
+                    "file too large",
                     where=self._at(name),
                     expected=f"at most {limit_bytes} bytes",
                     found=f"{len(data)} bytes",

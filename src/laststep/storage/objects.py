@@ -1,17 +1,17 @@
 """A store in a bucket of an object store: `s3://`, `gs://` and `az://`.
 
-Objects have no folders, and a run needs them: a folder that is deleted must be gone for everybody
-at once, for who is still writing into it too. So a folder is there if and only if its *marker* is,
-an object beside it: `.step-1.folder` for `step-1/`. Who creates a file looks at the markers above
-it once more when the file is there, and takes it away again if one has gone or is another
-(docs/decisions/0035). A folder under deletion has a second marker, under a temporary name, so that
-somebody else can end what its deleter has begun.
+Object stores have no folders, but a run needs them: a deleted folder must disappear for all
+processes at once, including those that are still writing into it. So a folder exists if and only if
+its *marker* does, an object next to it: `.step-1.folder` for `step-1/`. After creating a file, a
+writer checks the markers of its folders again, and deletes the file if one is gone or was replaced
+(docs/decisions/0035). A folder under deletion has a second marker, with a temporary name, so that
+another process can complete an interrupted deletion.
 
-Knows nothing of checkpoints. Safe to use from several threads.
+This module knows nothing about checkpoints. Safe to use from several threads.
 
-Locks are leases, which their holders renew and which end by the server's clock. Before anything is
-written, a probe proves that the server honours conditions: otherwise two writers could both believe
-that they have committed.
+Locks are leases, which their holders renew and which expire by the server's clock. Before the first
+write, a probe verifies that the server honours conditional requests: otherwise two writers could
+both believe that they have committed.
 """
 
 from __future__ import annotations
@@ -38,28 +38,27 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
-from laststep.process import threads
 from laststep.process.system import boot, pid_namespace, process_started
-from laststep.process.threads import Workers
-from laststep.storage import s3
+from laststep.process.threads import Worker, WorkerPool
+from laststep.storage import links
 from laststep.storage.bucket import Bucket, Found, Missing, Patience, Trouble, persist
+from laststep.storage.links import ObjectLinks
 from laststep.storage.store import FileReading, FileWriting, Lock, Store, StoreEntry, check_name
-from laststep.storage.transfers import ObjectReader, PartsWriter, SpooledWriter, taken
+from laststep.storage.transfers import ObjectReader, ObjectWriter, taken
 
 if TYPE_CHECKING:
     from laststep.storage.bucket import Found
-    from laststep.storage.s3 import Uploads
 
 
 PROBE = ".probe-"
-"""How the names of such objects begin; no list has them."""
+"""Prefix of the names of probe objects, which listings leave out."""
 _CONTENT = b"what a server keeps is what was put there"
 _RANGE = (5, 8)
 _NO_VERSION = '"0123456789abcdef0123456789abcdef"', "1"
 
 
 def probe(bucket: Bucket) -> None:
-    """`StorageError` where the server lacks something; leaves nothing behind."""
+    """Raise `StorageError` if the server lacks a required feature; leaves no object behind."""
     prefix = f"{bucket.prefix}/" if bucket.prefix else ""
     key = f"{prefix}{PROBE}{secrets.token_hex(6)}"
     try:
@@ -74,20 +73,22 @@ def probe(bucket: Bucket) -> None:
             where=bucket.where(bucket.prefix),
             expected=what,
             found=found,
-            remedy="use a server, or a version of it, that can; or save to a folder. "
-            "docs/guides/object-storage.md lists what has been tried",
+            remedy=(
+                "use another server or version, or save to a folder; "
+                "docs/guides/object-storage.md lists those that were tested"
+            ),
         )
 
 
 def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
-    """What was expected and what was found, at the first that is not as it must be."""
+    """Return (expected, found) for the first feature that the server lacks; None if it has all."""
     if bucket.create(key, _CONTENT) is None:
         return "names that are free where nothing was put", "a random name that is taken"
     for expected, holds in (
-        ("puts that fail where the name is taken (If-None-Match)", _refuses_second),
-        ("puts that fail where another version is there (If-Match)", _refuses_other_version),
+        ("conditional puts on a free name (If-None-Match)", _refuses_second),
+        ("conditional puts on a version (If-Match)", _refuses_other_version),
         ("reads of ranges (Range)", _reads_range),
-        ("lists that have what was put before", _lists),
+        ("listings that include every earlier put", _lists),
     ):
         try:
             found = None if holds(bucket, key) else "it is ignored"
@@ -126,21 +127,21 @@ _CLOCK_KEPT_S = 30.0
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lease says: whose it is."""
+    """The content of a lease: the process that holds it."""
 
     token: str
-    """Random, another one for each holder; "" where nobody holds it."""
+    """Random and different for each holder; "" if the lease is free."""
     boot: str = ""
     pids: str = ""
     pid: int = 0
     started: str = ""
     turn: int = 0
-    """Grows with each renewal: many servers call equal bytes by the same tag, and whoever looked
-    before a renewal must not replace what is there after it."""
+    """Incremented by each renewal. Many servers give equal bytes the same ETag, and a process that
+    read the lease before a renewal must not be able to replace it afterwards."""
 
     @classmethod
     def here(cls) -> Holder:
-        """This process, as a new holder."""
+        """Return this process as a new holder."""
         pid = os.getpid()
         return cls(
             token=secrets.token_hex(8),
@@ -152,14 +153,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known that the process is dead; of those elsewhere nothing is known."""
+        """True if the process is known to be dead; False for one on another machine or in another
+        PID namespace, which cannot be checked."""
         known = self.boot and self.pids and self.started
         same = (self.boot, self.pids) == (boot(), pid_namespace())
         return bool(known) and same and process_started(self.pid) != self.started
 
 
 class Lease(Lock):
-    """A lease that this process holds; a thread of its own renews it."""
+    """A lease that this process holds; its own thread renews it."""
 
     def __init__(self, bucket: Bucket, key: str, holder: Holder, found: Found) -> None:
         self._bucket, self._key, self._holder, self._found = bucket, key, holder, found
@@ -167,21 +169,20 @@ class Lease(Lock):
         self._mutex = threading.Lock()
         self._over = threading.Event()
         self.is_lost = False
-        self._thread = threading.Thread(target=self._renew, name="laststep-lease", daemon=True)
-        threads.start(self._thread)
+        self._thread = Worker("lease", self._renew).start()
 
     def mark(self, place: int) -> None:
-        """Does nothing: see `Store.has_marks`."""
+        """Do nothing: see `Store.has_marks`."""
 
     def clear(self, place: int) -> None:
-        """Does nothing."""
+        """Do nothing: see `Store.has_marks`."""
 
     def close(self) -> None:
-        """Let go of it. A forked child, which has no part in it, does nothing."""
+        """Release the lease. Does nothing in a forked child, which does not hold it."""
         if os.getpid() != self._pid or self._over.is_set():
             return
         self._over.set()
-        with self._mutex, contextlib.suppress(LaststepError):  # then it ends by itself
+        with self._mutex, contextlib.suppress(LaststepError):  # on failure the lease expires
             free = msgspec.json.encode(Holder(token=""))
             self._bucket.replace(self._key, free, self._found.version)
 
@@ -190,7 +191,7 @@ class Lease(Lock):
             try:
                 self._renew_now()
             except LaststepError as error:
-                _log.warning("a lease could not be renewed: %s", error)
+                _log.warning("could not renew a lease: %s", error)
 
     def _renew_now(self) -> None:
         with self._mutex:
@@ -199,7 +200,7 @@ class Lease(Lock):
             self._holder = msgspec.structs.replace(self._holder, turn=self._holder.turn + 1)
             content = msgspec.json.encode(self._holder)
             found = self._bucket.replace(self._key, content, self._found.version)
-            if found is None:  # by others, or by an earlier renewal that seemed to have failed
+            if found is None:  # changed by another process, or by a renewal that seemed to fail
                 there = read_lease(self._bucket, self._key)
                 found = there[1] if there and there[0].token == self._holder.token else None
             if found is not None:
@@ -208,7 +209,7 @@ class Lease(Lock):
             self.is_lost = True
             self._over.set()
         _log.warning(
-            "the lease %s is lost: another process has taken or removed it",
+            "lost the lease %s: another process has taken or removed it",
             self._bucket.where(self._key),
         )
 
@@ -221,7 +222,7 @@ class Leases:
         self._clock = ServerClock(bucket)
 
     def take(self, key: str) -> Lease:
-        """The lease `key`; `AlreadyExistsError` where somebody holds it."""
+        """Take the lease `key`; raise `AlreadyExistsError` if a live process holds it."""
         holder = Holder.here()
         content = msgspec.json.encode(holder)
         while True:
@@ -236,7 +237,7 @@ class Leases:
                 return Lease(self._bucket, key, holder, found)
 
     def is_held(self, key: str) -> bool:
-        """Whether a live process holds that lease."""
+        """Return whether a live process holds that lease."""
         there = read_lease(self._bucket, key)
         return there is not None and self._is_held(*there)
 
@@ -247,20 +248,21 @@ class Leases:
 
 
 def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
-    """Who holds a lease, and the version that says so; None where there is none."""
+    """Return the holder of a lease and the object's metadata; None if it does not exist."""
     try:
         data, found = bucket.read(key, limit_bytes=_LIMIT_BYTES)
     except Missing:
         return None
     try:
         return msgspec.json.decode(data, type=Holder), found
-    except msgspec.MsgspecError:
-        # Of nobody that is known: it is held until it is old.
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # Unknown holder: the lease counts as held until it expires.
         return Holder(token="?"), found  # noqa: S106
 
 
 class ServerClock:
-    """The time as a server tells it with every answer, a refusal too; asked again now and then."""
+    """The server's time, which every response carries, even a refusal. It is queried again after
+    `_CLOCK_KEPT_S`."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -268,7 +270,7 @@ class ServerClock:
         self._asked_s = -_CLOCK_KEPT_S
 
     def now_s(self) -> float:
-        """Seconds since 1970 there."""
+        """Return the server's time in seconds since 1970."""
         if time.monotonic() - self._asked_s >= _CLOCK_KEPT_S:
             bucket = self._bucket
             told = persist(
@@ -278,7 +280,7 @@ class ServerClock:
                 patience=Patience(deadline_s=min(30.0, bucket.patience.deadline_s)),
             )
             now = time.monotonic()
-            self._ahead_s = told - now  # first: another thread may look at both
+            self._ahead_s = told - now  # set first: another thread may read both
             self._asked_s = now
         return time.monotonic() + self._ahead_s
 
@@ -287,7 +289,7 @@ class ServerClock:
         try:
             with urllib.request.urlopen(request, timeout=5.0) as answer:  # noqa: S310
                 date = answer.headers["Date"]
-        except urllib.error.HTTPError as error:  # without credentials that is the usual answer
+        except urllib.error.HTTPError as error:  # the usual response without credentials
             with error:
                 date = error.headers["Date"]
         except (OSError, http.client.HTTPException) as error:
@@ -312,11 +314,11 @@ def _held(where: str) -> AlreadyExistsError:
 _MARKER = re.compile(r"\.(.+)\.folder")
 _TEMPORARY = ".tmp-"
 _AT_ONCE = 16
-"""Requests of one store for parts of files, beside those that callers make by themselves."""
+"""Concurrent requests of one store for parts of files, in addition to those on callers' threads."""
 _MARKER_BYTES = 1 << 12
 
 _probed: set[str] = set()
-"""The URLs that this process has probed."""
+"""URLs that this process has probed."""
 
 
 class ObjectStore(Store):
@@ -332,16 +334,16 @@ class ObjectStore(Store):
         self._bucket = Bucket(url, patience or Patience())
         self._leases = Leases(self._bucket)
         self._mutex = threading.Lock()
+        self._links = ObjectLinks(self._bucket, self._has_folder)
         self._made: dict[str, Found] = {}
-        """The markers of folders that this store has seen, by the folder."""
-        self._pool_made: Workers | None = None
-        self._uploads_found: list[Uploads | None] = []
+        """Markers of the folders that this store has seen, by folder."""
+        self._pool_made: WorkerPool | None = None
 
     @property
     def url(self) -> str:
         return self._bucket.where(self._bucket.prefix).rstrip("/")
 
-    # Looking and reading
+    # Listing and reading
 
     def list(self, folder: str) -> list[StoreEntry]:
         prefix = self._key(folder) if folder else self._bucket.prefix
@@ -349,17 +351,23 @@ class ObjectStore(Store):
             return []
         entries = []
         for meta in self._bucket.names(prefix):
-            name = meta["path"].rpartition("/")[2]
-            marked = _MARKER.fullmatch(name)
-            if not name.startswith(PROBE):
-                entries.append(
-                    StoreEntry(
-                        name=name if marked is None else marked[1],
-                        is_folder=marked is not None,
-                        size_bytes=meta["size"] if marked is None else 0,
-                        modified_s=meta["last_modified"].timestamp(),
-                    )
+            self._links.note(meta["path"])
+            name, size = meta["path"].rpartition("/")[2], meta["size"]
+            marked, link = _MARKER.fullmatch(name), links.parse(name)
+            if marked is not None:
+                name, size = marked[1], 0
+            elif link is not None:
+                name, size = link
+            elif name.startswith(PROBE) or links.is_hidden(name):
+                continue
+            entries.append(
+                StoreEntry(
+                    name=name,
+                    is_folder=marked is not None,
+                    size_bytes=size,
+                    modified_s=meta["last_modified"].timestamp(),
                 )
+            )
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
@@ -369,10 +377,27 @@ class ObjectStore(Store):
             raise self._absent(name) from None
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
-        found = self._bucket.head(self._key(name))
-        if found is None:
+        there = self._target(name)
+        if there is None:
             raise self._absent(name)
-        return ObjectReader(self._bucket, self._key(name), found.size_bytes, self._pool())
+        key, size_bytes = there
+        return ObjectReader(self._bucket, key, size_bytes, self._pool())
+
+    def _target(self, name: str) -> tuple[str, int] | None:
+        """Return the key and size of the object with a file's bytes; None if there is none."""
+        key = self._key(name)
+        if (found := self._bucket.head(key)) is not None:
+            return key, found.size_bytes
+        link = self._links.find(key) if "/" in name else None
+        target = None if link is None else self._links.target(link)
+        if link is None or target is None:
+            return None
+        found = self._bucket.head(target)
+        return (
+            None
+            if found is None or found.size_bytes != link.size_bytes
+            else (target, found.size_bytes)
+        )
 
     # Small files and folders
 
@@ -383,7 +408,7 @@ class ObjectStore(Store):
         self._prepare(name)
         if self._bucket.create(key, data) is None:
             raise taken(self._bucket, key)
-        self._settle(name)
+        self._settle(name, key)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         check_name(name)
@@ -392,23 +417,31 @@ class ObjectStore(Store):
         if above and self._seen(above) is None:
             if not parents:
                 raise self._absent(above)
-            with contextlib.suppress(AlreadyExistsError):  # by somebody else, just now
+            with contextlib.suppress(AlreadyExistsError):  # another process just made it
                 self.make_folder(above)
         if self._bucket.head(self._key(name)) is not None:
             raise taken(self._bucket, self._key(name))
-        # Who died before it could look again may have left a file in a folder of that name that was
-        # deleted. Whoever sees the marker may write here at once: those are not to be deleted.
+        # A writer that died before its second check may have left a file in a deleted folder of
+        # that name. List such files before creating the marker: later ones must not be deleted.
         left = self._bucket.below(self._key(name))
         made = self._bucket.create(self._marker(name), secrets.token_bytes(8))
         if made is None:
             raise taken(self._bucket, self._key(name))
         self._made[name] = made
-        self._bucket.delete(left)
+        self._bucket.delete(self._links.unneeded(left))
         if above:
-            self._settle(name, of_folder=True)
+            self._settle(name, self._marker(name))
 
     def delete(self, name: str) -> None:
-        self._bucket.delete([self._key(name)])
+        """Delete a file or a link. A file that others link to stays under its name, because no
+        other name could keep its bytes here."""
+        key = self._key(name)
+        if "/" not in name:
+            self._bucket.delete([key])
+            return
+        if not self._links.is_shared(key):
+            self._bucket.delete([key])
+        self._links.remove(key)
 
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
         key, marker = self._key(name), self._marker(name)
@@ -420,26 +453,25 @@ class ObjectStore(Store):
             return
         self._made.pop(name, None)
         if _TEMPORARY in name and content.startswith(b"of "):
-            self._empty(content[3:].decode(errors="replace"))
+            # By its name, not by what it holds: in a copy of a run, that is a key of the original.
+            self._empty(self._key(name.rpartition(_TEMPORARY)[0]))
             self._bucket.delete([marker])
             return
         dying = self._marker(f"{name}{_TEMPORARY}{secrets.token_hex(6)}")
         self._bucket.create(dying, b"of " + key.encode())
-        self._bucket.delete([marker])  # from here on there is no such folder
+        self._bucket.delete([marker])  # from here on the folder does not exist
         self._empty(key)
         self._bucket.delete([dying])
 
     def _empty(self, key: str) -> None:
-        """Delete all below a folder that has no marker any more, and uploads that lead there. All
-        is listed before the look at the marker: what a folder has that was made again stays."""
+        """Delete everything below a folder that has no marker any more, except targets of links.
+        The objects are listed before the marker is checked, so that those of a folder that was made
+        again stay."""
         parent, _, last = key.rpartition("/")
-        uploads, left = self._uploads(), self._bucket.below(key)
-        begun = [] if uploads is None else uploads.pending(key)
+        left = self._bucket.below(key)
         if self._bucket.head(f"{parent}/.{last}.folder".lstrip("/")) is not None:
-            return  # somebody has made it again
-        for below, upload in begun:
-            uploads.abort(below, upload)  # type: ignore[union-attr]
-        self._bucket.delete(left)
+            return  # the folder was made again
+        self._bucket.delete(self._links.unneeded(left))
 
     # Large files
 
@@ -448,19 +480,30 @@ class ObjectStore(Store):
         self._prepare(name)
         if self._bucket.head(key) is not None:
             raise taken(self._bucket, key)
-        uploads = self._uploads()
-        if uploads is None:
-            return SpooledWriter(
-                self._bucket, key, expected_bytes=expected_bytes, settle=lambda: self._settle(name)
-            )
-        return PartsWriter(
-            self._bucket,
-            uploads,
-            key,
-            expected_bytes=expected_bytes,
-            pool=self._pool(),
-            settle=lambda: self._settle(name),
+        return ObjectWriter(
+            self._bucket, key, expected_bytes=expected_bytes, settle=lambda: self._settle(name, key)
         )
+
+    def link(self, name: str, new: str) -> bool:
+        folder = name.rpartition("/")[0]
+        if not folder or "/" not in new:
+            return False
+        versions, there = self._versions(folder), self._target(name)
+        if there is None:
+            raise self._absent(name)
+        self._prepare(new)
+        key = self._key(new)
+        if self._bucket.head(key) is not None:
+            raise taken(self._bucket, key)
+        link = self._links.create(key, *there)
+        if link is None:
+            raise taken(self._bucket, key)
+        self._settle(new, link.key)
+        is_same = None not in versions and self._versions(folder) == versions
+        if not is_same or self._bucket.head(there[0]) is None:
+            self._links.remove(key)
+            raise self._absent(name)
+        return True
 
     # Locks
 
@@ -472,60 +515,67 @@ class ObjectStore(Store):
     def is_locked(self, name: str) -> bool:
         return self._leases.is_held(self._key(name))
 
-    # What the others are made of
+    # Helpers
 
     def _prepare(self, name: str) -> None:
-        """Before a file is made: its folder MUST be there, and no folder of its own name."""
+        """Check before creating a file that its folders exist and that no folder has its name."""
         for above in _upwards(name.rpartition("/")[0]):
             if self._made.get(above) is None and self._seen(above) is None:
                 raise self._absent(above)
         if self._bucket.head(self._marker(name)) is not None:
             raise taken(self._bucket, self._key(name))
 
-    def _settle(self, name: str, *, of_folder: bool = False) -> None:
-        """After something was made: where a folder above it has gone meanwhile, or is another, it
-        goes too. Whoever made it may have slept while all was deleted."""
+    def _settle(self, name: str, made: str) -> None:
+        """Check after creating an object that its folders are still the same; else delete it and
+        raise `NotFoundError`. Its writer may have been suspended while the folder was deleted."""
         for above in _upwards(name.rpartition("/")[0]):
             known, found = self._made.get(above), self._bucket.head(self._marker(above))
             if known is None or found is None or found.token != known.token:
                 self._made.pop(above, None)
-                self._bucket.delete([self._marker(name) if of_folder else self._key(name)])
+                self._bucket.delete([made])
                 raise self._absent(above)
 
+    def _versions(self, folder: str) -> tuple[tuple[str | None, str | None] | None, ...]:
+        """Return the marker versions of a folder and its parents, which identify them among folders
+        of the same name; None for one that does not exist. Tokens are not used, because tools that
+        copy objects may drop their metadata."""
+        found = [self._bucket.head(self._marker(above)) for above in _upwards(folder)]
+        return tuple(None if marker is None else marker.version for marker in found)
+
+    def _has_folder(self, key: str) -> bool:
+        """Return whether the folder of an object exists."""
+        name = key.removeprefix(self._bucket.prefix).lstrip("/")
+        return None not in self._versions(name.rpartition("/")[0])
+
     def _seen(self, folder: str) -> Found | None:
-        """The marker of a folder, asked for and remembered."""
+        """Return the current marker of a folder and remember it; None if it does not exist."""
         found = self._bucket.head(self._marker(folder))
         if found is not None:
             self._made[folder] = found
         return found
 
     def _probe(self) -> None:
-        """Prove what the server can, once: whoever begins a run, or a folder, does so. Others only
-        write into folders that are there."""
+        """Probe the server once per URL and process. Only calls that create a run or a folder need
+        this: all others write into folders that exist."""
         with self._mutex:
             if self.url not in _probed:
                 probe(self._bucket)
                 _probed.add(self.url)
 
-    def _uploads(self) -> Uploads | None:
-        with self._mutex:
-            if not self._uploads_found:
-                self._uploads_found.append(s3.of_bucket(self._bucket))
-            return self._uploads_found[0]
-
-    def _pool(self) -> Workers:
+    def _pool(self) -> WorkerPool:
         with self._mutex:
             if self._pool_made is None:
-                self._pool_made = Workers(_AT_ONCE, "laststep-object")
+                self._pool_made = WorkerPool("object", _AT_ONCE)
             return self._pool_made
 
     def _key(self, name: str) -> str:
-        if _MARKER.fullmatch(check_name(name).rpartition("/")[2]):
+        last = check_name(name).rpartition("/")[2]
+        if _MARKER.fullmatch(last) or links.is_hidden(last):
             raise UsageError(
-                "refused a name that means a folder here",
+                "refused a name that means a folder or a link here",
                 where=self.url,
                 found=repr(name),
-                expected="a name that is not of the form .….folder",
+                expected="a name that is not of the form .….folder, .….link or .….linked",
             )
         return f"{self._bucket.prefix}/{name}".lstrip("/")
 
@@ -537,11 +587,11 @@ class ObjectStore(Store):
         return NotFoundError(
             "there is no such file or folder",
             where=f"{self.url}/{name}",
-            remedy="somebody has deleted it, or it was never there",
+            remedy="it was deleted, or never existed",
         )
 
 
 def _upwards(folder: str) -> list[str]:
-    """A folder and those that it is in, from the outermost on; none for the root."""
+    """Return a folder and its parents, outermost first; empty for the root."""
     parts = folder.split("/") if folder else []
     return ["/".join(parts[: count + 1]) for count in range(len(parts))]

@@ -1,10 +1,10 @@
-"""The one place where stores are opened: by the path of a folder, or by a URL.
+"""The only place that opens stores, by the path of a folder or by a URL.
 
-A folder is a path or `file://…`; `s3://`, `gs://` and `az://` are object stores, `shm://name` is a
-folder in shared memory, `memory://…` memory of this process, for tests. Every other scheme belongs
-to a store of somebody else's: whoever has one registers what opens it, or installs it under the
-entry point `laststep.stores`. What is named by an import path can be opened by every process, the
-flusher's too; a callable opens a store that is this process's own. Knows nothing of what is stored.
+A folder is given as a path or `file://…`. `s3://`, `gs://` and `az://` are object stores,
+`shm://name` is a folder in shared memory, and `memory://…` is memory of this process, for tests.
+Any other scheme belongs to a third-party store: register its opener, or install it under the entry
+point `laststep.stores`. An opener given by its import path works in every process, including the
+flusher; a callable works only in this process. This module knows nothing about the stored data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BUILT_IN = {
     **dict.fromkeys(("az", "gs", "s3"), "laststep.storage.objects:ObjectStore"),
     "shm": "laststep.storage.shared_memory:SharedMemoryStore",
 }
-"""For who has not registered another, or installed one."""
+"""Openers for schemes without a registered or installed one."""
 _openers: dict[str, Opener | str] = {"memory": MemoryStore}
 
 
@@ -34,7 +34,7 @@ def register_store(scheme: str, opener: Opener | str) -> None:
     """Open the URLs of a scheme with `opener`, which is called with a URL and returns a `Store`.
 
     `"package.module:function"` is imported by each process that needs it. A callable works in this
-    process alone: with `flush="thread"`, in a job of one rank.
+    process only: with `flush="thread"`, in a job of one rank.
     """
     if scheme_of(f"{scheme}://") in (None, "file"):
         raise UsageError(
@@ -43,7 +43,7 @@ def register_store(scheme: str, opener: Opener | str) -> None:
             expected='letters, digits, "+", "-" and ".", and not "file"',
         )
     module, _, name = opener.partition(":") if isinstance(opener, str) else ("", "", "")
-    # No other process has this one's `__main__`.
+    # Another process has a different `__main__`.
     if not callable(opener) and not (module and module != "__main__" and name):
         raise UsageError(
             f"cannot register a store for {scheme}://",
@@ -54,8 +54,8 @@ def register_store(scheme: str, opener: Opener | str) -> None:
 
 
 def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
-    """The store at a path or URL. `UsageError` for a scheme that nobody has registered, and for a
-    store of this process alone where it is to be `shared` with others."""
+    """Open the store at a path or URL. Raise `UsageError` if its scheme is not registered, or if
+    `shared` is set and other processes cannot open it."""
     if local_path(place) is not None:
         return DirectoryStore(place)
     url = str(place).rstrip("/")
@@ -66,8 +66,9 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
                 "other processes cannot open this store",
                 where=url,
                 expected="a store that the flusher, and every rank, can open by its URL",
-                found="what opens it is an object of this process",
-                remedy="pass flush='thread' in a job of one rank, or register it by its name, as "
+                found="its opener is an object of this process",
+                remedy="pass options=laststep.Options(flush='thread') in a job of one rank, or "
+                "register it by its name, as "
                 '"package.module:function"',
             )
         return opener(url)
@@ -76,7 +77,7 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
         imported: Opener = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            "cannot import what opens this store",
+            "cannot import the opener of this store",
             where=f"{scheme_of(url)}://",
             expected=opener,
             found=str(error),
@@ -86,22 +87,22 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
 
 
 def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
-    """The store that a folder lies in, and the folder's name there."""
+    """Open the store that contains a folder; return it and the folder's name in it."""
     full = local_path(place)
     parent, _, name = (str(place).rstrip("/") if full is None else full).rpartition("/")
     if full is None and parent.endswith(":/"):
-        raise UsageError("this is a whole store, not a folder in one", where=str(place))
+        raise UsageError("this is the root of a store, not a folder in it", where=str(place))
     return open_store(parent or "/"), name
 
 
 def local_path(place: str | os.PathLike[str]) -> str | None:
-    """The absolute path of a folder on this machine; None for what is somewhere else."""
+    """Return the absolute path of a folder on this machine; None for any other URL."""
     return absolute(place) if scheme_of(place) in (None, "file") else None
 
 
 def real_place(place: str | os.PathLike[str]) -> str:
-    """The same text for every path that leads to a folder, by links too, and for every way to
-    write a URL."""
+    """Return a canonical form: the same text for every path to a folder, including paths through
+    links, and for every spelling of a URL."""
     full = local_path(place)
     if full is not None:
         return os.path.realpath(full)
@@ -109,7 +110,8 @@ def real_place(place: str | os.PathLike[str]) -> str:
 
 
 def import_path(url: str) -> str | None:
-    """The import path by which another process opens that URL; None for a folder."""
+    """Return the import path with which another process opens that URL; None for a folder, or if
+    its opener is a callable."""
     opener = None if local_path(url) is not None else _opener(url)
     return opener if isinstance(opener, str) else None
 
@@ -134,7 +136,7 @@ def _opener(url: str) -> Opener | str:
 
 
 def _installed() -> dict[str, str]:
-    """The openers that installed packages have entry points for, by scheme."""
-    from importlib.metadata import entry_points  # slow, and seldom needed
+    """Return the openers of installed packages, by scheme."""
+    from importlib.metadata import entry_points  # slow and rarely needed
 
     return {point.name.lower(): point.value for point in entry_points(group=_ENTRY_POINTS)}

@@ -1,8 +1,8 @@
-"""Shared memory as a place for files: the folder of this user, and the runs in it, `shm://name`.
+"""Stores in shared memory: the folder of this user, and the runs in it, `shm://name`.
 
-On a filesystem in memory, /dev/shm if nobody says otherwise, each user has one folder, into which
-nobody else can look. Runs lie in `runs` there, by their names; whatever else lies beside that is
-somebody else's business. All of it is gone when the machine starts again.
+On an in-memory filesystem, /dev/shm by default, each user has one folder that no other user can
+read. Runs are stored in its subfolder `runs`, by name; other modules own everything else in it. All
+of it is lost when the machine restarts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import failed
 from laststep.storage.store import check_name
 
-BASE = "/dev/shm"  # noqa: S108 (a folder of this user's own is made in it)
+BASE = "/dev/shm"  # noqa: S108 (files are created only in this user's own folder)
 RUNS = "runs"
 
 
@@ -29,11 +29,13 @@ class SharedMemoryStore(DirectoryStore):
             self._named = f"shm://{check_name(name)}"
         except UsageError:
             raise UsageError(
-                "this names no run in shared memory",
+                "invalid name of a run in shared memory",
                 found=repr(url),
                 expected="shm://name, with plain parts and no slash in front",
-                remedy="name it; where shared memory is a tier before others, "
-                "tiers=['shm:///path/of/a/tmpfs', …] says where it lies",
+                remedy=(
+                    "pass shm://name; for a memory tier at a path, pass "
+                    "tiers=['shm:///path/of/a/tmpfs', …]"
+                ),
             ) from None
         with contextlib.suppress(FileNotFoundError):
             own_folder(BASE)
@@ -41,7 +43,7 @@ class SharedMemoryStore(DirectoryStore):
 
     @property
     def url(self) -> str:
-        """As it was opened."""
+        """The URL as it was opened."""
         return self._named
 
     def _make_root(self) -> None:
@@ -51,14 +53,14 @@ class SharedMemoryStore(DirectoryStore):
 
 
 def made_own_folder(base: str) -> str:
-    """The same as `own_folder`, made where there is none yet."""
+    """Return `own_folder`, creating it if needed; raise `StorageError` if that fails."""
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(_own(base), 0o700)
         return own_folder(base)
     except FileNotFoundError:
         raise StorageError(
-            "there is no shared memory that could outlive this process",
+            "no shared memory is available that outlives this process",
             where=base,
             remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
         ) from None
@@ -67,17 +69,17 @@ def made_own_folder(base: str) -> str:
 
 
 def own_folder(base: str) -> str:
-    """The folder of this user below that, into which nobody else may look; `FileNotFoundError`
-    where there is none."""
+    """Return this user's folder below `base`. Raise `FileNotFoundError` if it does not exist, and
+    `StorageError` if other users can access it."""
     place = _own(base)
     status = os.lstat(place)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise StorageError(
-            "refused a folder in shared memory into which others can look",
+            "the folder in shared memory is readable by other users",
             where=place,
             expected="a folder of this user's, with mode 700",
             found=f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
-            remedy="have it removed; somebody else may have made it",
+            remedy="have it removed: another user may have created it",
         )
     return place
 

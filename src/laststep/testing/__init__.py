@@ -1,5 +1,5 @@
-"""What others need to test their own stores and codecs, and what they build on ours.
+"""Test suites and tools for third-party stores and codecs, and for code that builds on laststep.
 
-`stores` is the suite that every store has to pass, `codecs` the checks of a codec of blocks,
-`faults` a disk that fails or records.
+`stores` is the suite that every store must pass, `codecs` has the checks of a block codec, `faults`
+has disks that fail or record, and `processes` finds the children of a process.
 """

@@ -1,10 +1,11 @@
-"""The checks that every codec of blocks has to pass: `check_codec(MyCodec())` in a test.
+"""The checks that every block codec must pass: call `check_codec(MyCodec())` in a test.
 
-Knows the protocol in `codecs.blocks.codec` and nothing of any one codec. Blocks of every size of
-element, of all short lengths, with and without a tail; special values of floats; random, smooth and
-constant data; beside an earlier block that is equal, alike, unrelated or not there. Then what is
-stored is damaged in every way, under the eyes of `tracemalloc`, which sees what Python and numpy
-allocate. Raises AssertionError with the case that failed; the same cases every time.
+They use the protocol in `codecs.blocks.codec` and know nothing about any particular codec. The
+blocks cover every element size and all short lengths, with and without a tail; special float
+values; random, smooth and constant data; and a base block that is equal, similar, unrelated or
+absent. Then the stored bytes are damaged in many ways while `tracemalloc` watches the memory that
+Python and numpy allocate. A failure raises AssertionError with the case; the cases are the same on
+every run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from laststep.codecs.blocks.codec import ELEMENT_BYTES
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.terms import BLOCK_BYTES
 from laststep.testing.stores import check
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _SPECIAL = {
 _ODD_BYTES = (64, 1000, 4096, 4099, 70_001)
 _DAMAGED = (*(f"{size} bytes" for size in (0, 1, 2, 3, 8, 16, 17, *_ODD_BYTES)), "a whole block")
 _ROOM_BYTES = 1 << 20
-"""What a decoder may take beside multiples of the sizes: its tables and contexts."""
+"""Memory that a decoder may use for tables and contexts, in addition to a multiple of the sizes."""
 
 
 class _Case(NamedTuple):
@@ -54,13 +55,13 @@ class _Case(NamedTuple):
 
 
 def check_codec(codec: BlockCodec) -> None:
-    """Raise AssertionError unless the codec keeps every MUST of the protocol."""
+    """Raise AssertionError unless the codec fulfils every MUST of the protocol."""
     check(codec.name and codec.name == codec.name.lower(), f"its name is {codec.name!r}")
     cases = list(_cases())
     stored = [_check_round_trip(codec, case) for case in cases]
-    check(any(one is not None for one in stored), "it encodes nothing at all")
+    check(any(one is not None for one in stored), "it never encodes a block")
     _check_threads(codec, cases, stored)
-    # Once for each that is stored otherwise: many a codec does not look at the block before.
+    # Once per distinct encoding: many codecs ignore the base block.
     chosen = {
         (case.data, case.element_bytes, one): case
         for case, one in zip(cases, stored, strict=True)
@@ -85,7 +86,7 @@ def _cases() -> Iterator[_Case]:
         weights = (rng.standard_normal(BLOCK_BYTES // 4) * 0.02).astype("<f4")
         whole = weights.tobytes()
         yield _Case("a whole block", whole, width, None)
-        yield _Case("a whole block, alike", whole, width, _alike(rng, whole, width))
+        yield _Case("an equal block", whole, width, _alike(rng, whole, width))
 
 
 def _contents(rng: np.random.Generator, size: int, width: int) -> Iterator[tuple[str, bytes]]:
@@ -118,7 +119,7 @@ def _befores(
 
 
 def _alike(rng: np.random.Generator, data: bytes, width: int) -> bytes:
-    """The same but for one element in forty, and the tail."""
+    """Return a copy that differs in one element out of forty, and in the tail."""
     near = np.frombuffer(data, np.uint8).copy()
     near[np.flatnonzero(rng.random(len(near) // width) < 1 / 40) * width] += 1
     near[len(near) - len(near) % width :] += 1
@@ -141,7 +142,7 @@ def _check_round_trip(codec: BlockCodec, case: _Case) -> bytes | None:
 
 
 def _check_threads(codec: BlockCodec, cases: list[_Case], expected: list[bytes | None]) -> None:
-    """What four threads encode and decode at once is what one does."""
+    """Check that four concurrent threads encode and decode the same bytes as one."""
     wrong: list[str] = []
     decoded = [
         None if stored is None else case.decode(codec, stored)
@@ -153,10 +154,10 @@ def _check_threads(codec: BlockCodec, cases: list[_Case], expected: list[bytes |
             for at in range(first, len(cases), 4):
                 case, stored = cases[at], cases[at].encode(codec)
                 if stored != expected[at]:
-                    wrong.append(f"{case.what}: encoded otherwise beside other threads")
+                    wrong.append(f"{case.what}: encodes differently with concurrent threads")
                 elif stored is not None and case.decode(codec, stored) != decoded[at]:
-                    wrong.append(f"{case.what}: decoded otherwise beside other threads")
-        except Exception as error:  # noqa: BLE001 - raised below, on the thread of the caller
+                    wrong.append(f"{case.what}: decodes differently with concurrent threads")
+        except Exception as error:  # noqa: BLE001 - raised below, on the caller's thread
             wrong.append(f"beside other threads: {error!r}")
 
     threads = [threading.Thread(target=act, args=(first,)) for first in range(4)]
@@ -185,7 +186,7 @@ def _check_damaged(codec: BlockCodec, case: _Case, stored: bytes, rng: np.random
     for other in (*ELEMENT_BYTES, 0, 3, -1, 1 << 40):
         _decode(codec, case._replace(element_bytes=other), stored, size, f"elements of {other}")
     for before in (None, case.data[:-1], bytes(size)):
-        _decode(codec, case._replace(before=before), stored, size, "another block before")
+        _decode(codec, case._replace(before=before), stored, size, "a different base block")
 
 
 def _expect_corrupt(
@@ -200,7 +201,8 @@ def _expect_corrupt(
 def _decode(
     codec: BlockCodec, case: _Case, stored: bytes, size_bytes: int, how: str
 ) -> bytes | None:
-    """Exactly the declared size, or None for `CorruptError`, within bounds of memory."""
+    """Return the decoded bytes, or None after `CorruptError`. Check that they have the declared
+    size and that decoding stayed within its memory limit."""
     about = f"{case.what}, elements of {case.element_bytes}, {how}"
     tracemalloc.reset_peak()
     held, _ = tracemalloc.get_traced_memory()

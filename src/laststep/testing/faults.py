@@ -1,7 +1,7 @@
-"""Disks that fail or record, to put beneath a `DirectoryStore`.
+"""Disks that fail or record, for use in a `DirectoryStore`.
 
-`FailingDisk` fails the n-th changing system call, `RecordingDisk` performs and records each one.
-Neither knows what the calls are for. Both count across threads under one mutex.
+`FailingDisk` fails the n-th changing system call; `RecordingDisk` performs and records each one.
+Neither knows the purpose of the calls. Both count across threads under one mutex.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Change:
 
 
 class _ObservedDisk(Disk):
-    """Shows every changing call to `before` and `after`; keeps which descriptor is which file."""
+    """Reports every changing call to `before` and `after`, and tracks the file of each
+    descriptor."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -141,10 +142,11 @@ class _ObservedDisk(Disk):
 
 
 class FailingDisk(_ObservedDisk):
-    """Fails the n-th changing call (from 1) with `number`, or from there on with `lasting`.
+    """Fails the n-th changing call (counted from 1) with error `number`; with `lasting`, all later
+    ones too.
 
-    With `kinds`, only calls of these kinds count and fail. A lasting failure of every call shows
-    a process that its disk is gone; to the disk it looks as if the process were gone.
+    With `kinds`, only calls of these kinds count and fail. If every call fails from then on, the
+    process sees a lost disk, and the disk is left as if the process had died.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class FailingDisk(_ObservedDisk):
         self._kinds = kinds
 
     def before(self, kind: Kind) -> None:
-        """Count, and fail when it is time."""
+        """Count the call and raise `OSError` if it is one that must fail."""
         if kind not in self._kinds:
             return
         with self._mutex:
@@ -174,13 +176,13 @@ class FailingDisk(_ObservedDisk):
 
 
 class RecordingDisk(_ObservedDisk):
-    """Performs every call and keeps it, with the bytes of every write, in `changes`."""
+    """Performs every call and records it, with the bytes of every write, in `changes`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changes: list[Change] = []
 
     def after(self, change: Change) -> None:
-        """Keep the call in `changes`."""
+        """Append the call to `changes`."""
         with self._mutex:
             self.changes.append(change)

@@ -1,14 +1,14 @@
-"""The suite that every store has to pass: subclass `StoreConformance` and say how to make a store.
+"""The test suite that every store must pass: subclass `StoreConformance`, implement `make_store`.
 
     class TestMyStore(SharedStoreConformance):
         def make_store(self, folder):
             return MyStore(f"my://{folder}")
 
-`SharedStoreConformance` adds what a store needs that several processes open at once: a flusher
-beside its trainer, or the ranks of a job. Knows the protocol in `storage.store` and nothing of any
-one store. Needs no test framework but one that calls methods named `test_…` with an empty folder of
-their own as `tmp_path`, as pytest does. `make_store` is called again with the same folder for a
-second view of the same place; for a store that is shared also in a forked child process.
+`SharedStoreConformance` adds the tests for a store that several processes open at once, such as a
+trainer and its flusher or the ranks of a job. The suite uses the protocol in `storage.store` and
+knows nothing about any particular store. Any test framework works that calls methods named `test_…`
+with an empty folder of their own as `tmp_path`, as pytest does. `make_store` is called again with
+the same folder for a second view of the same files; for a shared store also in a forked child.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ __all__ = ["SharedStoreConformance", "StoreConformance"]
 
 
 class StoreConformance:
-    """One test per MUST of the protocol."""
+    """One test for each MUST of the protocol."""
 
     races = 20
-    """How often several create one name at once; fewer where a server takes long for that."""
+    """Number of races to create one name; use fewer if the server is slow."""
 
     def make_store(self, folder: Path) -> Store:
-        """A store whose files lie in `folder`, or wherever that name leads."""
+        """Return a store whose files are stored in `folder`, or in another place that the name
+        identifies."""
         raise NotImplementedError
 
     # Names
@@ -185,7 +186,7 @@ class StoreConformance:
             check(won == [stored], f"{len(won)} won, or the file is not the winner's")
             check(
                 all(isinstance(error, AlreadyExistsError) for error in lost),
-                f"others failed by {lost}",
+                f"others failed with {lost}",
             )
 
     def test_a_reader_never_sees_a_part_of_a_created_file(self, tmp_path: Path) -> None:
@@ -290,6 +291,27 @@ class StoreConformance:
         writer.finish(len(data))
         check(store.read("x", limit_bytes=1 << 20) == data, "other bytes came back")
 
+    def test_a_second_name_outlives_the_first(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        for folder in ("a", "b", "c"):
+            store.make_folder(folder)
+        data = os.urandom(5000)
+        write_file(store, "a/x", data)
+        if not store.link("a/x", "b/y"):  # a store may have no links
+            return
+        expect(AlreadyExistsError, lambda: store.link("a/x", "b/y"))
+        expect(NotFoundError, lambda: store.link("a/absent", "b/z"))
+        check(store.link("b/y", "c/z"), "a second name cannot be linked")
+        store.delete_folder("a", first="absent")
+        store.delete("b/y")
+        entries = [(entry.name, entry.size_bytes) for entry in store.list("c")]
+        check(entries == [("z", len(data))], f"listed {entries}")
+        reader = store.open_reader("c/z", cached=True)
+        with aligned(8192) as view:
+            count = reader.read_into(0, view)
+            check(bytes(view[:count]) == data, "other bytes came back")
+        reader.close()
+
     def test_a_writer_refuses_what_is_not_aligned(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         writer = store.open_writer("x", expected_bytes=0)
@@ -364,7 +386,7 @@ class SharedStoreConformance(StoreConformance):
                 return True
             return False
 
-        # Asking here must not let go of it: closing a second descriptor would drop a POSIX lock.
+        # This query must not release the lock: closing a second descriptor drops a POSIX lock.
         check(store.is_locked("x.lock"), "it does not look held")
         check(in_child(attempt), "another process does not see the lock")
         lock.close()
@@ -410,7 +432,8 @@ class SharedStoreConformance(StoreConformance):
 
 
 def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], list[LaststepError]]:
-    """Let all stores create one name at once. Returns what winners wrote, and others' errors."""
+    """Create one name in all stores concurrently. Return the winners' data and the losers'
+    errors."""
     barrier = threading.Barrier(len(stores))
     won: list[bytes] = []
     lost: list[LaststepError] = []
@@ -429,7 +452,8 @@ def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], lis
 
 
 def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
-    """Every call of the protocol that takes a name; "" is the root to three of them."""
+    """Return every call of the protocol that takes a name. Without a name, leave out those that
+    take "" as the root."""
     calls: list[Callable[[], object]] = [
         lambda: store.read(name, limit_bytes=10),
         lambda: store.create(name, b"x"),
@@ -452,13 +476,13 @@ def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
 
 
 def check(holds: object, found: str) -> None:
-    """Fail with the text `found` unless `holds` is true."""
+    """Raise AssertionError with the text `found` unless `holds` is true."""
     if not holds:
         raise AssertionError(found)
 
 
 def expect(kind: type[LaststepError], call: Callable[[], object]) -> None:
-    """Fail unless `call` raises `kind`."""
+    """Raise AssertionError unless `call` raises `kind`."""
     try:
         call()
     except kind:
@@ -468,14 +492,14 @@ def expect(kind: type[LaststepError], call: Callable[[], object]) -> None:
 
 @contextmanager
 def aligned(size_bytes: int) -> Iterator[memoryview]:
-    """Memory that begins on a page."""
+    """Provide page-aligned memory."""
     pages = mmap.mmap(-1, max(1, size_bytes))
     with memoryview(pages) as view:
         yield view[:size_bytes]
 
 
 def write_piece(writer: FileWriting, offset: int, data: bytes) -> None:
-    """Write bytes from memory that begins on a page, padded to what the writer wants."""
+    """Write bytes from page-aligned memory, padded to the writer's alignment."""
     padded = -(-len(data) // writer.alignment_bytes) * writer.alignment_bytes
     with aligned(padded) as view:
         view[: len(data)] = data
@@ -483,7 +507,7 @@ def write_piece(writer: FileWriting, offset: int, data: bytes) -> None:
 
 
 def write_file(store: Store, name: str, data: bytes) -> None:
-    """A whole data file, written in pieces from the last to the first."""
+    """Write a whole data file in pieces, from the last to the first."""
     writer = store.open_writer(name, expected_bytes=len(data))
     step = 1 << 20
     for offset in reversed(range(0, len(data), step)):
@@ -492,7 +516,7 @@ def write_file(store: Store, name: str, data: bytes) -> None:
 
 
 def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) -> None:
-    """Make all calls at once, each in a thread of its own."""
+    """Make all calls concurrently, each in its own thread."""
     threads = [threading.Thread(target=target, args=arguments) for arguments in calls]
     for thread in threads:
         thread.start()
@@ -501,7 +525,7 @@ def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) 
 
 
 def in_child(question: Callable[[], bool]) -> bool:
-    """Ask the question in a forked child process, and return its answer."""
+    """Call `question` in a forked child process and return its result."""
     child = os.fork()
     if child == 0:
         status = 2

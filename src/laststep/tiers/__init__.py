@@ -1,1 +1,1 @@
-"""One checkpoint in several places: how it gets from one store to another."""
+"""Tiers: the same checkpoint in several stores, and how it is copied between them."""

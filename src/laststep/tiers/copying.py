@@ -1,199 +1,190 @@
-"""Copy committed checkpoints of a run from one store to another, verified, in bounded memory.
+"""Copy committed checkpoints of a run from one store to another, verified and in bounded memory.
 
-A copy has the name and the bytes of its original: data files, indexes, and last, by create-only,
-`manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it, which no
-reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files there
-that are right. Of some items alone a copy is an excerpt, with indexes and a manifest of its own.
-Knows nothing of torch, lineage or retention. One thread calls a `Copier`.
+A copy has the name and the bytes of its original: data files, indexes and, created last,
+`manifest.json`. Until then its folder is an attempt that contains a file `copying.lock`; no reader
+considers it a checkpoint and no writer cleans it up while it may be resumed. A repeated copy keeps
+the correct files that are already there. A file that the target has in another checkpoint is
+linked. A partial copy, with only some items, has indexes and a manifest of its own.
+
+Each of several threads holds one chunk in memory, plus the memory to decode a block; the rate limit
+and the stop event apply to all threads together. The first error ends a copy. This module knows
+nothing of torch, lineage or retention. A `Copier` is used by one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
-from laststep.catalog.indexes import name_of, read_bytes, read_indexes
-from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name
-from laststep.errors import AlreadyExistsError, CorruptError, NotFoundError, StorageError
+from laststep.catalog.attempt import Attempt, inner_folders
+from laststep.catalog.indexes import FileId, file_id, name_of, read_bytes, read_indexes
+from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name, parse_folder
+from laststep.catalog.listing import Scanner
+from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+)
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.index import Index
-from laststep.format.manifest import Abort, Commit, WrittenIndexes
-from laststep.plan.files import excerpt_of, is_excerpt, left_out_of, only_items
-from laststep.terms import MANIFEST_NAME
-from laststep.tiers.bringing import Bringing, Links, Moved
+from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit, WrittenIndexes
+from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
+from laststep.process.threads import WorkerPool
+from laststep.read.blocks import BlockReader, file_ranges, refuse
 from laststep.tiers.records import Records
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from laststep.storage.store import Lock, Store
-    from laststep.tiers.bringing import CopyRoute
-
-
-class Originals:
-    """The checkpoints of a store, with all their items or with these."""
-
-    def __init__(self, store: Store, items: Sequence[str] | None) -> None:
-        self._store = store
-        self._items = items
-        self._last = "", -1, Index(), b""
-        """The index that was read last, its folder and rank: an excerpt needs each twice."""
-
-    def commit(self, folder: str) -> Commit:
-        """What the manifest of the original says."""
-        commit = decision.read(self._store, folder)
-        if not isinstance(commit, Commit):
-            raise NotFoundError("there is no such checkpoint", where=f"{self._store.url}/{folder}")
-        return commit
-
-    def index(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
-        """The index of a rank as it is to be there, and its bytes."""
-        index, data = self._original(folder, commit, rank)
-        if self._is_whole(commit):
-            return index, data
-        index = only_items(index, self._items or (), f"{self._store.url}/{folder}")
-        return index, index_format.encode(index)
-
-    def dropped(self, folder: str, commit: Commit, rank: int) -> frozenset[str]:
-        """The files of a rank that are left out."""
-        if self._is_whole(commit):
-            return frozenset()
-        every = {file.name for file in self._original(folder, commit, rank)[0].files}
-        kept = {file.name for file in self.index(folder, commit, rank)[0].files}
-        return frozenset(every - kept)
-
-    def _original(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
-        """The index of a rank as it is stored, and its bytes."""
-        if self._last[:2] != (folder, rank):
-            data, where = read_bytes(self._store, folder, commit, rank)
-            self._last = folder, rank, index_format.decode(data, where=where), data
-        return self._last[2:]
-
-    def manifest(self, folder: str) -> tuple[Commit, bytes]:
-        """The commit as it is to be there, and the bytes of its manifest."""
-        commit = self.commit(folder)
-        if self._is_whole(commit):
-            return commit, self._manifest(self._store, folder)
-        written = WrittenIndexes()
-        for rank in range(commit.index_count):
-            written = written.plus(index_format.written_of(*self.index(folder, commit, rank)))
-        excerpt = excerpt_of(commit, self._items or (), written)
-        return excerpt, manifest.encode(excerpt)
-
-    def is_at(self, target: Store, folder: str) -> bool:
-        """Whether the target has just that; `AlreadyExistsError` where it has something else of
-        that name."""
-        there = decision.read_manifest(target, folder)
-        if not isinstance(there, Commit):
-            return False
-        commit = None if self._items is None else self.commit(folder)
-        left_out = () if commit is None else self._left_out(commit)
-        if commit is not None and left_out != commit.left_out:
-            same = is_excerpt(there, commit, left_out)
-        else:
-            same = self._manifest(self._store, folder) == self._manifest(target, folder)
-        if not same:
-            raise AlreadyExistsError(
-                "another checkpoint has this name",
-                where=f"{target.url}/{folder}",
-                expected=f"a copy of {self._store.url}/{folder}{_without(left_out)}",
-                found=f"another manifest{_without(there.left_out)}",
-                remedy="copy to another place",
-            )
-        return True
-
-    def _is_whole(self, commit: Commit) -> bool:
-        """Whether all that a checkpoint has is to be brought."""
-        return self._left_out(commit) == commit.left_out
-
-    def _left_out(self, commit: Commit) -> tuple[str, ...]:
-        return commit.left_out if self._items is None else left_out_of(commit, self._items)
-
-    @staticmethod
-    def _manifest(store: Store, folder: str) -> bytes:
-        return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=decision.MANIFEST_LIMIT_BYTES)
-
-
-def _without(items: Sequence[str]) -> str:
-    return f" without {', '.join(items)}" if items else ""
-
+    from laststep.format.index import Index, StoredFile
+    from laststep.read.blocks import FileRanges, StoredRange
+    from laststep.storage.store import FileReading, FileWriting, Lock, Store
 
 _log = logging.getLogger(__name__)
+_of_thread = threading.local()
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of data files that are done and the total."""
+
+
+class Pacing:
+    """Limits the rate of copying, and can stop it. `bytes_per_s` is None for no limit; any
+    thread may set `stop`."""
+
+    def __init__(
+        self, *, bytes_per_s: float | None = None, stop: threading.Event | None = None
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._stop = stop or threading.Event()
+        self._mutex = threading.Lock()
+        self._free_s = 0.0  # the time at which the next byte may be copied
+
+    def take(self, size_bytes: int) -> None:
+        """Wait until this many bytes may be copied. Raise `AbortedError` if the copy was
+        stopped."""
+        if self._bytes_per_s is not None:
+            with self._mutex:
+                now_s = time.monotonic()
+                begin_s = max(self._free_s, now_s)
+                self._free_s = begin_s + size_bytes / self._bytes_per_s
+            self._stop.wait(begin_s - now_s)
+        if self._stop.is_set():
+            raise AbortedError("the copy was stopped", remedy="copy again: it resumes there")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRoute:
+    """The source, the target, the number of threads and the rate of a copy."""
+
+    source: Store
+    target: Store
+    threads: int = 4
+    pacing: Pacing = field(default_factory=Pacing)
+    progress: Progress | None = None
+
+
+@dataclass(slots=True)
+class Moved:
+    """The bytes of a checkpoint's data files, by how they got to the target."""
+
+    copied_bytes: int = 0
+    linked_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes of files that an earlier, interrupted copy had left there."""
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.copied_bytes + other.copied_bytes,
+            self.linked_bytes + other.linked_bytes,
+            self.kept_bytes + other.kept_bytes,
+        )
 
 
 class Copier:
-    """Copies checkpoints of one run, one after the other: with all their items, or with these."""
+    """Copies checkpoints of one run, one at a time, with all items or only `items`."""
 
     def __init__(self, route: CopyRoute, items: Sequence[str] | None = None) -> None:
         self._route = route
         self._source = route.source
         self._target = route.target
-        self._originals = Originals(route.source, items)
+        self._originals = _Originals(route.source, items)
         self._records = Records(route.source, route.target)
-        self._links = Links(route.target)
+        self._shared = _TargetFiles(route.target)
 
     def copy(self, folder: str) -> Moved | None:
-        """Copy one checkpoint; None where it is there already.
+        """Copy one checkpoint. Return None if the target already has it.
 
-        `NotFoundError` where it was deleted meanwhile and `CorruptError` where it is damaged: then
-        nothing of it stays at the target. After any other error, and where it is stopped
-        (`AbortedError`), what was copied stays for the next time. `AlreadyExistsError` where
-        another checkpoint has its name, or somebody else is copying it; `UsageError` where the
-        target is another run."""
+        Raise `NotFoundError` if the checkpoint was deleted meanwhile and `CorruptError` if it is
+        damaged; nothing of it is left at the target then. After any other error, and after a stop
+        (`AbortedError`), the copied files are kept for the next try. Raise `AlreadyExistsError` if
+        a different checkpoint has its name or another process is copying it, and `UsageError` if
+        the target is a different run.
+        """
         if self.is_there(folder):
             return None
         try:
             moved = self.bring(folder)
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
-            # Somebody else may have copied it meanwhile: what is committed stays.
-            if isinstance(decision.abort(self._target, folder, error.what), Abort):
-                self._target.delete_folder(folder)
+            self.abort(folder, error.what)
             gone = decision.deleted(self._source, folder)
             if gone is not None:
                 raise gone from error
             raise
         return moved
 
+    def abort(self, folder: str, reason: str) -> bool:
+        """Abort a copy and delete its files. Return True if it is committed instead, because
+        another process has copied it meanwhile; a committed copy is kept."""
+        return self._attempt(folder).abort(reason)
+
     def is_there(self, folder: str) -> bool:
-        """Whether the target has that very checkpoint; `AlreadyExistsError` where it has
-        another."""
+        """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
+        different one of that name."""
         return self._originals.is_at(self._target, folder)
 
     def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
-        """Copy the data files, of all ranks or of these, without a commit. Several processes may
-        bring those of different ranks at once; one of them commits when all are done."""
+        """Copy the files of all ranks, or of `ranks`, without committing. Several processes may
+        copy the files of different ranks at the same time; one of them commits when all are
+        done."""
         commit = self._originals.commit(folder)
-        # Who commits also brings what a coordinator has written, which is of no rank.
+        # Rank 0 commits, so it also copies the coordinator's files, which belong to no rank.
         wanted = list(range(commit.index_count) if ranks is None else ranks)
         if ranks is not None and 0 in ranks:
             wanted += range(commit.ranks, commit.index_count)
         indexes = {rank: self._originals.index(folder, commit, rank) for rank in wanted}
-        self._records.bring(commit.epoch)
+        self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
-            if isinstance(decision.read_manifest(self._target, folder), Commit):
-                return Moved()  # somebody else was faster
+            if isinstance(decision.read(self._target, folder), Commit):
+                return Moved()  # another process was faster
             parsed = [index for index, _ in indexes.values()]
             names = _names(commit, parsed)
-            for inner in _inner_folders(names):
-                with contextlib.suppress(AlreadyExistsError):
-                    self._target.make_folder(f"{folder}/{inner}")
+            self._attempt(folder).make_folders(names)
             there = self._sizes(folder, names)
-            for rank in wanted:  # of a copy with other items, that was interrupted
+            for rank in wanted:  # remains of an interrupted copy of other items
                 for name in self._originals.dropped(folder, commit, rank) & there.keys():
                     self._target.delete(f"{folder}/{name}")
-            moved = Bringing(self._route, self._links, folder, parsed, there).all()
+            moved = _FileCopies(self._route, self._shared, folder, parsed, there).all()
             for rank, (_, data) in indexes.items():
                 name = name_of(commit, rank)
-                self._bring_index(f"{folder}/{name}", data, there.get(name))
+                self._put_index(f"{folder}/{name}", data, there.get(name))
             return moved
 
-    def _bring_index(self, path: str, data: bytes, there_bytes: int | None) -> None:
-        """Put an index there; the same one stays, which somebody may be reading."""
+    def _put_index(self, path: str, data: bytes, there_bytes: int | None) -> None:
+        """Write an index to the target. An identical one is kept, because another process may be
+        reading it."""
         if there_bytes == len(data) and self._target.read(path, limit_bytes=len(data)) == data:
             return
         if there_bytes is not None:
@@ -201,18 +192,24 @@ class Copier:
         self._target.create(path, data)
 
     def is_under_way(self, folder: str) -> bool:
-        """Whether somebody brings files of it to the target now."""
+        """Return True if a process is copying files of this checkpoint to the target."""
         return bool(self._under_way(folder))
 
     def commit(self, folder: str) -> None:
-        """Make a checkpoint visible at the target whose data files have all been brought."""
+        """Make a checkpoint visible at the target after all its files were copied. Raise
+        `StorageError` if a file is missing."""
         commit, data = self._originals.manifest(folder)
-        indexes = self._indexes_there(folder, commit)
-        self._check_all_there(folder, commit, indexes)
-        self._records.check()
-        decision.publish(self._target, folder, data)
+        attempt, indexes = self._attempt(folder), self._indexes_there(folder, commit)
+        names = _names(commit, indexes)
+        sizes = self._sizes(folder, names)
+        for file in (file for index in indexes for file in index.files):
+            if sizes.get(file.name) != file.size_bytes:
+                found = str(sizes.get(file.name, "no file"))
+                raise self._not_whole(folder, file.name, f"{file.size_bytes} bytes", found)
+        attempt.sync(names)
+        attempt.publish(data)
         for index in indexes:
-            self._links.add(folder, index.files)
+            self._shared.add(folder, index.files)
         if PIN_NAME in self._source.file_names(folder):
             with contextlib.suppress(AlreadyExistsError):
                 self._target.create(f"{folder}/{PIN_NAME}", b"")
@@ -226,41 +223,52 @@ class Copier:
             commit.size_bytes,
         )
 
-    # Steps of the above
+    # Helpers
+
+    def _attempt(self, folder: str) -> Attempt:
+        """Return the attempt at the target. It can be committed only while the target is the same
+        run."""
+        name = parse_folder(folder)
+        if name is None:
+            raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
+        return Attempt(self._target, name, self._records.check)
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
-        """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile
-        what this does: whoever copies all of it needs all ranks to be done."""
-        if isinstance(decision.read_manifest(self._target, folder), Abort):
+        """Create the folder, or resume that of an interrupted copy, and lock it.
+
+        Processes may copy different ranks at the same time, but a copy of the whole checkpoint
+        excludes every other one. Raise `AlreadyExistsError` if another process is in the way.
+        """
+        if isinstance(decision.read(self._target, folder), Abort):
             self._target.delete_folder(folder)
         with contextlib.suppress(AlreadyExistsError):
             self._target.make_folder(folder)
-        mine, whole = copying_name(first_rank), copying_name(None)
+        own, whole = copying_name(first_rank), copying_name(None)
         try:
-            lock = self._target.lock(f"{folder}/{mine}")
+            lock = self._target.lock(f"{folder}/{own}")
         except AlreadyExistsError:
-            raise self._busy(folder, mine) from None
+            raise self._busy(folder, own) from None
         for name in self._under_way(folder):
-            if name != mine and whole in (name, mine):
+            if name != own and whole in (name, own):
                 lock.close()
                 raise self._busy(folder, name)
         return lock
 
     def _under_way(self, folder: str) -> list[str]:
-        """The locks of those who copy that checkpoint now."""
+        """Return the names of the locks that are held by processes copying this checkpoint now."""
         names = filter(is_copying_name, self._target.file_names(folder))
         return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
 
     def _busy(self, folder: str, name: str) -> AlreadyExistsError:
         return AlreadyExistsError(
-            "somebody else is copying this checkpoint",
+            "another process is copying this checkpoint",
             where=f"{self._target.url}/{folder}",
             found=f"{name} is locked",
             remedy="wait for that copy to end",
         )
 
     def _indexes_there(self, folder: str, commit: Commit) -> list[Index]:
-        """The indexes of a checkpoint that have been brought: all of them."""
+        """Read all indexes at the target. Raise `StorageError` if one is missing."""
         names = [name_of(commit, rank) for rank in range(commit.index_count)]
         sizes = self._sizes(folder, names)
         for name in names:
@@ -274,23 +282,14 @@ class Copier:
             where=f"{self._target.url}/{folder}/{name}",
             expected=expected,
             found=found,
-            remedy="copy again: it goes on from there",
+            remedy="copy again: it resumes there",
         )
 
-    def _check_all_there(self, folder: str, commit: Commit, indexes: Sequence[Index]) -> None:
-        names = _names(commit, indexes)
-        sizes = self._sizes(folder, names)
-        for file in (file for index in indexes for file in index.files):
-            if sizes.get(file.name) != file.size_bytes:
-                found = str(sizes.get(file.name, "no file"))
-                raise self._not_whole(folder, file.name, f"{file.size_bytes} bytes", found)
-        for inner in _inner_folders(names):
-            self._target.sync_folder(f"{folder}/{inner}")
-
     def _sizes(self, folder: str, names: Sequence[str]) -> dict[str, int]:
-        """The files in the folder at the target, and in those within it that these lie in."""
+        """Return the sizes of the files in the folder at the target and in the subfolders of
+        `names`."""
         listed = {"": self._target.list(folder)}
-        for inner in _inner_folders(names):
+        for inner in inner_folders(names):
             listed[f"{inner}/"] = self._target.list(f"{folder}/{inner}")
         return {
             place + entry.name: entry.size_bytes
@@ -301,11 +300,333 @@ class Copier:
 
 
 def _names(commit: Commit, indexes: Sequence[Index]) -> list[str]:
-    """The names of some indexes, and of their data files."""
+    """Return the file names of these indexes and of their data files."""
     files = [file.name for index in indexes for file in index.files]
     return [*files, *(name_of(commit, index.rank) for index in indexes)]
 
 
-def _inner_folders(names: Sequence[str]) -> list[str]:
-    """The folders within that of a checkpoint that these files lie in."""
-    return sorted({name.rpartition("/")[0] for name in names} - {""})
+class _Originals:
+    """The checkpoints of the source, reduced to `items` if given."""
+
+    def __init__(self, store: Store, items: Sequence[str] | None) -> None:
+        self._store = store
+        self._items = items
+        self._last: tuple[str, int, Index, bytes] | None = None
+        """Folder, rank, value and bytes of the index that was read last, because a partial copy
+        needs each index twice."""
+
+    def commit(self, folder: str) -> Commit:
+        commit = decision.read(self._store, folder)
+        if not isinstance(commit, Commit):
+            raise NotFoundError("there is no such checkpoint", where=f"{self._store.url}/{folder}")
+        return commit
+
+    def index(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
+        """Return the index of a rank as the target will have it, and its bytes."""
+        index, data = self._original(folder, commit, rank)
+        if self._is_whole(commit):
+            return index, data
+        index = only_items(index, self._items or (), f"{self._store.url}/{folder}")
+        return index, index_format.encode(index)
+
+    def dropped(self, folder: str, commit: Commit, rank: int) -> frozenset[str]:
+        """Return the files of a rank that a partial copy omits."""
+        if self._is_whole(commit):
+            return frozenset()
+        every = {file.name for file in self._original(folder, commit, rank)[0].files}
+        kept = {file.name for file in self.index(folder, commit, rank)[0].files}
+        return frozenset(every - kept)
+
+    def _original(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
+        if self._last is None or self._last[:2] != (folder, rank):
+            data, where = read_bytes(self._store, folder, commit, rank)
+            self._last = folder, rank, index_format.decode(data, where=where), data
+        return self._last[2:]
+
+    def manifest(self, folder: str) -> tuple[Commit, bytes]:
+        """Return the commit as the target will have it, and the bytes of its manifest."""
+        commit = self.commit(folder)
+        if self._is_whole(commit):
+            return commit, decision.read_bytes(self._store, folder)
+        written = WrittenIndexes()
+        for rank in range(commit.index_count):
+            written = written.plus(index_format.written_of(*self.index(folder, commit, rank)))
+        partial = partial_of(commit, self._items or (), written)
+        return partial, manifest.encode(partial)
+
+    def is_at(self, target: Store, folder: str) -> bool:
+        """Return True if the target has exactly this checkpoint. Raise `AlreadyExistsError` if it
+        has a different one of that name."""
+        there = decision.read(target, folder)
+        if not isinstance(there, Commit):
+            return False
+        commit = None if self._items is None else self.commit(folder)
+        omitted_items = () if commit is None else self._omitted_items(commit)
+        if commit is not None and omitted_items != commit.omitted_items:
+            same = is_partial(there, commit, omitted_items)
+        else:
+            same = decision.read_bytes(self._store, folder) == decision.read_bytes(target, folder)
+        if not same:
+            raise AlreadyExistsError(
+                "a different checkpoint has this name",
+                where=f"{target.url}/{folder}",
+                expected=f"a copy of {self._store.url}/{folder}{_without(omitted_items)}",
+                found=f"another manifest{_without(there.omitted_items)}",
+                remedy="copy to another place",
+            )
+        return True
+
+    def _is_whole(self, commit: Commit) -> bool:
+        """Return True if the copy omits nothing that the checkpoint has."""
+        return self._omitted_items(commit) == commit.omitted_items
+
+    def _omitted_items(self, commit: Commit) -> tuple[str, ...]:
+        return (
+            commit.omitted_items if self._items is None else omitted_items_of(commit, self._items)
+        )
+
+
+def _without(items: Sequence[str]) -> str:
+    return f" without {', '.join(items)}" if items else ""
+
+
+class _TargetFiles:
+    """The files of checkpoints at the target, which a copy may link."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._places: dict[FileId, str] = {}
+        self._read: set[str] = set()
+        self._is_listed = False
+        self._has_links = True
+
+    def link(self, file: StoredFile, folder: str) -> bool:
+        """Link a file of the target into this folder. Return False if the target does not have it
+        or the store has no links."""
+        self._look(file)
+        place = self._places.get(file_id(file, folder))
+        if place is None or not self._has_links:
+            return False
+        try:
+            self._has_links = self._store.link(place, f"{folder}/{file.name}")
+        except NotFoundError:  # deleted meanwhile
+            return False
+        return self._has_links
+
+    def add(self, folder: str, files: Iterable[StoredFile]) -> None:
+        """Register the files of a committed checkpoint."""
+        self._read.add(folder)
+        for file in files:
+            self._places.setdefault(file_id(file, folder), f"{folder}/{file.name}")
+
+    def _look(self, file: StoredFile) -> None:
+        """Register the checkpoints that share files, once, and the checkpoint for which this file
+        was written: its own manifest need not record any sharing."""
+        if not self._is_listed:
+            self._is_listed = True
+            for name in Scanner(self._store).names():
+                self._add_stored(name.folder, only_sharing=True)
+        if file.origin and file.origin not in self._read:
+            self._add_stored(file.origin, only_sharing=False)
+
+    def _add_stored(self, folder: str, *, only_sharing: bool) -> None:
+        with contextlib.suppress(LaststepError):  # unreadable checkpoints share nothing
+            decided = decision.read(self._store, folder)
+            if isinstance(decided, Commit) and (decided.shared_bytes or not only_sharing):
+                for index in read_indexes(self._store, folder, decided):
+                    self.add(folder, index.files)
+
+
+class _FileCopies:
+    """Copies the data files of some ranks of one checkpoint. `there` has the sizes of the files
+    that are already in its folder at the target."""
+
+    def __init__(
+        self,
+        route: CopyRoute,
+        shared: _TargetFiles,
+        folder: str,
+        indexes: Sequence[Index],
+        there: Mapping[str, int],
+    ) -> None:
+        self._route = route
+        self._shared = shared
+        self._folder = folder
+        self._indexes = indexes
+        self._there = there
+        self._total_bytes = sum(index.size_bytes for index in indexes)
+        self._done_bytes = 0
+        self._moved = Moved()
+        self._mutex = threading.Lock()
+
+    def all(self) -> Moved:
+        """Copy all files, rank by rank."""
+        for index in self._indexes:
+            with closing(BlockReader(self._route.source, self._folder, index)) as opened:
+                self._bring(file_ranges(opened.sound()))
+        return self._moved
+
+    def _bring(self, files: Iterable[FileRanges]) -> None:
+        missing = []
+        for file in files:
+            size = file.file.size_bytes
+            is_there = file.file.name in self._there
+            if is_there and self._is_right(file):
+                self._moved.kept_bytes += size
+            elif not is_there and self._shared.link(file.file, self._folder):
+                self._moved.linked_bytes += size
+                self._tell(size)
+            else:
+                self._moved.copied_bytes += size
+                missing.append(file)
+        self._run([_FileCopy(file, file.reader, self._writer_of(file)) for file in missing])
+
+    def _writer_of(self, file: FileRanges) -> Callable[[], FileWriting]:
+        name, size = f"{self._folder}/{file.file.name}", file.file.size_bytes
+        return lambda: self._route.target.open_writer(name, expected_bytes=size)
+
+    def _is_right(self, file: FileRanges) -> bool:
+        """Verify a file that is already at the target. Delete it and return False if it is wrong or
+        if some of its bytes have no digest: those may be holes at the target, and other checkpoints
+        may link the file."""
+        name, target = f"{self._folder}/{file.file.name}", self._route.target
+        if self._there[file.file.name] == file.file.size_bytes and file.is_covered():
+            done_bytes = self._done_bytes
+            with closing(target.open_reader(name)) as reader:
+                try:
+                    self._run([_FileCopy(file, reader, None)])
+                    return True
+                except CorruptError:
+                    self._done_bytes = done_bytes
+        target.delete(name)
+        return False
+
+    def _run(self, copies: Sequence[_FileCopy]) -> None:
+        """Process all chunks of these files. On return or error no thread is still working on
+        them."""
+        threads = self._route.threads
+        try:
+            with WorkerPool("copy", threads, limit=threads) as workers:
+                for copy in copies:
+                    for chunk in copy.chunks:
+                        workers.put(self._take, copy, chunk)
+        finally:
+            for copy in copies:
+                copy.close()
+
+    def _take(self, copy: _FileCopy, chunk: _FileChunk) -> None:
+        self._route.pacing.take(chunk.stop - chunk.start)
+        copy.take(chunk)
+        self._tell(chunk.stop - chunk.start)
+
+    def _tell(self, size: int) -> None:
+        with self._mutex:
+            self._done_bytes += size
+            if self._route.progress is not None:
+                self._route.progress(self._done_bytes, self._total_bytes)
+
+
+@dataclass(slots=True, kw_only=True)
+class _FileChunk:
+    """Bytes [start, stop) of a file, and the block ranges that overlap them."""
+
+    start: int
+    stop: int
+    ranges: list[StoredRange] = field(default_factory=list)
+
+
+def _chunks_of(file: FileRanges) -> list[_FileChunk]:
+    """Return the chunks of a file; the header is a chunk of its own."""
+    size, data_at = file.file.size_bytes, file.header_bytes
+    starts = [*range(0, data_at, max(data_at, 1)), *range(data_at, size, CHUNK_BYTES)]
+    stops = [*starts[1:], size]
+    chunks = [_FileChunk(start=start, stop=stop) for start, stop in zip(starts, stops, strict=True)]
+    first = 0
+    for part in sorted(file.ranges.values(), key=lambda part: part.start):
+        while chunks[first].stop <= part.start:
+            first += 1
+        for chunk in chunks[first:]:
+            if chunk.start >= part.stop:
+                break
+            chunk.ranges.append(part)
+    return chunks
+
+
+class _FileCopy:
+    """Reads and verifies one file, chunk by chunk, and writes it if it has a writer."""
+
+    def __init__(
+        self, file: FileRanges, reader: FileReading, open_writer: Callable[[], FileWriting] | None
+    ) -> None:
+        self.file = file
+        self.chunks = _chunks_of(file)
+        self._reader = reader
+        self._open_writer = open_writer
+        self._writer: FileWriting | None = None
+        self._left = len(self.chunks)
+        self._mutex = threading.Lock()
+
+    def take(self, chunk: _FileChunk) -> None:
+        """Copy one chunk; with the last one, finish the file. A range that crosses the end of a
+        chunk is read and verified with both chunks, so only verified bytes are written."""
+        start = min([chunk.start, *(part.start for part in chunk.ranges)])
+        start -= start % ALIGN_BYTES  # direct I/O requires alignment
+        stop = max([chunk.stop, *(part.stop for part in chunk.ranges)])
+        view = _buffer(stop - start)
+        self._read(start, stop, view)
+        for part in chunk.ranges:
+            refuse(part.verify(view[part.start - start : part.stop - start], self._reader))
+        writer = self._opened()
+        if writer is not None:
+            padded = align_up(chunk.stop - chunk.start, writer.alignment_bytes)
+            at = chunk.start - start
+            writer.write_at(chunk.start, view[at : at + padded])
+        with self._mutex:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last and writer is not None:
+            writer.finish(self.file.file.size_bytes)
+
+    def close(self) -> None:
+        """Close the writer. An incomplete file is left as it is."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self) -> FileWriting | None:
+        with self._mutex:
+            if self._writer is None and self._open_writer is not None:
+                self._writer = self._open_writer()
+            return self._writer
+
+    def _read(self, start: int, stop: int, view: memoryview) -> None:
+        try:  # whole pages, so that a direct read needs no extra copy
+            got = self._reader.read_into(start, view[: align_up(stop - start, ALIGN_BYTES)])
+        except StorageError as error:
+            if not error.device_failed:
+                raise
+            # Treat a failed device as damage to this file; others may be readable.
+            raise CorruptError(
+                "a data file cannot be read",
+                where=self.file.where,
+                found=error.found,
+                remedy=DAMAGE_REMEDY,
+            ) from error
+        if start + got < stop:
+            raise CorruptError(
+                "a data file is too short",
+                where=self.file.where,
+                expected=f"at least {stop} bytes",
+                found=f"{start + got} bytes",
+                remedy=DAMAGE_REMEDY,
+            )
+
+
+def _buffer(size: int) -> memoryview:
+    """Return a page-aligned buffer, with a spare page, that belongs to this thread and is reused
+    for each chunk."""
+    kept: memoryview | None = getattr(_of_thread, "buffer", None)
+    if kept is None or len(kept) < size + ALIGN_BYTES:
+        size = max(size, CHUNK_BYTES) + ALIGN_BYTES
+        kept = memoryview(mmap.mmap(-1, align_up(size, ALIGN_BYTES)))
+        _of_thread.buffer = kept
+    return kept

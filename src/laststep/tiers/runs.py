@@ -1,8 +1,8 @@
-"""Copy a run, or one step of it, between any two places: which checkpoints, in which order.
+"""Copy a run, or one step of it, between any two places.
 
-The plan is a value; carrying it out goes checkpoint by checkpoint, and neither one that is damaged
-nor one that is deleted meanwhile keeps the others from being copied. Those of the lineage come
-first, oldest first: at any instant the target is the run as it once was.
+The plan (which checkpoints, in which order) is a value. It is executed checkpoint by checkpoint;
+one that is damaged or deleted meanwhile does not prevent the others from being copied. Those of the
+lineage are copied first, oldest first, so at any time the target is the run as it once was.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from laststep.catalog import decision, lineage
 from laststep.catalog.listing import Listed, nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
 from laststep.errors import CorruptError, NotFoundError, UsageError
-from laststep.plan.files import left_out_of
+from laststep.plan.files import omitted_items_of
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.bringing import CopyRoute, Moved, Pacing, Progress
-from laststep.tiers.copying import Copier
+from laststep.tiers.copying import Copier, CopyRoute, Moved, Pacing, Progress
 
 if TYPE_CHECKING:
     import os
@@ -30,46 +29,45 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyPlan", "CopyReport", "copy", "plan_copy"]
 
-Fate = Moved | CorruptError | Literal["deleted"] | None
-"""What became of a checkpoint; None: it was there already."""
+CopyOutcome = Moved | CorruptError | Literal["deleted"] | None
+"""The outcome for one checkpoint; None if the target already had it."""
 Watch = Callable[[Listed], AbstractContextManager[Progress | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """What became of the checkpoints that were to be copied, by their folders."""
+    """The outcome of a copy, by checkpoint folder."""
 
     copied: tuple[str, ...] = ()
     there: tuple[str, ...] = ()
-    """The target had these already."""
+    """Checkpoints that the target already had."""
     deleted: tuple[str, ...] = ()
-    """Somebody deleted these before their turn came."""
+    """Checkpoints that were deleted before they could be copied."""
     damaged: tuple[tuple[str, CorruptError], ...] = ()
-    """These cannot be read, and why; they are not at the target."""
+    """Unreadable checkpoints, which were not copied, and the errors."""
     copied_bytes: int = 0
     linked_bytes: int = 0
-    """Of files that the target had in another checkpoint."""
+    """Bytes of files that the target had in another checkpoint."""
     kept_bytes: int = 0
-    """Of files that an interrupted copy had left there."""
+    """Bytes of files that an interrupted copy had left there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """Which checkpoints are to be copied, in which order, and which of them are there."""
+    """The checkpoints to copy, in order; `there` names those that the target already has."""
 
     source: Store
     target: Store
     checkpoints: tuple[Listed, ...]
     there: frozenset[str]
     items: tuple[str, ...] | None = None
-    """Which items of them; None: all."""
+    """The items to copy; None: all."""
     is_named: bool = False
-    """Whether the caller named one checkpoint: if it is deleted, no other is copied instead."""
+    """True if the caller named one checkpoint: if it is deleted, no other is copied instead."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the data files that are to come, shared or not; where only some items are, of these
-        items."""
+        """The bytes of data files to copy, including shared ones; only of `items` if given."""
         to_come = [one for one in self.checkpoints if one.folder not in self.there]
         if self.items is None:
             return sum(one.size_bytes for one in to_come)
@@ -82,31 +80,33 @@ class CopyPlan:
         threads: int = 4,
         pacing: Pacing | None = None,
         watch: Watch = lambda _: nullcontext(),
-        ended: Callable[[Listed, Fate], None] = lambda *_: None,
+        ended: Callable[[Listed, CopyOutcome], None] = lambda *_: None,
     ) -> CopyReport:
-        """Copy them. `watch` is entered for each checkpoint when its turn comes, and gives what is
-        told of its bytes; `ended` is told what became of it. An error that is not of one checkpoint
-        alone ends it: what was copied by then stays, and the next copy goes on from there.
+        """Copy the checkpoints. `watch` is entered for each one before it is copied and returns its
+        progress callback; `ended` is called with its outcome. An error that affects more than one
+        checkpoint ends the copy: finished files are kept, and the next copy resumes from there.
 
-        If any of them is deleted meanwhile, the run is listed again: retention deletes only after a
-        newer commit, which is then copied too. `NotFoundError` if that one was named."""
+        If a checkpoint is deleted meanwhile, the run is listed again: retention deletes only after
+        a newer commit, which is then copied too. Raise `NotFoundError` if the deleted one was named
+        by the caller.
+        """
         doing = _Doing(self, threads, pacing or Pacing())
         pending = self.checkpoints
-        for _ in range(decision.MOST_TRIES):
+        for _ in decision.looks():
             if not pending:
                 break
-            fates = []
+            outcomes = []
             for item in pending:
                 with watch(item) as progress:
-                    fates.append(doing.one(item, progress))
-                ended(item, fates[-1])
-            pending = doing.missed() if "deleted" in fates else ()
-        Run(self.target, None).clean()  # nobody may ever save there, and do it
+                    outcomes.append(doing.one(item, progress))
+                ended(item, outcomes[-1])
+            pending = doing.missed() if "deleted" in outcomes else ()
+        Run(self.target, None).clean()  # there may never be a writer that does it
         return doing.report()
 
 
 class _Doing:
-    """A plan that is carried out."""
+    """The execution of a plan."""
 
     def __init__(self, plan: CopyPlan, threads: int, pacing: Pacing) -> None:
         self._source = plan.source
@@ -123,42 +123,44 @@ class _Doing:
             ),
             plan.items,
         )
-        self._fates: dict[str, Fate] = {}
+        self._outcomes: dict[str, CopyOutcome] = {}
         self._moved = Moved()
 
-    def one(self, item: Listed, progress: Progress | None) -> Fate:
+    def one(self, item: Listed, progress: Progress | None) -> CopyOutcome:
         self._progress = progress
-        fate: Fate
+        outcome: CopyOutcome
         try:
             if item.error is not None:
                 raise item.error
-            fate = self._copier.copy(item.folder)
+            outcome = self._copier.copy(item.folder)
         except NotFoundError:
             if self._plan.is_named or decision.deleted(self._source, item.folder) is None:
                 raise
-            fate = "deleted"
+            outcome = "deleted"
         except CorruptError as error:
-            fate = error
-        if isinstance(fate, Moved):
-            self._moved += fate
-        self._fates[item.folder] = fate
-        return fate
+            outcome = error
+        if isinstance(outcome, Moved):
+            self._moved += outcome
+        self._outcomes[item.folder] = outcome
+        return outcome
 
     def missed(self) -> tuple[Listed, ...]:
-        """List the checkpoints of the run that were committed since the last listing."""
+        """Return the checkpoints that were committed since the last listing."""
         listed = _chosen(self._run, self._run.checkpoints(), None, None)
-        new = tuple(item for item in listed if item.folder not in self._fates)
+        new = tuple(item for item in listed if item.folder not in self._outcomes)
         _check_items(new, self._plan.items)
         return new
 
     def report(self) -> CopyReport:
-        fates = self._fates.items()
+        outcomes = self._outcomes.items()
         return CopyReport(
-            copied=tuple(folder for folder, fate in fates if isinstance(fate, Moved)),
-            there=tuple(folder for folder, fate in fates if fate is None),
-            deleted=tuple(folder for folder, fate in fates if fate == "deleted"),
+            copied=tuple(folder for folder, outcome in outcomes if isinstance(outcome, Moved)),
+            there=tuple(folder for folder, outcome in outcomes if outcome is None),
+            deleted=tuple(folder for folder, outcome in outcomes if outcome == "deleted"),
             damaged=tuple(
-                (folder, fate) for folder, fate in fates if isinstance(fate, CorruptError)
+                (folder, outcome)
+                for folder, outcome in outcomes
+                if isinstance(outcome, CorruptError)
             ),
             copied_bytes=self._moved.copied_bytes,
             linked_bytes=self._moved.linked_bytes,
@@ -176,8 +178,8 @@ def plan_copy(
     step: int | None = None,
     items: Sequence[str] | None = None,
 ) -> CopyPlan:
-    """What copying a run, one step of it, or the folder of one checkpoint in it would bring; of
-    these items alone, if any are named, which each checkpoint has to have."""
+    """Plan the copy of a run, of one step of it, or of a single checkpoint's folder in it. With
+    `items` only these are copied; each checkpoint must have all of them."""
     if items is not None and (isinstance(items, str) or not items):
         raise UsageError("items are some names", found=repr(items), remedy="pass items=('model',)")
     store, folder = open_store(source), None
@@ -185,15 +187,15 @@ def plan_copy(
         store, folder = open_parent(source)
         if step is not None:
             raise UsageError(
-                "one checkpoint has but one step", where=str(source), remedy="leave it out"
+                "a single checkpoint has only one step", where=str(source), remedy="leave it out"
             )
         if lineage.parse_folder(folder) is None:
             raise UsageError(
-                "cannot copy a checkpoint that is in no run",
+                "cannot copy a checkpoint that is not in a run",
                 where=f"{store.url}/{folder}",
                 expected="the folder of a run, or of a checkpoint in one",
                 found="a folder alone",
-                remedy="copy the folder as any other: it is whole by itself",
+                remedy="copy the folder with any tool: it is self-contained",
             )
     place = open_store(target)
     if place.url == store.url:
@@ -208,7 +210,7 @@ def plan_copy(
     copier = Copier(CopyRoute(source=store, target=place), items)
     there = set()
     for item in chosen:
-        with suppress(NotFoundError):  # it is being deleted, which the copy will tell
+        with suppress(NotFoundError):  # being deleted: the copy reports it
             if copier.is_there(item.folder):
                 there.add(item.folder)
     return CopyPlan(
@@ -222,15 +224,15 @@ def plan_copy(
 
 
 def _check_items(listed: Sequence[Listed], items: Sequence[str] | None) -> None:
-    """Raise `NotFoundError` if a checkpoint lacks one of the items that are to be copied."""
+    """Raise `NotFoundError` if a checkpoint lacks one of the items to copy."""
     for item in listed:
         if items is not None and item.commit is not None:
-            left_out_of(item.commit, items)
+            omitted_items_of(item.commit, items)
 
 
 def _check_place(place: Store) -> None:
-    """`UsageError` for a place that is no run and is none for one: one checkpoint, or a folder of
-    runs, into which `cp` would put another."""
+    """Raise `UsageError` if the target is unsuitable for a run: a single checkpoint, or a folder of
+    runs (into which `cp` would copy another)."""
     found, remedy = "one checkpoint", "name its run, or another place"
     if not decision.is_checkpoint(place):
         if lineage.RUN_NAME in place.file_names(""):
@@ -243,7 +245,7 @@ def _check_place(place: Store) -> None:
         where=place.url,
         found=found,
         remedy=remedy,
-        expected="a place for one run: a copy of it, or empty",
+        expected="an empty place, or a copy of the same run",
     )
 
 
@@ -275,12 +277,13 @@ def copy(
     bytes_per_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> CopyReport:
-    """Copy a run, or one step of it, to another place, verified; what is there stays there. With
-    `items`, only these: what lies there then are excerpts, which say what they lack.
+    """Copy a run, or one step of it, to another place and verify it; existing checkpoints there are
+    kept. With `items`, only these are copied, into partial checkpoints that list the omitted items.
 
-    Copying again goes on where an interrupted copy ended, and brings what is new. `stop` may be set
-    by another thread: that raises `AbortedError`. A damaged checkpoint is `CorruptError`, once all
-    others are copied."""
+    A repeated copy resumes an interrupted one and copies what is new. Another thread may set
+    `stop`, which raises `AbortedError`. If a checkpoint is damaged, `CorruptError` is raised after
+    all others have been copied.
+    """
     report = plan_copy(source, target, step, items).execute(
         threads=threads, pacing=Pacing(bytes_per_s=bytes_per_s, stop=stop)
     )

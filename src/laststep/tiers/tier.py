@@ -1,7 +1,8 @@
-"""The places that a run is kept in, nearest first, as a user names them.
+"""The tiers of a run, nearest first, as configured by the user.
 
-One of them is the run's *home*: there epochs are claimed and saves are committed first. Before it
-there may be shared memory; what comes after it is drained to. Knows nothing of how.
+The first durable tier is the *primary*: terms are claimed and saves are committed there first.
+Shared memory may come before it; the tiers behind it are replicas. This module knows nothing of how
+they are filled.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
-from laststep.catalog.lineage import EPOCHS_FOLDER, parse_folder
+from laststep.catalog.lineage import TERMS_FOLDER, parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.checks import Checked, shown
+from laststep.constants import MEMORY
 from laststep.errors import UsageError
 from laststep.storage.files import refuse_secrets
 from laststep.storage.registry import real_place
 from laststep.storage.shared_memory import BASE
-from laststep.terms import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,28 +31,28 @@ _RATE = rf"[0-9]+(\.[0-9]+)? ?({'|'.join(_UNITS)})/s"
 
 
 class Tier(Checked, frozen=True, kw_only=False):
-    """A place that checkpoints are kept in: a folder, a URL, or shared memory (`shm://`)."""
+    """A place where checkpoints are kept: a folder, a URL, or shared memory (`shm://`)."""
 
     url: str
     every: Annotated[int, Meta(ge=1)] = 1
-    """Of so many checkpoints one goes there."""
+    """Copy every N-th checkpoint to this tier."""
     keep: Keep | None = None
-    """Which ones stay there; None: all."""
+    """The retention rules of this tier; None keeps all checkpoints."""
     limit: Annotated[str, Meta(pattern=f"^{_RATE}$", description="a rate such as '200 MB/s'")] | (
         None
     ) = None
-    """How fast it is drained to at most."""
+    """The highest rate of copying to this tier, such as '200 MB/s'."""
     items: (
         Annotated[
             tuple[str, ...], Meta(min_length=1, description="names of items, as in ('model',)")
         ]
         | None
     ) = None
-    """Which items go there; None: all."""
+    """The items to copy to this tier; None: all."""
 
     @property
     def limit_bytes_per_s(self) -> float | None:
-        """The same as a number."""
+        """`limit` in bytes per second."""
         if self.limit is None:
             return None
         number, unit = re.split(r" ?(?=[A-Za-z])", self.limit.removesuffix("/s"), maxsplit=1)
@@ -59,32 +60,33 @@ class Tier(Checked, frozen=True, kw_only=False):
 
     @property
     def memory_base(self) -> str | None:
-        """Where shared memory is to lie; None for a tier that is a store."""
+        """The folder of shared memory, or None if the tier is a store."""
         base = self.url.removeprefix(MEMORY) if self.url.startswith(MEMORY) else None
         return base or BASE if base is not None and base[:1] in ("", "/") else None
 
 
 class Arranged(NamedTuple):
-    """The places of a run."""
+    """The tiers of a run by their role."""
 
     memory: str | None
-    """Where its shared memory lies; None: no save is kept there."""
-    home: str | os.PathLike[str]
+    """The folder of shared memory, or None if saves are not kept in memory."""
+    primary: str | os.PathLike[str]
     keep: Keep | None
-    further: tuple[Tier, ...] = ()
+    replicas: tuple[Tier, ...] = ()
 
 
 def arranged(
     run: str | os.PathLike[str] | None, tiers: Sequence[object], keep: Keep | None
 ) -> Arranged:
-    """What a user has named, as the place of a run or as several tiers."""
+    """Return the tiers of a run that a user configured, by its path or as a list of tiers. Raise
+    `UsageError` if the configuration is invalid."""
     for tier in tiers if isinstance(tiers, list | tuple) else ():
         refuse_secrets(tier.url if isinstance(tier, Tier) else str(tier))
     if run is not None and not tiers:
         return Arranged(None, run, keep)
     if run is not None or not tiers or not isinstance(tiers, list | tuple):
         raise UsageError(
-            "a run has one place, or several tiers",
+            "pass either a path or tiers",
             found="neither" if run is None and not tiers else f"{shown(run)}, tiers={shown(tiers)}",
             expected="the path or URL of a run, or tiers=[…]",
             remedy="pass Checkpointer('runs/gpt', …) or Checkpointer(tiers=['shm://', 'runs/gpt'])",
@@ -94,50 +96,51 @@ def arranged(
     stores = named if memory is None else named[1:]
     if not stores or any(tier.memory_base is not None for tier in stores):
         raise UsageError(
-            "one tier at least is a store, and shared memory comes before all others",
+            "tiers must start with shared memory, if any, and include at least one store",
             expected="tiers=['shm://', 'runs/gpt', …]",
             found=f"tiers={shown(tiers)}",
             remedy="name a folder or a URL behind shm://; a run in memory alone is "
             "Checkpointer('shm://name')",
         )
-    home, *further = stores
+    primary, *replicas = stores
     if memory is not None and named[0].items is not None:
         raise UsageError(
-            "shared memory takes all items: what lies there is the snapshot itself",
+            "the memory tier holds whole snapshots and cannot omit items",
             found=str(named[0]),
             remedy="pass items= for the tiers behind the first store",
         )
-    if home.every != 1 or home.limit is not None or home.items is not None:
+    if primary.every != 1 or primary.limit is not None or primary.items is not None:
         raise UsageError(
-            "every save goes to the first store among the tiers, whole",
-            found=str(home),
+            "the primary takes every save in full",
+            found=str(primary),
             remedy="pass every=, limit= and items= for the tiers behind it",
         )
-    if keep is not None and home.keep is not None:
+    if keep is not None and primary.keep is not None:
         raise UsageError(
-            "the first store among the tiers has two rules of retention",
-            found=f"keep={keep} and {home}",
+            "the primary has two retention rules",
+            found=f"keep={keep} and {primary}",
             remedy="leave one of them out",
         )
     _refuse_same([tier.url for tier in stores])
-    return Arranged(memory, home.url, home.keep or keep, tuple(further))
+    return Arranged(memory, primary.url, primary.keep or keep, tuple(replicas))
 
 
 def _refuse_same(urls: Sequence[str]) -> None:
-    """`UsageError` where retention at one place would delete what lies at another."""
+    """Raise `UsageError` if two tiers overlap, so that retention at one would delete data of the
+    other."""
     for (one, place), (other, second) in permutations([(url, _parts(url)) for url in urls], 2):
         if place == second:
             raise UsageError(
-                "two tiers are the same place",
+                "two tiers name the same place",
                 where=one,
                 found=f"{other}, which leads there too",
                 expected="another place for each",
                 remedy="name each place once",
             )
         inner = second[len(place) :] if second[: len(place)] == place else ()
-        if inner and (inner[0] == EPOCHS_FOLDER or parse_folder(inner[0]) is not None):
+        if inner and (inner[0] == TERMS_FOLDER or parse_folder(inner[0]) is not None):
             raise UsageError(
-                "a tier lies in what another keeps of its run",
+                "a tier lies inside the run of another tier",
                 where=other,
                 expected=f"a place beside {one}",
                 found="one in it",
@@ -146,7 +149,7 @@ def _refuse_same(urls: Sequence[str]) -> None:
 
 
 def _parts(url: str) -> tuple[str, ...]:
-    """A place by the names that lead to it."""
+    """Return the path components of a resolved location."""
     return tuple(part for part in real_place(url).split("/") if part)
 
 
@@ -154,5 +157,5 @@ def _text(tier: object) -> str:
     if isinstance(tier, os.PathLike):
         tier = os.fspath(tier)
     if not isinstance(tier, str):
-        raise UsageError("a tier is a path, a URL or a laststep.Tier", found=shown(tier))
+        raise UsageError("invalid tier", found=shown(tier))
     return tier

@@ -1,1 +1,1 @@
-"""Write a checkpoint as other tools read it."""
+"""Write a checkpoint in the formats of other tools."""

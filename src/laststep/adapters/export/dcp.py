@@ -1,9 +1,9 @@
 """Write a checkpoint as a folder that `torch.distributed.checkpoint` loads.
 
-One `__0_N.distcp` for each item, and `.metadata`. The state is that of all items by name, taken
-apart as DCP does: dicts, and lists that hold tensors or dicts, become entries with dotted names,
-anything else is a value that torch.save wrote. Large tensors are written in pieces, as if several
-ranks had; tied ones refer to the same bytes. The state of an optimizer gets the form that
+The folder has one `__0_N.distcp` per item, and `.metadata`. The state contains all items by name,
+flattened as DCP does: dicts, and lists that hold tensors or dicts, become entries with dotted
+names; anything else is a value written by torch.save. Large tensors are written in pieces, as if by
+several ranks; tied tensors refer to the same bytes. The state of an optimizer gets the form that
 `torch.distributed.checkpoint.state_dict` gives it.
 """
 
@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
-from laststep.adapters.export.pieces import ItemTensors
+from laststep.adapters.export.folder import Exported, ItemTensors, WrittenFile, new_file, new_folder
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import UsageError
 from laststep.state.tensors import TORCH_DTYPES, revive
@@ -44,7 +43,7 @@ _Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """An entry: where it is in the state, and what is there, a tensor or any other node."""
+    """An entry: its path in the state, and its node, a tensor or any other value."""
 
     path: _Path
     node: object
@@ -89,7 +88,8 @@ def export_dcp(
 def leaves_by_item(
     trees: Mapping[str, object], *, where: str, remedy: str
 ) -> dict[str, list[Leaf]]:
-    """The entries of each item's tree, by names that differ."""
+    """Return the entries of each item's tree. Raise UsageError if two entries would have the same
+    name."""
     leaves = {item: list(_leaves_of(_torch_form(tree), (item,))) for item, tree in trees.items()}
     taken: dict[str, _Path] = {}
     for leaf in chain.from_iterable(leaves.values()):
@@ -108,7 +108,7 @@ def leaves_by_item(
 def tensor_metadata(
     dtype: str, shape: Sequence[int], chunks: list[ChunkStorageMetadata]
 ) -> TensorStorageMetadata:
-    """What DCP is told of a tensor."""
+    """Return DCP's metadata of a tensor."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
         size=torch.Size(shape),
@@ -117,7 +117,7 @@ def tensor_metadata(
 
 
 def _leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
-    """The entries of a state, in order, as DCP's own traversal finds them."""
+    """Yield the entries of a state in the order of DCP's own traversal."""
     if isinstance(node, dict):
         for key, inner in node.items():
             yield from _leaves_of(inner, (*path, str(key)))
@@ -135,11 +135,11 @@ def _is_taken_apart(node: object) -> bool:
 
 
 def _torch_form(tree: object) -> object:
-    """The tree without the classes that its states came from, optimizers as torch has them."""
+    """Return the tree without the tags for source classes, and with optimizers in torch's form."""
 
     def open_tag(tagged: Tagged) -> object:
         if tagged.tag == "counter":
-            return tagged.value  # a dict, to DCP too
+            return tagged.value  # DCP treats it as a dict
         if tagged.tag != OWNED:
             return tagged
         return _as_torch(owned(tagged).state)
@@ -148,8 +148,8 @@ def _torch_form(tree: object) -> object:
 
 
 def _as_torch(state: object) -> object:
-    """The state of an optimizer by the names of its parameters, as torch writes that; any other
-    state as it is."""
+    """Convert an optimizer's state, keyed by parameter names, to torch's form; return any other
+    state unchanged."""
     match state:
         case {"state": dict(by_name), "groups": list(groups), **rest} if not rest:
             made: list[object] = []
@@ -164,7 +164,7 @@ def _as_torch(state: object) -> object:
 
 
 class _EntryAppender:
-    """Appends entries to one file, and notes in the metadata where they lie."""
+    """Appends entries to one file, and records their locations in the metadata."""
 
     def __init__(self, file: BinaryIO, name: str, tensors: ItemTensors, metadata: Metadata) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class _EntryAppender:
                 self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
             except pickle.PicklingError as error:
                 raise UsageError(
-                    "cannot export a value whose class nobody else has",
+                    "cannot export a value of a private class",
                     where=leaf.name,
                     expected="what torch.save can pickle",
                     found=str(error)[:200],
@@ -210,7 +210,7 @@ class _EntryAppender:
             self._metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = info
 
     def _append(self, value: object) -> _StorageInfo:
-        # Not straight into the file: torch's writer hides what a file raises, such as a full disk.
+        # Not directly into the file: torch's writer hides the file's errors, such as a full disk.
         buffer = io.BytesIO()
         torch.save(value, buffer)
         start = self._file.tell()
@@ -233,5 +233,5 @@ def _chunk(first: int, piece: torch.Tensor) -> ChunkStorageMetadata:
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory of its own: torch.save writes all of the memory a tensor lies in."""
+    """Return the tensor in memory of its own: torch.save writes a tensor's whole storage."""
     return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()

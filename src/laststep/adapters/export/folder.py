@@ -1,27 +1,41 @@
-"""A new folder that appears whole and durable, or not at all; and what an export put into it.
+"""New folders that appear complete and durable or not at all, and reading the tensors to export.
 
-Knows nothing of what is written into it. The files are written to a hidden folder beside the
-target, which takes the target's name once all of them are durable. Whatever ends the writing before
-that, an interrupt too, nothing is left; only a kill leaves the hidden folder.
+Files are written to a hidden folder next to the target, which is renamed to the target once all of
+them are durable. If writing ends early, also by an interrupt, nothing remains; only a kill leaves
+the hidden folder. This code knows nothing of the files' content.
+
+`ItemTensors` reads the tensors of one stored item, a piece at a time, through the catalog, which
+verifies every byte as it is read. It knows nothing of files, nor of the purpose of the pieces. A
+piece is as many rows as fit into `PIECE_BYTES`, and at least one, so a tensor with larger rows
+takes the memory of one row.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from laststep.constants import DTYPES
 from laststep.errors import AlreadyExistsError
 from laststep.process import signals
+from laststep.state.tree import TensorSpec
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
+
+    from laststep.browse import Checkpoint
+    from laststep.state.provider import Shape, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +49,16 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote, and what not."""
+    """Result of an export: written files and omitted entries."""
 
     files: tuple[WrittenFile, ...]
     """The files that hold state."""
     values: int = 0
-    """Entries that are no tensors."""
+    """The number of written entries that are not tensors."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Tied tensors that are not written, and the name under which each is."""
-    left_out: tuple[str, ...] = ()
-    """Values that are no tensors, and are not written."""
+    """Tied tensors that are not written, and the name under which each one is stored."""
+    omitted_values: tuple[str, ...] = ()
+    """Values that are not written because they are not tensors."""
 
     @property
     def tensors(self) -> int:
@@ -56,15 +70,15 @@ class Exported:
 
 
 def check_absent(target: str | os.PathLike[str]) -> None:
-    """`AlreadyExistsError` where the name is taken, by whatever it is."""
+    """Raise AlreadyExistsError if anything exists under this name."""
     if os.path.lexists(absolute(target)):
         raise _taken(absolute(target))
 
 
 @contextlib.contextmanager
 def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Give a hidden folder to write to, which becomes the folder `target` at the end; `replace`:
-    also where there is one, which is there until then."""
+    """Yield a hidden folder that becomes `target` at the end of the block. With `replace`, an
+    existing folder stays until then and is replaced; without, AlreadyExistsError is raised."""
     if not replace:
         check_absent(target)
     path = Path(absolute(target))
@@ -79,7 +93,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
         else:
             _publish(staging, path)
     except BaseException as error:
-        with signals.held():
+        with signals.defer_signals():
             _remove(staging, above)
         if isinstance(error, OSError):
             raise failed("write", str(path), error) from error
@@ -88,7 +102,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to in order, durable at the end."""
+    """Yield a new file to write sequentially; it is durable at the end of the block."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -110,7 +124,7 @@ def _publish(staging: Path, path: Path) -> None:
 
 
 def _exchange(staging: Path, path: Path) -> None:
-    """Publish in the place of a folder, and delete that."""
+    """Publish in place of an existing folder, and delete that one."""
     disk = Disk()
     old = staging
     try:
@@ -119,7 +133,7 @@ def _exchange(staging: Path, path: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         old = staging.with_name(f"{staging.name}-old")
-        disk.rename(str(path), str(old))  # a moment without: this filesystem has no better way
+        disk.rename(str(path), str(old))  # `path` is briefly missing: no atomic exchange here
         disk.rename(str(staging), str(path))
     disk.sync_folder(str(path.parent))
     shutil.rmtree(old, ignore_errors=True)
@@ -134,5 +148,79 @@ def _remove(staging: Path, above: list[Path]) -> None:
 
 def _taken(path: str) -> AlreadyExistsError:
     return AlreadyExistsError(
-        "there is something already", where=path, remedy="name another, or remove it"
+        "the path already exists", where=path, remedy="name another, or remove it"
     )
+
+
+PIECE_BYTES = 16 << 20
+
+
+class ItemTensors:
+    """The tree of an item and its tensors, by the names that the tree uses."""
+
+    def __init__(self, checkpoint: Checkpoint, item: str) -> None:
+        """Raise NotFoundError if the checkpoint has no such item."""
+        self._checkpoint = checkpoint
+        self._item = checkpoint.content().item(item)
+        self.item = item
+        self.where = checkpoint.folder
+        self.tree = self._item.tree
+
+    def source_of(self, name: str) -> str:
+        """Return the name under which a tensor is stored: its own, unless it is tied."""
+        return self._item.ties.get(name, name)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return the dtype and shape of a tensor."""
+        view = self._item.view_of(name)
+        if view is not None:
+            return TensorSpec(view.dtype, view.shape)
+        stored = self._checkpoint.tensor(f"{self.item}/{name}")
+        return TensorSpec(stored.dtype, tuple(stored.shape))
+
+    def pieces(
+        self, name: str, *, limit_bytes: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the rows of a tensor in order, each piece with the number of its first row; at
+        least one piece."""
+        spec = self.spec(name)
+        if not spec.shape:
+            yield 0, self._rows(name, None)
+            return
+        row_bytes = size_bytes(spec.dtype, spec.shape[1:])
+        count = max((limit_bytes or PIECE_BYTES) // max(row_bytes, 1), 1)
+        for start in range(0, max(spec.shape[0], 1), count):
+            yield start, self._rows(name, range(start, min(start + count, spec.shape[0])))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return the whole tensor at once."""
+        [(_, tensor)] = self.pieces(name, limit_bytes=sys.maxsize)
+        return tensor
+
+    def _rows(self, name: str, rows: range | None) -> torch.Tensor:
+        view = self._item.view_of(name)
+        if view is not None:
+            return self._window(view, rows)
+        stored = self._checkpoint.tensor(f"{self.item}/{name}")
+        return stored[()] if rows is None else stored[rows.start : rows.stop]
+
+    def _window(self, view: View, rows: range | None) -> torch.Tensor:
+        """Return rows of a tensor that shares bytes with its base. Only the byte range of the base
+        that contains them is read."""
+        from laststep.state.tensors import open_view  # late: the command line starts without torch
+
+        shape: Shape = () if rows is None else (len(rows), *view.shape[1:])
+        size = DTYPES[view.dtype].size_bytes
+        start = view.offset_bytes
+        if rows is not None:
+            start += rows.start * view.stride[0] * size
+        reach = sum((n - 1) * step for n, step in zip(shape, view.stride, strict=True))
+        stop = start + (0 if 0 in shape else (reach + 1) * size)
+        base = self._checkpoint.tensor(f"{self.item}/{view.base}")[start:stop]
+        # Cloned, so that the window starts at an aligned address.
+        return open_view(base.clone(), replace(view, shape=shape, offset_bytes=0)).contiguous()
+
+
+def size_bytes(dtype: str, shape: Shape) -> int:
+    """Return the size of a dense tensor."""
+    return math.prod(shape) * DTYPES[dtype].size_bytes

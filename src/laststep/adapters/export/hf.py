@@ -1,9 +1,9 @@
-"""Write an item as Hugging Face has its models: safetensors files, and an index if there are many.
+"""Write an item as a Hugging Face model: safetensors files, and an index if there are several.
 
-First a plan, which is pure and finds all that cannot work; then the files, in order of their bytes,
-a piece of a tensor in memory at a time. Tensors are cut into files as `save_pretrained` does: in
-order, a new file where the next tensor does not fit any more. safetensors cannot share bytes, so of
-tied tensors only the first is written, unless all are asked for.
+A pure plan first finds everything that cannot work. Then the files are written, in order of their
+bytes, with one piece of a tensor in memory at a time. Tensors are split into files as
+`save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
+cannot share bytes, so only the first of several tied tensors is written, unless `keep_tied` is set.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
-from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
-from laststep.adapters.export.pieces import ItemTensors, size_bytes
+from laststep.adapters.export.folder import (
+    Exported,
+    ItemTensors,
+    WrittenFile,
+    new_file,
+    new_folder,
+    size_bytes,
+)
 from laststep.codecs.objects import Tagged, TensorRef
+from laststep.constants import DTYPES, align_up
 from laststep.errors import UsageError
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.state.tree import OWNED, owned
-from laststep.terms import DTYPES, align_up
 
 if TYPE_CHECKING:
     import os
@@ -37,14 +43,14 @@ _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"
 _MAX_TENSORS = 100_000
-"""The most tensors of one file: safetensors refuses headers above 100 MB."""
+"""Maximum number of tensors per file: safetensors refuses headers above 100 MB."""
 _NO_CAST = frozenset({"float4_e2m1fn_x2"})
 """Floating dtypes with two numbers in a byte, which are not cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rename:
-    """Replace what a pattern finds in a name."""
+    """Replace every match of a pattern in a name."""
 
     pattern: re.Pattern[str]
     replacement: str
@@ -52,7 +58,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """Write floating tensors as another dtype: those whose new name a pattern finds, or all."""
+    """Write floating tensors in another dtype: those whose new name matches the pattern, or all."""
 
     pattern: re.Pattern[str] | None
     dtype: str
@@ -60,8 +66,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the caller chooses. Of several casts that fit a tensor the last counts, and one with a
-    pattern before one without."""
+    """Options of an export. If several casts match a tensor, the last one applies; casts with a
+    pattern take precedence over casts without."""
 
     shard_bytes: int = 5 * 10**9
     renames: tuple[Rename, ...] = ()
@@ -71,7 +77,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportTensor:
-    """A tensor to write: its name in the item and in the file, its dtype there."""
+    """A tensor to write: its names in the item and in the file, and its dtype in the file."""
 
     stored: str
     name: str
@@ -85,13 +91,13 @@ class ExportTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """What goes into which file."""
+    """The tensors of each file to write."""
 
     files: dict[str, tuple[ExportTensor, ...]]
     dropped: dict[str, str]
-    """Tied tensors that are not written, and the name under which each is."""
-    left_out: tuple[str, ...]
-    """Values of the item that are no tensors."""
+    """Tied tensors that are not written, and the name under which each one is stored."""
+    omitted_values: tuple[str, ...]
+    """Values of the item that are not tensors."""
 
     def entries(self) -> list[ExportTensor]:
         return [entry for entries in self.files.values() for entry in entries]
@@ -112,13 +118,12 @@ def export_hf(
         if len(plan.files) > 1:
             with new_file(folder / _INDEX) as file:
                 file.write(_index(plan))
-    return Exported(files=tuple(files), dropped=plan.dropped, left_out=plan.left_out)
+    return Exported(files=tuple(files), dropped=plan.dropped, omitted_values=plan.omitted_values)
 
 
 def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
-    """Decide names, dtypes and files; `UsageError` for what cannot be written as it was asked
-    for."""
-    paths, left_out = _leaves(tensors)
+    """Decide names, dtypes and files. Raise UsageError if the request cannot be fulfilled."""
+    paths, omitted_values = _leaves(tensors)
     names = _renamed(paths, choices.renames, tensors)
     first: dict[str, str] = {}
     dropped: dict[str, str] = {}
@@ -141,14 +146,15 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
     _check_casts_used(choices.casts, [names[stored] for stored in kept], tensors)
     entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
     return ExportPlan(
-        files=_files(entries, choices.shard_bytes), dropped=dropped, left_out=left_out
+        files=_files(entries, choices.shard_bytes), dropped=dropped, omitted_values=omitted_values
     )
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Stored name → path with dots, of every tensor in order; and the paths of all else."""
+    """Return stored name → dotted path of every tensor, in order, and the paths of all other
+    values."""
     paths: dict[str, str] = {}
-    left_out: list[str] = []
+    omitted_values: list[str] = []
 
     def see(node: object, path: Path) -> None:
         dotted = ".".join(map(str, path)) or tensors.item
@@ -174,10 +180,10 @@ def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
                 for i, inner in enumerate(node):
                     see(inner, (*path, i))
             case _:
-                left_out.append(dotted)
+                omitted_values.append(dotted)
 
     see(tensors.tree, ())
-    return paths, tuple(left_out)
+    return paths, tuple(omitted_values)
 
 
 def _renamed(
@@ -207,7 +213,7 @@ def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTen
         name = names[stored]
         if name in ("", _RESERVED):
             raise UsageError(
-                "a tensor cannot have this name",
+                "invalid tensor name",
                 where=f"{tensors.item}/{stored}",
                 found=repr(name),
                 remedy="change the --rename",
@@ -235,7 +241,7 @@ def _unused(
     shown = list(names)
     more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
     return UsageError(
-        f"no tensor has a name that {option} means",
+        f"no tensor name matches {option}",
         where=f"{tensors.where}, item {tensors.item}",
         expected=f"the pattern {pattern.pattern!r} in a name",
         found=", ".join(shown[:3]) + more,
@@ -322,7 +328,7 @@ def _cast(piece: torch.Tensor, entry: ExportTensor, item: str) -> torch.Tensor:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    # torch knows no isfinite for floats of 8 bits.
+    # torch has no isfinite for 8-bit floats.
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 

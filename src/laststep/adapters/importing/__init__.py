@@ -1,1 +1,1 @@
-"""Read checkpoints of other tools into plain nested state, without running code of theirs."""
+"""Read checkpoints of other tools into plain nested state, without running their code."""

@@ -1,10 +1,10 @@
 """Read a folder that torch.distributed.checkpoint (DCP) wrote, from any number of ranks.
 
-The state comes out as `dcp_to_torch_save` would give it: whole tensors on the CPU, in the nested
+The result is the state that `dcp_to_torch_save` would give: whole tensors on the CPU, in the nested
 dicts and lists they were saved from. Files are read one after the other, front to back.
 
-Nothing in the folder is run. Before memory is taken for tensors, the metadata is checked against
-the sizes of the files: no claim in it costs more than the folder holds.
+Nothing in the folder is run. Before memory is allocated for tensors, the metadata is checked
+against the sizes of the files, so a false claim cannot cost more memory than the folder's size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from laststep.adapters.importing import dcp_metadata, safetensors_part, torch_save
 from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, Region
 from laststep.adapters.nesting import nest
+from laststep.constants import with_article
 from laststep.errors import CorruptError, NotFoundError
 from laststep.state.tensors import allocate
-from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,7 @@ _MAX_METADATA_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionBox:
-    """A region and what is in it: a box of a tensor, or (None) a value."""
+    """A region and its content: a box of a tensor, or a value if `box` is None."""
 
     name: str
     region: Region
@@ -48,18 +48,19 @@ class RegionBox:
 
 
 def is_one(folder: Path) -> bool:
-    """Whether DCP wrote to this folder, even if the save did not end."""
+    """Return True if DCP wrote to this folder, even if the save did not finish."""
     return metadata_in(folder) is not None or any(folder.glob("*.distcp"))
 
 
 def metadata_in(folder: Path, rank: int = 0) -> Path | None:
-    """What says where all lies: of a save, or of a rank that saved for itself; None without any."""
+    """Return the metadata file of a save, or of a rank that saved separately; None if there is
+    neither."""
     names = METADATA_NAME, f"__{rank}{METADATA_NAME}"
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read_folder(folder: Path) -> dict[str, object]:
-    """The nested state that the folder holds."""
+    """Return the nested state that the folder holds."""
     where = str(folder)
     entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
     pieces = sorted(_pieces(entries), key=lambda piece: (piece.region.file, piece.region.offset))
@@ -95,7 +96,7 @@ def _metadata_of(folder: Path) -> bytes:
             "cannot import",
             where=str(folder),
             expected=f"a {METADATA_NAME}",
-            found="none: the save did not end, or each rank saved for itself",
+            found="none: the save did not finish, or each rank saved separately",
             remedy="name the folder of a save that ended",
         )
     size_bytes = path.stat().st_size
@@ -116,7 +117,8 @@ def _pieces(entries: Iterable[MetadataEntry]) -> Iterable[RegionBox]:
 
 
 def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
-    """The size of every file that is needed; all regions lie within."""
+    """Return the size of every file that is needed. Raise CorruptError if a file is missing or a
+    region is outside of its file."""
     sizes: dict[str, int] = {}
     for piece in pieces:
         region = piece.region
@@ -127,7 +129,7 @@ def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
                     "cannot import",
                     where=str(path),
                     found=f"no such file, which holds {piece}",
-                    remedy="bring the files of all ranks into the folder",
+                    remedy="put the files of all ranks into the folder",
                 )
             sizes[region.file] = path.stat().st_size
         stop = region.offset + region.size_bytes
@@ -142,8 +144,8 @@ def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
 
 
 def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where: str) -> None:
-    """Every byte is stored once, so metadata that claim more than the files hold are
-    `CorruptError`."""
+    """Raise CorruptError if the metadata claims more bytes than the files hold: every byte is
+    stored once."""
     claimed = sum(entry.content.size_bytes for entry in entries)
     held = sum(sizes.values())
     if claimed > held:
@@ -155,12 +157,13 @@ def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where:
 def _allocate(entry: CutTensor) -> torch.Tensor:
     try:
         return allocate(entry.dtype, entry.shape, "cpu")
-    except RuntimeError as error:  # torch has no class of its own for the memory of the CPU
+    except RuntimeError as error:  # torch has no own class for lack of CPU memory
         raise MemoryError(f"a tensor of shape {list(entry.shape)}") from error
 
 
 def checked_chunk(part: object, target: torch.Tensor, piece: RegionBox, where: str) -> torch.Tensor:
-    """What was read, which MUST be just the chunk that the metadata says."""
+    """Return `part` if it is exactly the chunk that the metadata describes, else raise
+    CorruptError."""
     shape = () if piece.box is None else piece.box.shape
     if not isinstance(part, torch.Tensor):
         found = with_article(type(part))
@@ -180,7 +183,8 @@ def checked_chunk(part: object, target: torch.Tensor, piece: RegionBox, where: s
 
 @dataclass(slots=True, kw_only=True)
 class DcpFileReader:
-    """One file of the folder: archives of torch.save in a row, or values and then safetensors."""
+    """One file of the folder: consecutive torch.save archives, or values followed by
+    safetensors."""
 
     file: BinaryIO
     size_bytes: int
@@ -195,7 +199,7 @@ class DcpFileReader:
         return self._of_safetensors(piece)
 
     def archive(self, piece: RegionBox) -> object:
-        """What torch.save wrote there."""
+        """Load the torch.save archive in the piece's region."""
         region = piece.region
         self.file.seek(region.offset)
         data = io.BytesIO(self.file.read(region.size_bytes))
@@ -213,7 +217,8 @@ class DcpFileReader:
         return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
     def _of_safetensors(self, piece: RegionBox) -> torch.Tensor:
-        """One header for all tensors of the file; each names its offset, and its own length."""
+        """Read a tensor from safetensors. All tensors of the file share one header, and the
+        metadata of each has the header's offset with the tensor's own length."""
         start = piece.region.offset
         self.file.seek(start + 8)
         if self.file.read(1) != b"{":
@@ -224,7 +229,7 @@ class DcpFileReader:
             )
         part = self._parts[start]
         if piece.name not in part.entries or piece.name in self._seen:
-            # Two chunks of one tensor have one name in a file: DCP lost all but the last.
+            # Two chunks of a tensor get the same name in a file: DCP keeps only the last.
             raise CorruptError(
                 "cannot import",
                 where=self.where,

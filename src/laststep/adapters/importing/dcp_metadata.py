@@ -1,8 +1,8 @@
-"""What the `.metadata` of torch.distributed.checkpoint (DCP) says: entries, and where they lie.
+"""Decode the `.metadata` of torch.distributed.checkpoint (DCP): entries and their locations.
 
-Pure; knows nothing of files or torch. The pickle is read without calling anything in it, and all
-that is used of it is checked here: types, ranges, and that the chunks of a tensor cover it exactly
-once. Whatever is damaged is `CorruptError`; what is sound but not for us is `UsageError`.
+Pure; knows nothing of files or torch. The pickle is read without calling anything in it, and every
+part that is used is checked here: types, ranges, and that the chunks of a tensor cover it exactly
+once. Damage is a `CorruptError`; metadata that is intact but not supported is a `UsageError`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from laststep.adapters.importing import inert_pickle
 from laststep.adapters.importing.inert_pickle import Global, PickledObject
+from laststep.constants import DTYPES, listed
 from laststep.errors import CorruptError, UsageError
-from laststep.read.files import box_text
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
-from laststep.terms import DTYPES, listed
 
 if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
@@ -55,7 +54,7 @@ ADMITTED = frozenset(
         ("builtins", "getattr"),  # members of enums in some versions of Python; never called
     }
 )
-"""Every class and function whose name may stand in the metadata, by module and name."""
+"""All classes and functions that may occur in the metadata, by module and name."""
 
 REMEDY = (
     "load the folder yourself if you trust it, with "
@@ -77,7 +76,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """A tensor and the boxes it was cut into; none of them is empty."""
+    """A tensor and the non-empty boxes it was split into."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -98,8 +97,8 @@ class MetadataEntry:
 
 
 def decode(data: bytes, *, where: str, in_parts: bool = False) -> tuple[MetadataEntry, ...]:
-    """All entries, in the order of the metadata; `in_parts`, of a rank that saved for itself, not
-    all of a tensor need be there."""
+    """Return all entries in the order of the metadata. With `in_parts`, for a rank that saved
+    separately, the chunks need not cover a whole tensor."""
     if data[:1] == b"{":
         raise UsageError(
             "cannot import",
@@ -153,8 +152,8 @@ class _MetadataDecoder:
         title = f"{name[:100]!r} of shape {list(shape)}"
         for box in boxes:
             if len(box.start) != len(shape) or whole(shape).meet(box) != box:
-                raise self._corrupt(f"{title} with a chunk outside of it, [{box_text(box)}]")
-        # Seen from the dimension that is cut most often, where few boxes begin together.
+                raise self._corrupt(f"{title} with a chunk outside of it, [{box.text}]")
+        # Put the dimension with the most cuts first: there, few boxes share a start.
         cuts = [len({box.start[dim] for box in boxes}) for dim in range(len(shape))]
         order = sorted(range(len(shape)), key=lambda dim: -cuts[dim])
         turned = [Box(_picked(box.start, order), _picked(box.stop, order)) for box in boxes]
@@ -163,7 +162,7 @@ class _MetadataDecoder:
         held = sum(box.volume for box in boxes)
         missing = math.prod(shape) - held
         problem = f"{missing} elements in no chunk" if missing > 0 else "chunks that overlap"
-        shown = listed(f"[{box_text(box)}]" for box in boxes)
+        shown = listed(f"[{box.text}]" for box in boxes)
         raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
 
     def _region(self, name: str, raw: object) -> Region:
@@ -222,14 +221,14 @@ class _MetadataDecoder:
         return Box(start, tuple(a + b for a, b in zip(start, shape, strict=True)))
 
     def _size(self, raw: object, title: str) -> tuple[int, ...]:
-        """A torch.Size."""
+        """Return the sizes of a pickled torch.Size."""
         sizes = raw.args[0] if isinstance(raw, PickledObject) and len(raw.args) == 1 else None
         if (
             not isinstance(sizes, tuple)
             or len(sizes) > _MAX_DIMS
             or not all(_is_count(size) for size in sizes)
         ):
-            raise self._corrupt(f"{title} that is no torch.Size")
+            raise self._corrupt(f"{title} that is not a torch.Size")
         return sizes
 
     def _path(self, name: str, raw: object) -> Path:
@@ -245,7 +244,8 @@ class _MetadataDecoder:
         return raw
 
     def _fields(self, raw: object, kind: str) -> dict[object, object]:
-        """The attributes of an object of a class of this name."""
+        """Return the attributes of an object whose class has this name; raise CorruptError for
+        others."""
         if not isinstance(raw, PickledObject) or raw.kind.name != kind or not raw.state:
             other = raw.kind.name if isinstance(raw, PickledObject) else type(raw).__name__
             raise self._corrupt(f"a {other} where a {kind} belongs")
@@ -262,7 +262,7 @@ class _MetadataDecoder:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise self._corrupt(f"the name {name[:100]!a}, which is no text") from None
+            raise self._corrupt(f"the name {name[:100]!a}, which is not text") from None
         return name
 
     def _corrupt(self, found: str) -> CorruptError:

@@ -1,15 +1,16 @@
-"""Read a pickle without calling anything: classes stay names, objects stay records of their parts.
+"""Read a pickle without calling anything: classes stay names, objects become records of their
+parts.
 
-Knows nothing of what the classes are. Only classes that the caller admits, by module and name, may
-occur; one that is not admitted is `UsageError` and names it. Whatever the bytes are, the only other
-error is `CorruptError`. There is no recursion, and nothing nested is ever compared or hashed, so
-neither deep nesting nor shared structure costs more than the length of the pickle.
+Knows nothing of the classes. Only classes that the caller admits, by module and name, may occur;
+any other raises a `UsageError` that names it. Whatever the bytes are, the only other error is
+`CorruptError`. There is no recursion, and nested values are never compared or hashed, so neither
+deep nesting nor shared structure costs more than the length of the pickle.
 
-`pickle.Unpickler` with a `find_class` that refuses is not as safe, so this is written by hand: 9
-bytes made it take 2 GB (a large number of the memo), 157 bytes 35 s (a key of tuples that share
+This is written by hand because `pickle.Unpickler` with a refusing `find_class` is not as safe: 9
+bytes made it allocate 2 GB (a large memo index), 157 bytes took 35 s (a key of tuples that share
 parts), and 2 MB killed the process (a key of nested tuples).
 
-Covers what Python's own pickler writes of such objects with protocols 2 to 5.
+Supports the output of Python's own pickler for such objects with protocols 2 to 5.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Global(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PickledObject:
-    """An object as it was pickled: what makes it, the arguments, and the state set afterwards."""
+    """An object as it was pickled: its class or factory, the arguments, and the state set
+    afterwards."""
 
     kind: Global
     args: tuple[object, ...]
@@ -62,9 +64,10 @@ class PickledObject:
 
 
 def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, remedy: str) -> object:
-    """What the pickle holds: plain values, dicts, lists, tuples, `Global` and `PickledObject`.
+    """Return the content of a pickle: plain values, dicts, lists, tuples, `Global`,
+    `PickledObject`.
 
-    A key of a dict is text, a number or a record; a record is a key by identity.
+    Keys of dicts are strings, ints or `PickledObject`s; the latter are compared by identity.
     """
     machine = _Machine(admitted=admitted, where=where, remedy=remedy)
     try:
@@ -84,7 +87,7 @@ def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, reme
 
 @dataclass(slots=True, kw_only=True)
 class _Machine:
-    """The stack and the memo; a method for each operation that is not a literal."""
+    """The stack and the memo, with a method for each operation that is not a literal."""
 
     admitted: Collection[tuple[str, str]]
     where: str
@@ -124,13 +127,13 @@ class _Machine:
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
-            raise TypeError("values for something that is no list")
+            raise TypeError("values for an object that is not a list")
         target.extend(items)
 
     def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
-            raise TypeError("keys and values for something that is no dict")
+            raise TypeError("keys and values for an object that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | int | PickledObject):
                 raise TypeError(f"a {type(key).__name__} as a key")
@@ -161,7 +164,7 @@ class _Machine:
     def build(self, _: object) -> None:
         state, target = self.pop(), self.stack[-1]
         if not isinstance(target, PickledObject) or target.state is not None:
-            raise TypeError("a state for something that takes none")
+            raise TypeError("state for an object that takes none")
         target.state = state
 
     def remember(self, at: object) -> None:

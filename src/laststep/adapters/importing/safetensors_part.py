@@ -1,6 +1,6 @@
-"""Read safetensors: a whole file, or from somewhere in a file to its end.
+"""Read safetensors: a whole file, or the part of a file from an offset to its end.
 
-Checked as strictly as our own files. Knows nothing of what the tensors are for.
+Checked as strictly as our own files. Knows nothing of the purpose of the tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """The tensors of one header by name, in the order of their bytes, and where those begin."""
+    """The tensors of one header by name, in the order of their bytes, and the offset of their
+    data."""
 
     entries: dict[str, TensorEntry]
     data_at: int
 
 
 def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorIndex:
-    """What the header at `start` says; its data end at `stop`, the end of the file."""
+    """Decode the header at `start`. Its data must end at `stop`, the end of the file."""
     size_bytes = stop - start
     file.seek(start)
     prefix = file.read(8)
@@ -39,7 +40,7 @@ def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorInd
 
 
 def read_tensor(file: BinaryIO, part: TensorIndex, name: str, *, where: str) -> torch.Tensor:
-    """One tensor of a part."""
+    """Read one tensor of a part."""
     entry = part.entries[name]
     data = bytearray(entry.stop - entry.start)
     file.seek(part.data_at + entry.start)

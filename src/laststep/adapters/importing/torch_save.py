@@ -1,4 +1,4 @@
-"""Read what `torch.save` wrote: tensors and plain values, on the CPU, never code."""
+"""Read torch.save files: tensors and plain values, on the CPU, never code."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 
 
 def load(source: Path | BinaryIO, *, where: str, remedy: str) -> object:
-    """What a file, or a part of one, holds; `remedy` is for one that holds code."""
+    """Return the content of a file or stream. Raise UsageError, with `remedy`, if it contains code,
+    and CorruptError if it is damaged."""
     try:
         return load_plain(source)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # junk makes torch raise anything, even a KeyError
+    except Exception as error:  # invalid data makes torch raise anything, even KeyError
         raise _unreadable(error, source, where, remedy) from error
 
 
 def load_plain(source: Path | BinaryIO) -> object:
-    """Tensors and plain values, on the CPU; raises anything."""
+    """Return tensors and plain values, on the CPU; may raise any exception."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pickles that torch.save did not write
+        warnings.simplefilter("ignore")  # about pickles that torch.save did not write
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
 def refused_by(error: Exception) -> str | None:
-    """The class or function that torch did not want to load."""
+    """Return the class or function that torch refused to load, or None."""
     refused = _REFUSED.search(f"{error} {error.__cause__ or ''}")
     return None if refused is None else refused[1]
 
@@ -48,14 +49,14 @@ def refused_by(error: Exception) -> str | None:
 def _unreadable(
     error: Exception, source: Path | BinaryIO, where: str, remedy: str
 ) -> LaststepError:
-    """The error for torch's refusal, without torch's advice to run the code in the file."""
+    """Return the error for torch's refusal, without torch's advice to run the code in the file."""
     refused, reason = refused_by(error), f"{error} {error.__cause__ or ''}"
     if refused is not None:
         return UsageError(
             "cannot import",
             where=where,
             expected="tensors and plain values",
-            found=f"{refused}, which is code and not allowed",
+            found=f"{refused}, which is code and is not allowed",
             remedy=remedy,
         )
     if "TorchScript" in reason:
@@ -70,20 +71,22 @@ def _unreadable(
             "cannot import",
             where=where,
             expected="tensors and plain values, pickled with protocol 2",
-            found="a sound file of torch.save with what only its own code can read: "
+            found="an intact torch.save file with objects that only their own code can read: "
             + reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:200],
             remedy=remedy,
         )
     return CorruptError(
         "cannot import: not a torch.save file nor safetensors",
         where=where,
-        found="a zip archive that is damaged, cut off or not torch's" if _is_zip(source) else None,
+        found="a zip archive that is damaged, truncated or not from torch"
+        if _is_zip(source)
+        else None,
     )
 
 
 def _is_sound(source: Path | BinaryIO) -> bool:
-    """Whether a file is what torch.save wrote, as far as that can be seen without reading it as
-    torch does: its archive is whole, and its pickles have an end."""
+    """Return True if a file looks like intact output of torch.save: its archive is complete and its
+    pickles have an end. Nothing is unpickled."""
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         try:
             if not _is_zip(source):
@@ -97,11 +100,12 @@ def _is_sound(source: Path | BinaryIO) -> bool:
 
 
 _OLD_PICKLES = 5
-"""Before there were archives: a number, a version, the system, what was saved, and storages."""
+"""The number of pickles in a file from before archives: a magic number, a version, system
+information, the saved object, and storage keys."""
 
 
 def _ends(file: IO[bytes]) -> bool:
-    """Whether there is a pickle up to its end; nothing in it is run."""
+    """Return True if there is a pickle with an end; nothing in it is run."""
     try:
         return any(opcode.name == "STOP" for opcode, _, _ in pickletools.genops(file))
     except (ValueError, IndexError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""Codecs of blocks: the bytes of one block to fewer bytes and back.
+"""Block codecs: encode the bytes of one block to fewer bytes, and decode them.
 
-Pure, each block by itself; knows nothing of files, of what is stored by which codec, or of who
-chooses. `registry` finds a codec by its name, and imports it only then: numpy and zstandard are not
-imported by a process that uses neither.
+Pure, each block independently; knows nothing of files, of the choice of a codec, or of the blocks
+stored with it. `registry` finds a codec by name and imports it only then, so a process that uses
+neither numpy nor zstandard does not import them.
 """

@@ -1,15 +1,15 @@
-"""What a codec of blocks is, and what all of them share: its bounds and its one error.
+"""The interface of block codecs, and the parts that all of them share: limits and the one error.
 
-A block is at most 1 MiB. Its elements have 1, 2, 4, 8 or 16 bytes; what is left at its end and is
-shorter than an element belongs to no element and is stored as it is.
+A block is at most 1 MiB. Its elements have 1, 2, 4, 8 or 16 bytes. Bytes at its end that are
+shorter than an element are the tail, which is stored unchanged.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,44 +22,45 @@ ELEMENT_BYTES = (1, 2, 4, 8, 16)
 
 
 class BlockCodec(Protocol):
-    """Encodes one block and decodes it again. MUST be pure, and callable from several threads at
-    once; SHOULD let go of the GIL where it takes long. `laststep.testing.codecs` has its tests."""
+    """Encodes one block and decodes it again. MUST be pure and callable from several threads at
+    once; SHOULD release the GIL during long operations. `laststep.testing.codecs` has conformance
+    tests."""
 
     @property
     def name(self) -> str:
-        """What files call it: up to 32 lower-case letters, digits and dashes. Never changes, and
-        neither does what it decodes."""
+        """The name in files: up to 32 lower-case letters, digits and dashes. Neither the name nor
+        the result of `decode` ever changes."""
 
     @property
     def lossless(self) -> bool:
-        """Whether what is decoded is always, bit for bit, what was encoded."""
+        """True if decoding always returns the encoded bytes, bit for bit."""
 
     @property
     def needs(self) -> str | None:
-        """The module that it cannot work without, where that is no dependency of laststep."""
+        """The module that the codec requires, if it is not a dependency of laststep."""
 
     def encode(
         self, data: memoryview, element_bytes: int, before: memoryview | None
     ) -> bytes | None:
-        """The bytes that `decode` makes `data` of, no more than `data` has; None: it does not pay,
-        or is not for such data. `before` is what the block was when it was last saved, as far as
-        that is known."""
+        """Return bytes from which `decode` restores `data`, no more than `data` has; None if
+        encoding does not pay or the codec does not support such data. `before` is the block as last
+        saved, if known."""
 
     def decode(
         self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
     ) -> bytes:
-        """Exactly `size_bytes`, given what `encode` was given; `CorruptError` for anything else
-        that arrives. MUST NOT take more memory than a few times `size_bytes` and `data`, whatever
-        either says."""
+        """Return exactly `size_bytes`, given the same arguments as `encode`. Raise `CorruptError`
+        for any other input. MUST NOT use more memory than a few times `size_bytes` and `data`,
+        whatever they contain."""
 
 
 def takes(size_bytes: int, element_bytes: int) -> bool:
-    """Whether there can be such a block."""
+    """Return True if a block of this size and element size is valid."""
     return 0 <= size_bytes <= BLOCK_BYTES and element_bytes in ELEMENT_BYTES
 
 
 def check_declared(size_bytes: int, element_bytes: int) -> None:
-    """`CorruptError` for a block that there cannot be."""
+    """Raise `CorruptError` if a block of this size and element size is invalid."""
     if not takes(size_bytes, element_bytes):
         raise broken(
             f"at most {BLOCK_BYTES} bytes in elements of {ELEMENT_BYTES} bytes",
@@ -68,10 +69,10 @@ def check_declared(size_bytes: int, element_bytes: int) -> None:
 
 
 def joined(parts: Sequence[Part], *, below_bytes: int) -> bytes | None:
-    """The parts one after the other; None unless they are shorter than the block is."""
+    """Concatenate the parts; return None unless the result is shorter than the block."""
     return b"".join(parts) if sum(map(len, parts)) < below_bytes else None
 
 
 def broken(expected: str, found: str) -> CorruptError:
-    """The error of every codec."""
+    """Return the error that every codec raises."""
     return CorruptError("cannot decode a block", expected=expected, found=found)

@@ -1,8 +1,9 @@
-"""zstandard as an entropy coder: bytes that are not equally frequent take less room.
+"""zstandard as an entropy coder: it shortens bytes whose values are not equally frequent.
 
-Training state has hardly a repetition to find, so zstandard is set not to look in earnest: what
-remains is its Huffman coder. Each thread has contexts of its own, since none may be used by two at
-once and a new one for each call would cost more than a small call. zstandard lets go of the GIL.
+Training state has hardly any repetitions, so zstandard is configured to spend little time on
+finding them; the gain comes from its Huffman coder. Each thread has its own contexts, because a
+context must not be used by two threads at once, and creating one per call would cost more than a
+small call. zstandard releases the GIL.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from laststep.codecs.blocks.codec import broken
-from laststep.terms import BLOCK_BYTES
+from laststep.constants import BLOCK_BYTES
 
 if TYPE_CHECKING:
     import zstandard
@@ -22,19 +23,20 @@ _of_thread = threading.local()
 
 
 def pack(data: Part) -> Part:
-    """A frame of zstandard, or `data` itself where that is no longer."""
+    """Return a zstandard frame, or `data` itself if the frame is not shorter."""
     frame = _compressor().compress(data)
     return frame if len(frame) < len(data) else data
 
 
 def unpack(stored: memoryview, size_bytes: int) -> Part:
-    """The `size_bytes` that were packed. A frame is shorter; what is as long is not packed."""
+    """Return the `size_bytes` that were packed. A frame is always shorter; `size_bytes` bytes are
+    not packed and returned unchanged."""
     if len(stored) == size_bytes:
         return stored
     import zstandard
 
     try:
-        # A frame says how long its content is, and that much is allocated: look before.
+        # Decompression allocates the size that the frame declares: check that first.
         content_bytes = zstandard.frame_content_size(stored)
         if content_bytes != size_bytes:
             raise broken(f"a frame of {size_bytes} bytes", f"one of {content_bytes}")
@@ -58,7 +60,7 @@ def _compressor() -> zstandard.ZstdCompressor:
             window_log=17,
             hash_log=6,
             min_match=7,
-            target_length=0,  # with any other, this strategy leaves the Huffman coder out
+            target_length=0,  # any other value disables the Huffman coder in this strategy
             write_content_size=True,
             write_checksum=False,  # blocks have digests
             write_dict_id=False,

@@ -1,10 +1,11 @@
-"""Patches: only the elements that differ from the block as it was before.
+"""Patches: only the elements that differ from the earlier version of the block.
 
-Layout: three numbers of 32 bits, little-endian (how many elements differ, how many bytes the gaps
-take, how many of these are stored); the gaps, packed; the folded differences of these elements in
-byte planes; the tail. A gap is how many equal elements lie in front of one that differs, seven bits
-a byte, lowest first, with the eighth bit where more follow. Differences, not values: at a low
-learning rate most are one step up or down, and take about 1 bit instead of 11.
+Layout: three 32-bit little-endian numbers (the number of elements that differ, the bytes of the
+gaps, the stored bytes of the gaps); the gaps, packed; the folded differences of these elements in
+byte planes; the tail. A gap is the number of equal elements before one that differs, with seven
+bits per byte, lowest first, and the eighth bit set if more bytes follow. Differences are stored
+instead of values: at a low learning rate most are one step up or down, and take about 1 bit instead
+of 11.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<III")
 _GAP_BYTES = 3
-"""The most that a gap takes: a block has at most 2^20 elements, and three bytes carry 21 bits."""
+"""The maximum size of a gap: a block has at most 2^20 elements, and three bytes carry 21 bits."""
 ONE_IN = 4
-"""Up to one element in so many that differs, patches are smaller and faster each way than what
-`subtract` makes; and this bounds the memory that indices take."""
+"""Use patches if at most one element in ONE_IN differs: up to there they are smaller than the
+result of `subtract`, and faster to encode and decode. Also limits the memory for indices."""
 
 
 class Patches:
-    """Gaps and differences of the elements that differ."""
+    """Encodes gaps and differences of the elements that differ."""
 
     name = "patches"
     lossless = True

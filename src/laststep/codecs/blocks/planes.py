@@ -1,10 +1,11 @@
-"""Byte planes: byte 0 of all elements, byte 1 of all elements, …, each packed by itself.
+"""Byte planes: byte 0 of all elements, byte 1 of all elements, …, each packed separately.
 
-In floats of training state the byte with the exponent takes few values, and those of the mantissa
-almost all: apart from each other, the one shrinks to a third and the others are stored as they are.
+In floats of training state the exponent byte takes few values and the mantissa bytes almost all
+values. Separated, the exponent plane shrinks to a third, and the others are stored unchanged.
 
-Layout: for each plane how many bytes of it are stored, in 32 bits, little-endian; the planes; the
-tail. Of a plane that is not packed as many bytes are stored as there are elements, of others fewer.
+Layout: the stored size of each plane as a 32-bit little-endian number; the planes; the tail. A
+plane is packed if its stored size is less than the number of elements, and not packed if it is
+equal.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from laststep.codecs.blocks.scratch import Elements
 
 _BY_ARITHMETIC = (1, 2, 4)
-"""Widths whose planes are made by shifts and casts, for which numpy has vector instructions. Apart
-and together again at 16 and 11 GB/s for 2 bytes, 6 and 4 for 4 bytes, where strided copies make 3.4
-of any; for 8 bytes shifts make 2.8 and 1.8."""
+"""Element sizes whose planes are made by shifts and casts, for which numpy has vector instructions.
+Splitting and merging run at 16 and 11 GB/s for 2 bytes, and at 6 and 4 GB/s for 4 bytes; strided
+copies reach 3.4 GB/s for any size. For 8 bytes shifts reach only 2.8 and 1.8 GB/s."""
 
 
 class Planes:
-    """Planes of the elements themselves."""
+    """Encodes the byte planes of the elements."""
 
     name = "planes"
     lossless = True
@@ -56,21 +57,21 @@ CODEC: BlockCodec = Planes()
 
 
 def elements_of(data: memoryview, element_bytes: int) -> tuple[Elements, memoryview]:
-    """The bytes of all whole elements, and the tail."""
+    """Return the bytes of all whole elements, and the tail."""
     whole = data.nbytes - data.nbytes % element_bytes
     flat = data.cast("B") if data.nbytes else data
     return np.frombuffer(flat[:whole], np.uint8), flat[whole:]
 
 
 def with_tail(elements: Elements, tail: memoryview, tail_bytes: int) -> bytes:
-    """A whole block; `CorruptError` unless what is left for its tail is just that long."""
+    """Return the whole block. Raise `CorruptError` if the tail is not exactly `tail_bytes` long."""
     if len(tail) != tail_bytes:
         raise broken(f"{tail_bytes} bytes behind all else", f"{len(tail)}")
     return elements.tobytes() + tail if tail_bytes else elements.tobytes()
 
 
 def packed_planes(elements: Elements, element_bytes: int) -> list[Part]:
-    """The sizes of the planes, and each plane."""
+    """Return the sizes of the planes, followed by each plane."""
     planes: list[Part] = [pack(plane.data) for plane in _split(elements, element_bytes)]
     return [struct.pack(f"<{element_bytes}I", *map(len, planes)), *planes]
 
@@ -78,7 +79,7 @@ def packed_planes(elements: Elements, element_bytes: int) -> list[Part]:
 def unpacked_planes(
     stored: memoryview, count: int, element_bytes: int
 ) -> tuple[Elements, memoryview]:
-    """The bytes of `count` elements, and what is stored behind their planes."""
+    """Return the bytes of `count` elements, and the stored bytes after their planes."""
     at = 4 * element_bytes
     if len(stored) < at:
         raise broken(f"sizes of {element_bytes} planes", f"{len(stored)} bytes")
@@ -94,7 +95,7 @@ def unpacked_planes(
 
 
 def _split(elements: Elements, element_bytes: int) -> Elements:
-    """One row for each plane."""
+    """Return an array with one row for each plane."""
     if element_bytes == 1:
         return elements.reshape(1, -1)
     planes = scratch("planes", len(elements)).reshape(element_bytes, -1)

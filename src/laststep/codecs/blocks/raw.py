@@ -1,4 +1,4 @@
-"""The codec that leaves a block as it is."""
+"""The codec that stores a block unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from laststep.codecs.blocks.codec import BlockCodec, broken, check_declared, tak
 
 
 class Raw:
-    """The bytes themselves."""
+    """Stores the bytes themselves."""
 
     name = "raw"
     lossless = True

@@ -1,8 +1,8 @@
-"""The one place where codecs of blocks are found, by the names that files call them.
+"""The registry of block codecs, by the names that files use.
 
-Those that laststep brings are imported when they are first asked for. Packages that bring others
-say so by an entry point, `laststep.codecs`, under the codec's name: every process finds these. What
-is registered is known in the process that did it.
+Built-in codecs are imported at their first use. Other packages provide codecs through an entry
+point in the group `laststep.codecs`, named like the codec: every process finds these. A codec
+passed to `register` is known only in the process that registered it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["codec_named", "register"]
 
 OURS = ("patches", "planes", "raw", "subtract")
 _RESERVED = ("rounded",)
-"""What files call blocks that no codec decodes (`format.deriving`)."""
+"""Names in files for blocks that no codec decodes (`format.deriving`)."""
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
-"""The extra of laststep that brings a module."""
+"""Module → the extra of laststep that installs it."""
 _GROUP = "laststep.codecs"
 _registered: dict[str, BlockCodec] = {}
 
 
 def register(codec: BlockCodec) -> None:
-    """Make a codec known in this process. `UsageError` where another one has its name: two that
-    call themselves the same would decode each other's blocks."""
+    """Register a codec in this process. Raise `UsageError` if another codec has its name, because
+    one would then decode the other's blocks."""
     if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", codec.name) is None:
         raise UsageError(
             "cannot register a codec under this name",
             found=repr(codec.name),
             expected="up to 32 lower-case letters, digits and dashes",
         )
-    # One act for "is it free" and "take it": two threads cannot both find it free.
+    # setdefault is atomic: two threads cannot both find the name unused.
     holder = (
         None if codec.name in (*OURS, *_RESERVED) else _registered.setdefault(codec.name, codec)
     )
@@ -46,19 +46,20 @@ def register(codec: BlockCodec) -> None:
         taken_by = "a codec of laststep" if holder is None else repr(holder)
         raise UsageError(
             "cannot register a codec under this name",
-            expected="a name that is free",
+            expected="an unused name",
             found=f"{codec.name!r} is taken by {taken_by}",
             remedy="give it a name of its own",
         )
 
 
 def is_known_everywhere(name: str) -> bool:
-    """Whether other processes find the codec as well."""
+    """Return True if other processes find the codec as well."""
     return name in OURS or bool(entry_points(name))
 
 
 def codec_named(name: str) -> BlockCodec:
-    """The codec of that name; `UsageError`, naming what is missing, where it cannot be had."""
+    """Return the codec with this name. Raise `UsageError` if it, or a module that it requires, is
+    missing."""
     codec = _ours(name) if name in OURS else _registered.get(name) or _installed(name)
     if codec is None:
         raise UsageError(
@@ -80,8 +81,8 @@ def codec_named(name: str) -> BlockCodec:
 
 
 def entry_points(name: str) -> list[EntryPoint]:
-    """What packages that are installed bring under that name."""
-    from importlib import metadata  # takes long, and hardly anybody needs it
+    """Return the entry points with this name in the installed packages."""
+    from importlib import metadata  # slow to import and rarely needed
 
     return list(metadata.entry_points(group=_GROUP, name=name))
 
@@ -91,7 +92,7 @@ def _installed(name: str) -> BlockCodec | None:
         codec: BlockCodec = point.load()
         if codec.name != name:
             raise UsageError(
-                "a package brings a codec under another name than its own",
+                "a package registers a codec under a name other than its own",
                 where=point.value,
                 expected=repr(name),
                 found=repr(codec.name),

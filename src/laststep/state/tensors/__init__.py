@@ -1,7 +1,7 @@
-"""Everything that must know what a tensor is: take it apart, describe it, allocate it, revive it.
+"""All operations that depend on the kind of a tensor: take apart, describe, allocate, rebuild.
 
-The only part of `state` that imports torch. Moves no tensor from one device to another: `capture`
-does that on a save, `restoring` on a restore.
+The only part of `state` that imports torch. Moves no tensor between devices: `capture` does that in
+a save, `restoring` in a restore.
 """
 
 from laststep.state.tensors.collecting import CollectCache, collect
@@ -17,8 +17,8 @@ from laststep.state.tensors.kinds import (
 )
 from laststep.state.tensors.live import (
     KnownTensors,
-    Laid,
     LocalBox,
+    LocalShard,
     allocate,
     box_of,
     check_held,
@@ -28,8 +28,9 @@ from laststep.state.tensors.live import (
     hold_scalar,
     in_batches,
     is_dtensor,
-    laid_of,
     like,
+    local_shard_of,
+    local_tensor,
     open_view,
     plain_scalar,
     put_box,
@@ -41,7 +42,6 @@ from laststep.state.tensors.live import (
     set_torch_rng_states,
     share_bytes,
     torch_rng_states,
-    unlaid,
 )
 
 __all__ = [
@@ -49,8 +49,8 @@ __all__ = [
     "TORCH_DTYPES",
     "CollectCache",
     "KnownTensors",
-    "Laid",
     "LocalBox",
+    "LocalShard",
     "allocate",
     "box_of",
     "check_held",
@@ -65,8 +65,9 @@ __all__ = [
     "is_optimizer",
     "is_tensor",
     "is_tensor_type",
-    "laid_of",
     "like",
+    "local_shard_of",
+    "local_tensor",
     "open_view",
     "plain_scalar",
     "put_box",
@@ -80,5 +81,4 @@ __all__ = [
     "set_torch_rng_states",
     "share_bytes",
     "torch_rng_states",
-    "unlaid",
 ]

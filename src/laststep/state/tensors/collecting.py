@@ -1,4 +1,4 @@
-"""Take a state with tensors apart: its tree of plain values, its tensors as pieces, what is shared.
+"""Take a state apart into its tree of plain values, its tensors as pieces, and shared memory.
 
 Copies no data of a tensor that training may change: `capture` does that.
 """
@@ -21,13 +21,13 @@ from laststep.state.provider import Collected, Piece, View
 from laststep.state.structure import KnownState, first_walk
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tensors.live import (
-    Laid,
+    LocalShard,
     TensorDescriptions,
     TensorPlaces,
     is_backed,
     is_dtensor,
     is_dtensor_class,
-    laid_of,
+    local_shard_of,
     needed_bytes,
     not_backed,
 )
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
-"""Other subclasses, such as masked arrays, hold more than their elements."""
+"""Array types that consist of their elements only; other subclasses, such as masked arrays, hold
+more."""
 _ARRAY_DTYPES: Final = frozenset(
     map(
         np.dtype,
@@ -48,11 +49,12 @@ _ARRAY_DTYPES: Final = frozenset(
     )
 )
 _BASE_ALIGN = 16
-"""A base starts at a multiple of the largest element, so that every view of it is aligned."""
+"""Alignment of the start of a base: the size of the largest element, so that every view is
+aligned."""
 
 
 class CollectCache:
-    """What the last save of an item found; holds no tensor's memory."""
+    """The result of the last save of an item; holds no tensor memory."""
 
     def __init__(self) -> None:
         self.last: _Last | None = None
@@ -74,8 +76,8 @@ class Collector:
         kind = type(value)
         if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
             return self._take_tensor(path, value)  # type: ignore[arg-type]
-        if kind is Laid:
-            return self._take_laid(path, value, value)  # type: ignore[arg-type]
+        if kind is LocalShard:
+            return self._take_local_shard(path, value, value)  # type: ignore[arg-type]
         if kind in _ARRAYS:
             if value.dtype.newbyteorder("=") not in _ARRAY_DTYPES:  # type: ignore[attr-defined]
                 return NOT_MINE
@@ -84,12 +86,12 @@ class Collector:
             if value.dtype.hasobject or value.dtype.kind == "V":
                 return NOT_MINE
             return Tagged("scalar", [value.dtype.str, value.tobytes()])
-        if type(value) is Counter:  # MultiStepLR keeps its milestones in one
+        if type(value) is Counter:  # MultiStepLR keeps its milestones in a Counter
             return Tagged("counter", copy_tree(dict(value), self, path, allow_pickle=False))
         if kind is Owned:
             state = copy_tree(value.state, self, path, allow_pickle=self._allow_pickle)  # type: ignore[attr-defined]
             return Tagged(OWNED, [value.owner, state])  # type: ignore[attr-defined]
-        if type(value) is bytes:  # larger than what the tree keeps as text
+        if type(value) is bytes:  # larger ones than the tree keeps as text
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return Tagged("bytes", self._keep(path, blob))
         if isinstance(value, torch.dtype):
@@ -108,8 +110,8 @@ class Collector:
         return TensorRef(name)
 
     def _take_array(self, path: Path, array: np.ndarray) -> list[object]:
-        # Byte order and read-only flags are not torch's: a copy in native order has neither.
-        # Nor are strides that run backwards or are no whole number of elements.
+        # torch has no foreign byte order, no read-only memory, and no strides that are negative or
+        # not a whole number of elements: copy such an array in native order.
         strides = [step < 0 or step % array.itemsize for step in array.strides]
         odd = not array.flags.writeable or not array.dtype.isnative or any(strides)
         safe = array.astype(array.dtype.newbyteorder("="), copy=True) if odd else array
@@ -151,21 +153,21 @@ class Collector:
             self.trained_names.add(ref.name)
         return ref
 
-    def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
-        ref = self._take_tensor(path, laid.local.detach())
+    def _take_local_shard(self, path: Path, shard: LocalShard, owner: object) -> object:
+        ref = self._take_tensor(path, shard.local.detach())
         if not isinstance(ref, TensorRef):
             raise UsageError(
-                "cannot save a part of a tensor that is not plain", where=show_path(path)
+                "cannot save a shard of a tensor that is not plain", where=show_path(path)
             )
         if getattr(owner, "requires_grad", False):
             self.trained_names.add(ref.name)
-        self.layouts[ref.name] = laid.layout
+        self.layouts[ref.name] = shard.layout
         self.owners[ref.name] = owner
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
         if is_dtensor(tensor):
-            return self._take_laid(path, laid_of(tensor, show_path(path)), tensor)  # type: ignore[arg-type]
+            return self._take_local_shard(path, local_shard_of(tensor, show_path(path)), tensor)  # type: ignore[arg-type]
         handler = handler_for(type(tensor))
         if handler is not None:
             inner = handler.to_parts(tensor)
@@ -186,7 +188,7 @@ class Collector:
     def _take_sparse(self, path: Path, tensor: torch.Tensor) -> object:
         parts: dict[str, object]
         if tensor.layout is torch.sparse_coo:
-            # _indices and _values do not demand coalescing, which would change what is stored.
+            # indices() and values() would require coalescing, which changes the stored tensor.
             parts = {"indices": tensor._indices(), "values": tensor._values()}
             parts["coalesced"] = tensor.is_coalesced()
         elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -221,10 +223,10 @@ def collect(
     allow_pickle: bool = False,
     cache: CollectCache | None = None,
 ) -> Collected:
-    """Take a state apart: its tree of plain values, its tensors as pieces, what shares memory.
+    """Take a state apart into its tree of plain values, its tensors as pieces, and shared memory.
 
-    With a `cache`, a state that is built as most are is looked at all at once, and only walked
-    while its tensors are still the same memory as last time.
+    With a `cache`, a state that consists of common tensors is described in bulk, and if all its
+    tensors still have the same memory as at the last save, it is only walked.
     """
     if cache is not None:
         again = None if cache.last is None else cache.last.again(value, volatile)
@@ -250,18 +252,19 @@ def collect(
 def _collect_common(
     value: object, volatile: frozenset[Path]
 ) -> tuple[Collected, _Last | None] | None:
-    """A state of which every leaf is a plain tensor, or a DTensor, with memory that is its values.
-    None for any other, which is taken leaf by leaf, so that an error says where."""
+    """Take apart a state in which every leaf is a plain tensor or a DTensor whose memory is its
+    values. Return None for any other state, which is then taken apart leaf by leaf, so that errors
+    name the path."""
     walk = first_walk(value, _is_common, volatile)
     if walk is None or not walk.leaves:
         return None
     leaves: list[torch.Tensor] = walk.leaves  # type: ignore[assignment]
     try:
         places = TensorPlaces(leaves)
-        layouts = {walk.names[n]: laid_of(leaves[n], "").layout for n in places.spread}  # type: ignore[arg-type]
-    except (RuntimeError, UsageError):  # sparse, nested, or placed as no shard and no replica
+        layouts = {walk.names[n]: local_shard_of(leaves[n], "").layout for n in places.spread}  # type: ignore[arg-type]
+    except (RuntimeError, UsageError):  # sparse, nested, or a partial placement
         return None
-    # As they are, not detached: they outlive this save, and the next one finds them again.
+    # Not detached: the tensors outlive this save, so the next save recognises them.
     memories = places.memories(leaves)
     tensors = dict(zip(walk.names, memories, strict=True))
     if len(tensors) != len(memories) or not _are_common(memories, places):
@@ -280,13 +283,13 @@ def _is_common(kind: type) -> bool:
 
 
 def _are_common(memories: Sequence[torch.Tensor], places: TensorPlaces) -> bool:
-    """Whether all these are plain tensors of known dtypes, whose memory is there and is their
+    """Return True if all are plain tensors of known dtypes whose memory exists and is their
     values."""
     forms = places.forms
     looks = zip(
         forms.sizes, forms.storages, forms.offsets, forms.addresses, forms.contiguous, strict=True
     )
-    # Most begin where their storage does, and are contiguous. Only the others need a closer look.
+    # Most start at offset 0 of their storage and are contiguous. Only check the others one by one.
     odd = [
         number
         for number, (size, storage, offset, address, contiguous) in enumerate(looks)
@@ -302,7 +305,7 @@ def _are_common(memories: Sequence[torch.Tensor], places: TensorPlaces) -> bool:
 
 
 class _Last:
-    """The state of an item at its last save, for the next one to find it again."""
+    """The state of an item at its last save, to recognise it at the next one."""
 
     def __init__(
         self,
@@ -315,13 +318,14 @@ class _Last:
         self._known = known
         self._places = places
         self._own = own
-        """Which leaves are pieces: not those that are tied to an earlier one."""
+        """True for each leaf that is a piece, and not tied to an earlier leaf."""
         self._volatile = volatile
         self._pieces, self._ties = collected.pieces, collected.ties
         self._layouts = collected.layouts
 
     def again(self, value: object, volatile: frozenset[Path]) -> Collected | None:
-        """A state taken apart that is this one but for its plain values; None where it is not."""
+        """Take apart a state that differs from this one only in plain values; return None for any
+        other."""
         met = self._known.walk(value) if volatile == self._volatile else None
         memories = None if met is None else self._places.again(met[1])
         if met is None or memories is None:
@@ -378,7 +382,8 @@ def _pieces(
 
 
 def _lie_apart(forms: TensorDescriptions) -> bool:
-    """Whether all are contiguous and no two touch the same bytes: the quick way to know."""
+    """Return True if all are contiguous and no two share bytes: a quick test for the common
+    case."""
     if not all(forms.contiguous):
         return False
     starts = np.array(forms.addresses, dtype=np.int64)
@@ -391,7 +396,7 @@ def _lie_apart(forms: TensorDescriptions) -> bool:
 def _sharing(
     tensors: dict[str, torch.Tensor], forms: TensorDescriptions
 ) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
-    """Ties, views and base tensors among these; the common case (nothing shared) is one pass."""
+    """Return ties, views and base tensors; the common case (nothing shared) takes one pass."""
     if _lie_apart(forms):
         return {}, {}, {}
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
@@ -403,7 +408,7 @@ def _sharing(
     bases: dict[str, torch.Tensor] = {}
     for overlap in find_overlaps([extent for extent in extents if extent.name not in ties]):
         base_name = f"~6base{len(bases)}"
-        # Arrays of NumPy that begin at one address have a storage each, as long as the array.
+        # NumPy arrays at the same address each have their own storage, of the size of the array.
         storage = max(
             (tensors[member.name].untyped_storage() for member in overlap.members),
             key=torch.UntypedStorage.nbytes,

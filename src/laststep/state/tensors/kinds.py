@@ -1,6 +1,6 @@
-"""What kinds of tensors there are: the dtypes by their names, and subclasses that users teach.
+"""Kinds of tensors: dtypes by name, and tensor subclasses that users register.
 
-Stored values of such kinds are made into tensors again here.
+Also rebuilds stored values of these kinds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from laststep.codecs.objects import Tagged
+from laststep.constants import DTYPES
 from laststep.errors import CorruptError, UsageError
 from laststep.process import system
 from laststep.state.tree import OWNED, owned
-from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class TensorHandler(NamedTuple):
-    """How a tensor subclass is taken apart into plain tensors and values, and put together."""
+    """Functions that take a tensor subclass apart into plain tensors and values, and rebuild it."""
 
     name: str
     to_parts: Callable[[torch.Tensor], object]
@@ -47,18 +47,18 @@ def register_tensor_type(
     to_parts: Callable[[torch.Tensor], object],
     from_parts: Callable[[object], torch.Tensor],
 ) -> None:
-    """Teach laststep a tensor subclass: `to_parts` gives a tree of plain tensors that share its
-    memory, `from_parts` builds the subclass from such a tree. `name` is stored and MUST stay."""
+    """Register a tensor subclass: `to_parts` returns a tree of plain tensors that share its memory,
+    `from_parts` builds the subclass from such a tree. `name` is stored and MUST NOT change."""
     _HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
 
 
 def handler_for(kind: type) -> TensorHandler | None:
-    """Who takes tensors of this class, or of the nearest class above it, apart."""
+    """Return the handler of this class or of its nearest registered base class."""
     return next((_HANDLERS[base] for base in kind.__mro__ if base in _HANDLERS), None)
 
 
 def handler_named(name: str) -> TensorHandler | None:
-    """Who puts together what was stored under this name."""
+    """Return the handler with this stored name."""
     return next((handler for handler in _HANDLERS.values() if handler.name == name), None)
 
 
@@ -79,11 +79,12 @@ def is_tensor_type(kind: type) -> bool:
 
 
 _SparseParts = tuple[str, tuple[int, ...], dict[str, object]]
-"""Layout, shape, and the tensors that a sparse tensor is made of."""
+"""Layout, shape, and the tensors that form a sparse tensor."""
 
 
 def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
-    """The value that a Tagged stands for, with its inner tensors already in place."""
+    """Rebuild the value of a Tagged, whose inner tensors are already in place. Raise `CorruptError`
+    if it is malformed."""
     try:
         return _revive(tagged, allow_pickle=allow_pickle)
     except UsageError:
@@ -107,21 +108,21 @@ def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
                 "the checkpoint holds a pickled object, which can run any code when loaded",
                 remedy="pass allow_pickle=True if you trust whoever wrote it",
             )
-        return pickle.loads(tagged.value)  # type: ignore[arg-type]  # noqa: S301 (asked for, twice)
+        return pickle.loads(tagged.value)  # type: ignore[arg-type]  # noqa: S301 (opted in twice)
     if tagged.tag not in _REVIVERS:
         raise CorruptError(f"unknown kind of stored value {tagged.tag!r}")
     return _REVIVERS[tagged.tag](tagged.value)
 
 
-# Each takes what the Collector made. What has another form makes it raise, which is Corrupt.
+# Each takes a value made by the Collector. Any exception on other values becomes CorruptError.
 
 
 def _revive_array(value: object) -> object:
     dtype, tensor = cast("tuple[str, object]", value)
-    if not isinstance(tensor, torch.Tensor):  # left out of a partial restore
+    if not isinstance(tensor, torch.Tensor):  # skipped in a partial restore
         return tensor
     array, wanted = tensor.cpu().numpy(), np.dtype(dtype)
-    if wanted.newbyteorder("=") != array.dtype:  # only the order of its bytes is not the tensor's
+    if wanted.newbyteorder("=") != array.dtype:  # only the byte order may differ
         raise CorruptError(
             "an array of another dtype than its bytes", found=f"{wanted}, {array.dtype}"
         )
@@ -138,7 +139,7 @@ def _revive_bytes(value: object) -> object:
 
 
 def _revive_dtype(value: object) -> object:
-    dtype = vars(torch).get(str(value))  # getattr would import what torch has not loaded yet
+    dtype = vars(torch).get(str(value))  # getattr would import lazy submodules of torch
     if not isinstance(dtype, torch.dtype):
         raise CorruptError("unknown dtype", found=repr(value)[:80])
     return dtype
@@ -146,12 +147,12 @@ def _revive_dtype(value: object) -> object:
 
 def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]) -> object:
     for part in parts.values():
-        if not isinstance(part, torch.Tensor | bool):  # left out of a partial restore
+        if not isinstance(part, torch.Tensor | bool):  # skipped in a partial restore
             return part
     tensors = cast("dict[str, torch.Tensor]", parts)
     values = tensors["values"]
     if layout == "sparse_coo":
-        # Verified bytes of a tensor that torch made: its invariants held when it was saved.
+        # The bytes are verified and torch made the tensor, so its invariants held at the save.
         sparse = torch.sparse_coo_tensor(tensors["indices"], values, shape, check_invariants=True)
         return sparse._coalesced_(bool(parts["coalesced"]))
     if layout in ("sparse_csr", "sparse_bsr"):

@@ -1,0 +1,438 @@
+"""The items of an Accelerator, and its `save_state` and `load_state` on top of a Checkpointer.
+
+Items have the names that a plain loop would give them: `model`, `optimizer`, `scheduler`, `loader`,
+`scaler`, `rng`; a second model is `model_1`. Accelerate's wrappers are unwrapped, and the state of
+FSDP and DeepSpeed is stored as that of the plain model. So training under one plugin can resume
+under another, or without Accelerate.
+
+The step of a checkpoint is the number of steps that the (first) optimizer has completed. A restored
+`step` is that number too, so training continues with the next one. If only other optimizers have
+stepped since the last save, the step is increased by one, so that no checkpoint replaces another
+state. The folder that a script passes becomes a name of the checkpoint, by which `load_state` finds
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from laststep import deepspeed, fsdp1
+from laststep.accelerate.loaders import LoaderProgress, place_in
+from laststep.adapters.framework import Framework, first_sound
+from laststep.browse import open as open_run
+from laststep.catalog.retention import Keep
+from laststep.checkpointer import Checkpointer
+from laststep.errors import NotFoundError, UsageError
+from laststep.state.provider import State, StateProvider
+from laststep.state.values import RNG
+from laststep.tiers.tier import arranged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from laststep.browse import Checkpoint
+    from laststep.flush.saves import SaveHandle
+    from laststep.restoring.restore import Restored
+
+log = logging.getLogger(__name__)
+
+FRAMEWORK = Framework(package="accelerate", extra="accelerate", first="1.15", last="1.15")
+FRAMEWORK.check()
+FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
+
+
+def items(accelerator: Any) -> dict[str, object]:
+    """Return everything that `save_state` would save and the position in each loader. Call this
+    after `prepare`; raises UsageError if nothing is prepared."""
+    engines = engines_of(accelerator)
+    models = [_model(model, engines) for model in held(accelerator, "models")]
+    optimizers = [deepspeed.optimizer(x) for x in engines] or _optimizers(accelerator)
+    found = _numbered("model", models) | _numbered("optimizer", optimizers)
+    found |= _numbered("progress", [deepspeed.progress(engine) for engine in engines])
+    found |= _numbered("scheduler", held(accelerator, "schedulers"))
+    found |= _numbered("loader", _loaders(accelerator))
+    found |= _numbered("custom", held(accelerator, "custom_objects"))
+    if not found:
+        raise UsageError(
+            "this Accelerator has not prepared anything yet",
+            expected="models, optimizers, loaders",
+            remedy="call accelerator.prepare(…) before",
+        )
+    if accelerator.scaler is not None:
+        found["scaler"] = accelerator.scaler
+    return {**found, "accelerator": _Count(accelerator), "rng": RNG()}
+
+
+def engines_of(accelerator: Any) -> list[Any]:
+    """Return DeepSpeed's engines, which hold model and optimizer. Raise UsageError for Megatron and
+    XLA."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in {"MEGATRON_LM", "XLA"}:
+        raise UsageError(
+            f"laststep.accelerate does not know the state of {kind}",
+            expected="DDP, FSDP, DeepSpeed or one process",
+            found=kind,
+            remedy="for Megatron, pass laststep.megatron's providers to a Checkpointer",
+        )
+    return held(accelerator, "models") if kind == "DEEPSPEED" else []
+
+
+def held(accelerator: Any, what: str) -> list[Any]:
+    """Return the objects that an Accelerator recorded in `prepare` or `register_for_checkpointing`.
+    It has no public way to list them."""
+    noted = getattr(accelerator, f"_{what}", None)
+    if not isinstance(noted, list):
+        raise UsageError(
+            f"cannot find the {what} of this {type(accelerator).__name__}",
+            expected=f"an Accelerator of accelerate {FRAMEWORK.last} with a list _{what}",
+            found=f"accelerate {FRAMEWORK.version}",
+            remedy="pip install 'laststep[accelerate]'",
+        )
+    return noted
+
+
+class _Count(StateProvider):
+    """The number of batches for which gradients have been accumulated."""
+
+    kind = "progress"
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def describe(self) -> State:
+        if not self._accelerator.sync_gradients:
+            log.warning(
+                "saved between two steps of the optimizer: the gradients of %d batches are not in "
+                "the checkpoint; save where accelerator.sync_gradients is true",
+                self._accelerator.step % self._accelerator.gradient_accumulation_steps,
+            )
+        return State(value={"step": self._accelerator.step})
+
+    def restore(self, value: Any) -> None:
+        self._accelerator.step = value["step"]
+
+
+def _numbered(name: str, things: Any) -> dict[str, object]:
+    """Number names as Accelerate numbers its files."""
+    return {f"{name}_{i}" if i else name: thing for i, thing in enumerate(things)}
+
+
+def _model(model: Any, engines: list[Any]) -> object:
+    if engines:
+        return deepspeed.model(model)
+    return fsdp1.model(model) if isinstance(model, FullyShardedDataParallel) else model
+
+
+def _optimizers(accelerator: Any) -> list[object]:
+    """Return the optimizers. With FSDP1, each belongs to the model at the same position."""
+    models, optimizers = held(accelerator, "models"), held(accelerator, "optimizers")
+    if not any(isinstance(model, FullyShardedDataParallel) for model in models):
+        return optimizers
+    pairs = zip(optimizers, models, strict=True)
+    return [fsdp1.optimizer(optimizer.optimizer, model) for optimizer, model in pairs]
+
+
+def _loaders(accelerator: Any) -> list[object]:
+    keep_places(accelerator)
+    loaders = held(accelerator, "dataloaders")
+    return [LoaderProgress(x) if hasattr(x, "base_dataloader") else x for x in loaders]
+
+
+def keep_places(accelerator: Any) -> None:
+    """Track the position in each loader from its next epoch on, and make `skip_first_batches` aware
+    of it."""
+    if not isinstance(accelerator.skip_first_batches, _Skips):
+        accelerator.skip_first_batches = _Skips(accelerator.skip_first_batches)
+    for loader in held(accelerator, "dataloaders"):
+        if hasattr(loader, "base_dataloader"):
+            place_in(loader)
+
+
+class _Skips:
+    """`skip_first_batches` for tracked loaders: returns the same loader, set to start at that
+    batch. A loader that a restore has already set to that batch is not changed."""
+
+    def __init__(self, otherwise: Any) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if not hasattr(dataloader, "base_dataloader"):
+            return self._otherwise(dataloader, num_batches)
+        place_in(dataloader).skip(num_batches)
+        return dataloader
+
+
+FRAMEWORK.seam(Accelerator, "save_state", "output_dir", "safe_serialization")
+FRAMEWORK.seam(Accelerator, "load_state", "input_dir", "load_kwargs")
+FRAMEWORK.seam(Accelerator, "end_training")
+FRAMEWORK.seam(Accelerator, "free_memory", "objects")
+FRAMEWORK.seam(Accelerator, "get_state_dict", "model", "unwrap")
+
+FRAMEWORK.seam(Accelerator, "prepare_data_loader", "data_loader")
+
+_PREPARED = ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")
+_REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", "free_memory")
+
+
+def attach(accelerator: Any, run: str | os.PathLike[str] | None = None, /, **settings: Any) -> Any:
+    """Make `save_state` and `load_state` of this Accelerator use a run, and return the Accelerator.
+    `settings` are those of a Checkpointer."""
+    if isinstance(getattr(accelerator.save_state, "__self__", None), Attached):
+        raise UsageError(
+            "this Accelerator is already attached to a run",
+            found=str(accelerator.save_state.__self__),
+            remedy="attach it only once",
+        )
+    attached = Attached(accelerator, run, settings)
+    keep_places(accelerator)
+    for name in _REPLACED:
+        setattr(accelerator, name, getattr(attached, name))
+    return accelerator
+
+
+class Attached:
+    """An Accelerator and the run that it is attached to."""
+
+    def __init__(self, accelerator: Any, run: Any, settings: dict[str, Any]) -> None:
+        self._accelerator, self._run, self._settings = accelerator, run, settings
+        self._home = arranged(run, settings.get("tiers", ()), None).primary
+        self._before = {name: getattr(accelerator, name) for name in _REPLACED}
+        self._checkpointer: Checkpointer | None = None
+        self._steps = 0
+        self._others_stepped = False
+        """True if an optimizer other than the first has stepped since the last save or load."""
+        self._names: tuple[int, list[str]] = (-1, [])
+        """The step of the last save or load, and the names of its checkpoint."""
+        self._made_for: list[Any] = []
+        """The objects that were prepared when the Checkpointer was created."""
+        self._counting = register_optimizer_step_post_hook(self._count)
+
+    def __repr__(self) -> str:
+        return f"<Accelerator of the run {self._home}>"
+
+    # -- methods of an Accelerator ----------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,  # noqa: FBT001, FBT002 (as Accelerate has it)
+        *,
+        metrics: Mapping[str, object] | None = None,
+        **unused: object,
+    ) -> SaveHandle:
+        """Save the present state, and return as soon as training may continue."""
+        if unused:
+            log.warning("save_state: %s mean nothing to laststep", ", ".join(unused))
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            output_dir = self._automatic / f"checkpoint_{project.iteration}"
+        left = self._after_save_hooks(output_dir)
+        checkpointer = self._checkpointer or self._make(left)
+        self._refuse_more()
+        step = self._steps_done()
+        names = [*self._names[1]] if self._names[0] == step else []
+        names += [] if output_dir is None else [os.fspath(output_dir)]
+        self._names, self._others_stepped = (step, names), False
+        handle = checkpointer.save(
+            step,
+            metrics=metrics,
+            overwrite=True,
+            metadata=FRAMEWORK.stamp(names=names, iteration=project.iteration),
+        )
+        project.iteration += 1
+        return handle
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Any = None,
+        **load_model_func_kwargs: Any,
+    ) -> Restored | None:
+        """Restore the newest checkpoint that verifies, or the one named `input_dir`.
+
+        A new run has no checkpoint; that is not an error, and `step` is None then. A folder that
+        Accelerate itself has saved is loaded by Accelerate, and None is returned.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        found = self._find(input_dir) if input_dir is not None or self._hooks("load") else []
+        if input_dir is not None and not found:
+            self._load_folder(input_dir, load_kwargs, load_model_func_kwargs)
+            return None
+        restored = self._restore_first_sound(found)
+        if restored is None:
+            checkpointer = self._checkpointer or self._make(held(self._accelerator, "models"))
+            newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
+            restored = newest or checkpointer.restore()
+        self._go_on_from(restored)
+        return restored
+
+    def prepare_data_loader(self, *arguments: Any, **more: Any) -> Any:
+        """Prepare a loader as Accelerate does, and track its position from the first epoch on."""
+        loader = self._before["prepare_data_loader"](*arguments, **more)
+        keep_places(self._accelerator)
+        return loader
+
+    def end_training(self) -> None:
+        """Wait for all saves and raise their errors; then end training as Accelerate does."""
+        try:
+            self._close()
+        finally:
+            self._counting.remove()
+            self._before["end_training"]()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Wait for all saves before freeing memory, since they refer to the freed objects."""
+        self._close()
+        return self._before["free_memory"](*objects)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _automatic(self) -> Path:
+        return Path(self._accelerator.project_dir or ".", "checkpoints")
+
+    @property
+    def _has_shards(self) -> bool:
+        """True if Accelerate passes no models to hooks because no rank holds a whole model."""
+        return bool(engines_of(self._accelerator)) or self._accelerator.distributed_type == "FSDP"
+
+    def _make(self, models: list[Any]) -> Checkpointer:
+        """Create the Checkpointer once everything is prepared. `models` lacks those that hooks save
+        and load themselves."""
+        chosen = items(self._accelerator)
+        for number, model in enumerate(held(self._accelerator, "models")):
+            if all(model is not one for one in models):
+                del chosen[f"model_{number}" if number else "model"]
+        project, settings = self._accelerator.project_configuration, {**self._settings}
+        if project.automatic_checkpoint_naming and project.total_limit is not None:
+            settings.setdefault("keep", Keep(last=project.total_limit))
+        self._checkpointer = Checkpointer(self._run, items=chosen, **settings)
+        self._made_for = self._prepared()
+        return self._checkpointer
+
+    def _prepared(self) -> list[Any]:
+        return [one for what in _PREPARED for one in held(self._accelerator, what)]
+
+    def _refuse_more(self) -> None:
+        """Raise UsageError if an object was prepared too late: it would not be saved."""
+        new = [one for one in self._prepared() if all(one is not old for old in self._made_for)]
+        if new:
+            raise UsageError(
+                "an object was prepared or registered after the first save_state or load_state",
+                found=", ".join(type(one).__name__ for one in new),
+                remedy=(
+                    "prepare and register everything before; or call accelerator.free_memory() "
+                    "first to start another training"
+                ),
+            )
+
+    def _close(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def _count(self, optimizer: object, *_: object) -> None:
+        optimizers = held(self._accelerator, "optimizers")
+        is_first = bool(optimizers) and optimizer is optimizers[0].optimizer
+        self._steps += is_first
+        self._others_stepped |= not is_first
+
+    def _steps_done(self) -> int:
+        engines = engines_of(self._accelerator)
+        if engines:
+            return int(engines[0].global_steps)
+        if self._others_stepped and self._steps == self._names[0]:
+            self._steps += 1
+        return self._steps
+
+    def _hooks(self, what: str) -> list[Any]:
+        name = f"_{what}_model_state_pre_hook"
+        return [*getattr(self._accelerator, name).values()]
+
+    def _after_save_hooks(self, folder: str | os.PathLike[str] | None) -> list[Any]:
+        """Run the save hooks and return the models that they have not saved themselves. Hooks write
+        to the folder that Accelerate would use."""
+        models, hooks = held(self._accelerator, "models"), self._hooks("save")
+        if not hooks:
+            return models
+        if folder is None:
+            raise UsageError(
+                "hooks of register_save_state_pre_hook need a folder, but there is none",
+                remedy="name it: save_state(folder), or turn on automatic_checkpoint_naming",
+            )
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        given = [] if self._has_shards else models
+        weights = [self._accelerator.get_state_dict(model, unwrap=False) for model in given]
+        pairs = [*zip(given, weights, strict=True)]
+        for hook in hooks:
+            hook(models, weights, os.fspath(folder))
+        if not pairs:
+            return models
+        return [model for model, of in pairs if any(of is left for left in weights)]
+
+    def _restore_first_sound(self, found: list[Checkpoint]) -> Restored | None:
+        """Run the load hooks for the first undamaged checkpoint and restore it. Return None if
+        `found` is empty."""
+
+        def restore(step: int, checkpoint: Checkpoint) -> Restored:
+            metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {step}")
+            folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
+            models = [*held(self._accelerator, "models")]
+            for hook in self._hooks("load"):
+                hook([] if self._has_shards else models, folder)
+            return (self._checkpointer or self._make(models)).restore(step)
+
+        return first_sound([(one.step, one) for one in found], restore)
+
+    def _find(self, name: str | os.PathLike[str] | None) -> list[Checkpoint]:
+        """Return all checkpoints, newest first, or the newest one with this name.
+
+        A checkpoint of exactly this folder takes precedence over one whose folder has the same last
+        part. The latter is ignored if Accelerate has saved in this folder.
+        """
+        try:
+            newest_first: list[Checkpoint] = [*open_run(self._home)][::-1]
+        except NotFoundError:
+            return []
+        if name is None:
+            return newest_first
+        path = Path(name)
+        named = [(one, [*map(Path, _names(one.metadata))]) for one in newest_first]
+        found = [one for one, names in named if path in names]
+        if not found and not any(path.expanduser().glob("random_states_*")):
+            found = [one for one, names in named if path.name in (other.name for other in names)]
+        return found[:1]
+
+    def _load_folder(self, folder: Any, load_kwargs: Any, more: dict[str, Any]) -> None:
+        """Load a folder that Accelerate has saved. Raise NotFoundError if there is no such
+        folder."""
+        if not Path(folder).expanduser().is_dir():
+            raise NotFoundError(
+                f"there is no checkpoint {os.fspath(folder)!r}",
+                where=str(self._home),
+                remedy="`laststep ls` lists the checkpoints; load_state() takes the newest",
+            )
+        log.info("%s is not a checkpoint of this run: Accelerate loads it", folder)
+        self._before["load_state"](folder, load_kwargs, **more)
+
+    def _go_on_from(self, restored: Restored) -> None:
+        if restored.step is None:
+            return
+        metadata: Any = restored.metadata
+        self._others_stepped = False
+        self._steps = restored.step  # the number of completed steps, as `_count` counts them
+        self._names = restored.step, [*metadata["names"]]
+        self._accelerator.project_configuration.iteration = metadata["iteration"] + 1
+
+
+def _names(metadata: object) -> list[str]:
+    names = metadata.get("names") if isinstance(metadata, dict) else None
+    return names if isinstance(names, list) else []

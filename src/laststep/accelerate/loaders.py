@@ -1,0 +1,356 @@
+"""Position in an Accelerate loader: the next batch, in the same order as before.
+
+Accelerate's own checkpoints store the position of torchdata's loaders only, and for no loader the
+random numbers that the order of an epoch was drawn from. A `PlacedLoader` replaces the loader that
+Accelerate's loader iterates over, counts batches, and keeps the generators' states from the start
+of the epoch. Accelerate reads the state of that inner loader before it prefetches a batch, as it
+does for loaders with a state. So the position is that of training, not of prefetching.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from laststep.accelerate import generators
+from laststep.state.provider import State, StateProvider, handing_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+log = logging.getLogger(__name__)
+
+_OURS: Final = "laststep"
+"""The key of our part in the state that Accelerate reads; the rest belongs to the inner loader."""
+_TAKEN_OVER: Final = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""Attributes that a loader for the rest of an epoch copies from the original loader."""
+
+
+class LoaderProgress(StateProvider):
+    """The epoch, position and generators of a loader that `Accelerator.prepare` returned."""
+
+    kind = "loader"
+    per_rank = True
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._place = loader, place_in(loader)
+        self.when_ranks_change = (
+            "refuse" if self._place.inner_state is not None else self._for_other_ranks
+        )
+
+    def describe(self) -> State:
+        value = {
+            "epoch": self._loader.iteration + self._place.has_ended,
+            "generators": generators.own_of(self._place),
+            "seeds": generators.seeds_of(self._place),
+            "workers": self._place.has_workers,
+            "samples": self._place.samples,
+            "ways": self._place.ways,
+            "place": self._place.now(),
+        }
+        return State(value=value, fresh=((),))
+
+    def restore(self, value: Any) -> None:
+        with handing_over("the loader"):
+            self._loader.iteration = value["epoch"]
+            generators.put_own(self._place, value["generators"])
+            generators.put_seeds(self._place, value.get("seeds", {}))
+            place = self._in_batches_of_now(value["place"], value.get("samples"))
+            self._place.go_on_at(place, has_workers=value.get("workers", False))
+
+    def _in_batches_of_now(self, place: Any, samples: int | None) -> Any:
+        """Convert a position to the present batch size. Round down, so that samples may be repeated
+        but none are skipped."""
+        now = self._place.samples
+        if place is None or place["inner"] or not samples or not now or samples == now:
+            return place
+        log.warning(
+            "the epoch continues in batches of %d samples, after batches of %d", now, samples
+        )
+        batches = place["batches"] * samples // now
+        return {**place, "batches": batches - batches % self._place.at_once, "fetch": None}
+
+    def _for_other_ranks(self, states: list[Any], _rank: int, _ranks: int) -> Any:
+        """Convert the position to another number of ranks, by the batches that all ranks together
+        have read. Round down, so that batches may be repeated but none are skipped."""
+        state, place = states[0], states[0]["place"]
+        if place is None:
+            return state
+        all_batches = place["batches"] * state["ways"]
+        each = self._place.ways * self._place.at_once
+        if all_batches % each:
+            log.warning(
+                "%d batches of this epoch are repeated because the number of ranks has changed",
+                all_batches % each,
+            )
+        batches = all_batches // each * self._place.at_once
+        return {**state, "place": {**place, "batches": batches}}
+
+
+class PlacedLoader:
+    """Replaces the loader inside an Accelerate loader, and forwards everything else to it."""
+
+    def __init__(self, outer: Any) -> None:
+        self._outer, self._base = weakref.ref(outer), outer.base_dataloader
+        self.inner_state: Any = None
+        """Returns the inner loader's state; None unless its dataset or sampler needs one."""
+        if hasattr(self._base, "state_dict"):
+            if _has_state(self._base):
+                self.inner_state = self._base.state_dict
+            # It started an epoch when Accelerate asked for its first state, with earlier random
+            # numbers that were not recorded. Reset it.
+            self._base.load_state_dict({})
+        self._batches = 0
+        self._epoch = -1
+        self._start: generators.Drawn | None = None
+        self._fetch: generators.Drawn | None = None
+        self._state: dict[str, Any] = {}
+        self._to_come: dict[str, Any] | None = None
+        self._running: weakref.ref[Generator[Any, None, None]] | None = None
+        self.ways, self.at_once = _dealing(outer, self._base)
+        self.samples: int | None = getattr(self._base.batch_sampler, "batch_size", None)
+        """Samples per batch, if a sampler makes batches of one size."""
+        self.has_workers = False
+        """True if persistent workers were started: their seed is drawn only at that time."""
+        self._had_workers = False
+        """The value of `has_workers` at the start of this epoch."""
+        self._again = self.at_once if self._fills_up(outer) else 0
+        """The number of batches from the epoch's beginning that a resumed epoch reads again."""
+
+    # -- interface for Accelerate -----------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+    @property  # type: ignore[misc]  # as Accelerate's own loaders do
+    def __class__(self) -> Any:
+        return type(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __iter__(self) -> Iterator[Any]:
+        place, self._to_come = self._to_come, None
+        self._epoch = self._outer().iteration  # type: ignore[union-attr]  # the caller holds it
+        start = place and place["start"] and generators.unpacked(place["start"])
+        self._start = start or generators.all_of(self)
+        self._batches = place["batches"] if place else 0
+        self._had_workers = place.get("workers", False) if place else self.has_workers
+        self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
+        again = self._again if place else 0
+        if self._again:
+            self._outer().skip_batches = int(again > 0)  # type: ignore[union-attr]
+        if place is None:
+            batches = self._counted(self._begun(self._base), 0)
+        else:
+            # Resuming an epoch must not advance the generators.
+            with generators.at(self, self._start):
+                iterator = self._from(place)
+                begun = generators.all_of(self)
+            batches = self._counted(self._brought(iterator, begun), again)
+        self._state = {_OURS: self._ours()}
+        self._running = weakref.ref(batches)
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present state. Accelerate calls this before each prefetched batch, and may
+        modify the returned dict."""
+        inner = {} if self.inner_state is None else self.inner_state()
+        self._state = {**inner, _OURS: self._ours()}
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of one of Accelerate's own checkpoints."""
+        self._base.load_state_dict(_without_ours(state))
+
+    # -- saving and restoring ---------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """True if training has received the last batch of the epoch and has not asked for
+        another."""
+        outer = self._outer()
+        return outer is not None and outer.end_of_dataloader and outer.iteration == self._epoch
+
+    def now(self) -> dict[str, Any] | None:
+        """Return the position in the epoch; None between epochs, or if training has left the
+        loop."""
+        outer = self._outer()
+        if self._to_come is not None:
+            return self._to_come
+        # The generator is freed when training leaves the loop. It may have fetched all batches
+        # while training has not received them yet.
+        is_left = self._running is None or self._running() is None
+        if is_left or outer is None or outer.end_of_dataloader:
+            return None
+        ours = self._state[_OURS]
+        inner = None if self.inner_state is None else _without_ours(self._state)
+        packed = {name: ours[name] and generators.packed(ours[name]) for name in _KEPT}
+        return {"batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed}
+
+    def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
+        """Start the next epoch at `place`."""
+        self._to_come, self._running, self._epoch = place, None, -1
+        self.has_workers = has_workers
+
+    def skip(self, batches: int) -> None:
+        """Start the next epoch after this number of batches, in the order of a restored epoch if
+        there is one."""
+        place = self._to_come
+        if batches and place is None:
+            place = {
+                "batches": 0,
+                "inner": None,
+                "start": None,
+                "fetch": None,
+                "workers": self.has_workers,
+            }
+        if place is not None and place["batches"] != batches:
+            self._to_come = {**place, "batches": batches, "inner": None, "fetch": None}
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _ours(self) -> dict[str, Any]:
+        if self._batches % self.at_once == 0:  # else in the middle of one round
+            # Workers draw from their own generators.
+            self._fetch = None if self._base.num_workers else generators.all_of(self)
+        return {
+            "batches": self._batches - self._batches % self.at_once,
+            "start": self._start,
+            "fetch": self._fetch,
+        }
+
+    def _fills_up(self, outer: Any) -> bool:
+        """Return True if Accelerate fills up the last batch of an epoch with samples of the first.
+        It uses the first batch that it sees, which has to be the first of the epoch."""
+        return (
+            hasattr(outer, "slice_fn")
+            and outer.state.num_processes > 1
+            and not outer._drop_last  # noqa: SLF001 (there is no public name)
+            and self.inner_state is None
+        )
+
+    def _begun(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator. Draw no seed if the resumed run already had persistent workers at
+        this point."""
+        is_there = loader._iterator is not None  # noqa: SLF001 (there is no public name)
+        if is_there or not self._had_workers:
+            return iter(loader)
+        generator, loader.generator = loader.generator, torch.Generator()
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = generator
+
+    def _counted(self, batches: Iterator[Any], again: int) -> Generator[Any, None, None]:
+        for number, batch in enumerate(batches):
+            self._batches += number >= again
+            yield batch
+
+    def _from(self, place: dict[str, Any]) -> Iterator[Any]:
+        """Return the batches from `place` on. Nothing is fetched yet; workers may do that."""
+        skips, fetch = place["batches"], place["fetch"]
+        if self.inner_state is None and _has_indices(self._base):
+            rest = _Rest(self._base.batch_sampler, skips, self._again, lambda: self._put(fetch))
+            taken_over = {name: getattr(self._base, name) for name in _TAKEN_OVER}
+            return self._begun(DataLoader(self._base.dataset, batch_sampler=rest, **taken_over))
+        if place["inner"]:
+            self._base.load_state_dict(place["inner"])
+            skips = 0
+        if _has_indices(self._base):  # the sampler has not drawn yet
+            fetch = None
+        return _after(self._begun(self._base), skips, self._again, lambda: self._put(fetch))
+
+    def _put(self, fetch: Any) -> None:
+        if fetch is not None:
+            generators.put_all(self, generators.unpacked(fetch))
+
+    def _brought(self, batches: Iterator[Any], begun: generators.Drawn) -> Iterator[Any]:
+        """Yield all batches. Those that were already fetched at the save are fetched again with the
+        random numbers of that time."""
+        with generators.at(self, begun):
+            first = list(itertools.islice(batches, self._again + self.at_once))
+        yield from first
+        yield from batches
+
+
+_KEPT: Final = ("start", "fetch")
+
+
+class _Rest:
+    """The batches of indices after the first `skips`."""
+
+    def __init__(self, batches: Any, skips: int, again: int, begin: Callable[[], None]) -> None:
+        self._batches, self._skips, self._again, self._begin = batches, skips, again, begin
+
+    def __len__(self) -> int:
+        return len(self._batches) - self._skips + self._again
+
+    def __iter__(self) -> Iterator[Any]:
+        return _after(iter(self._batches), self._skips, self._again, self._begin)
+
+
+def _after(
+    batches: Iterator[Any], skips: int, again: int, begin: Callable[[], None]
+) -> Iterator[Any]:
+    """Yield the first `again` batches, call `begin`, then yield the batches after the first
+    `skips`."""
+    first = list(itertools.islice(batches, again))
+    yield from first
+    rest = itertools.chain(first, batches)
+    for _ in zip(range(skips), rest, strict=False):
+        pass
+    begin()
+    yield from rest
+
+
+def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: of for name, of in state.items() if name != _OURS}
+
+
+def place_in(loader: Any) -> PlacedLoader:
+    """Return the `PlacedLoader` of a loader, and insert it on the first call."""
+    if type(loader.base_dataloader) is not PlacedLoader:
+        loader.base_dataloader = PlacedLoader(loader)
+    place: PlacedLoader = loader.base_dataloader
+    return place
+
+
+def _dealing(outer: Any, base: Any) -> tuple[int, int]:
+    """Return the number of ranks that receive batches in turn, and the number of batches that one
+    rank fetches at once for all."""
+    if hasattr(outer, "slice_fn"):  # rank 0 fetches for all
+        alone = outer.split_batches or outer.submesh_tp is not None
+        return 1, 1 if alone else outer.state.num_processes
+    for holder in (base.batch_sampler, base.sampler, base.dataset):
+        if hasattr(holder, "num_processes") and hasattr(holder, "split_batches"):
+            return (1 if holder.split_batches else holder.num_processes), 1
+    return 1, 1
+
+
+def _has_indices(base: Any) -> bool:
+    """Return True if batches of indices are drawn, which can be skipped without reading data."""
+    return not isinstance(base.dataset, IterableDataset) and base.batch_sampler is not None
+
+
+def _has_state(base: Any) -> bool:
+    """Return True if the dataset or a sampler has a state of its own, or there are no indices.
+    Otherwise the number of batches is enough."""
+    parts = (base.dataset, base.sampler, base.batch_sampler)
+    return not _has_indices(base) or any(hasattr(part, "state_dict") for part in parts)

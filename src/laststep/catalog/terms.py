@@ -1,0 +1,340 @@
+"""Terms: the writers of a run, and the point that each continues from.
+
+Each job instance takes the next number by creating a record that is never changed or deleted, so
+records can be cached. This module knows nothing of manifests; `run` aborts the attempts of older
+terms. Host, process and boot identify the trainer rather than its flusher, because people know the
+trainer; they also decide whether a lock can be trusted.
+
+The invariant: **a term is claimed only if the newest term is the one that this job instance has
+seen** when it restored or, without a restore, when it began to save. These newer terms are ignored:
+terms of the same job instance; terms of an orphan (a flusher whose trainer was dead when it
+claimed); and terms whose writer has ended and whose trainer is known to be dead. Commits by others
+since then do count; `run` checks them.
+
+The name of the next term can be created only once, so of two job instances that saw the same newest
+term one wins. The other is superseded and never tries a higher number by itself. An orphan claims
+nothing while the writer of the newest term is alive, because that would stop a live writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from laststep.catalog import lineage
+from laststep.catalog.decision import list_checked
+from laststep.catalog.lineage import Chain, Link, Point
+from laststep.codecs.digests import digest_text
+from laststep.constants import FORMAT_VERSION
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    UsageError,
+)
+from laststep.format.manifest import Versioned, refuse_later
+from laststep.process.system import boot, pid_namespace, process_started
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Store
+
+_log = logging.getLogger(__name__)
+
+RECORD_LIMIT_BYTES = 1 << 16
+_START_BYTES = 8
+
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The record of a term: its number, the (term, attempt) it continues from, and its trainer."""
+
+    format: int
+    term: _Number
+    continues: tuple[_Number, _Number] | None
+    host: str
+    pid: int
+    boot: str
+    process_started: str
+    created_s: float
+    start: str = ""
+    """The name of the job instance that claimed the term. Each Checkpointer of a process has its
+    own."""
+    orphan: bool = False
+    """True if the trainer was dead when the term was claimed; its flusher only finishes the saves
+    that it had received."""
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    digest: str
+    term: msgspec.Raw
+
+
+class Trainer(msgspec.Struct, frozen=True, kw_only=True):
+    """The identity of a training process, for other processes."""
+
+    host: str
+    pid: int
+    boot: str
+    process_started: str
+    start: str = ""
+    """A random name of this job instance; "" if none was assigned."""
+
+
+def new_start() -> Trainer:
+    """Return the identity of this process as a new job instance."""
+    return msgspec.structs.replace(this_writer(), start=os.urandom(_START_BYTES).hex())
+
+
+def this_writer() -> Trainer:
+    """Return the identity of this process."""
+    return Trainer(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        boot=boot(),
+        process_started=f"{process_started(os.getpid())}@{pid_namespace()}",
+    )
+
+
+def is_here(record: TermRecord) -> bool:
+    """Return True if the writer ran under the present kernel: only then does a free lock prove that
+    it is dead."""
+    me = this_writer()
+    return record.boot == me.boot if me.boot and record.boot else record.host == me.host
+
+
+def shares_pids(record: TermRecord) -> bool:
+    """Return True if the writer's process id refers to the same process here. Containers share a
+    kernel, but each has its own host name and numbers its processes from 1."""
+    return is_here(record) and record.host == this_writer().host
+
+
+def trainer_is_gone(record: TermRecord) -> bool:
+    """Return True if the trainer is known to be dead. Nothing is known about processes
+    elsewhere."""
+    started, _, namespace = record.process_started.partition("@")
+    return (
+        shares_pids(record)
+        and "" not in (started, namespace)
+        and namespace == pid_namespace()  # containers may share a host's name
+        and process_started(record.pid) != started
+    )
+
+
+def encode(record: TermRecord) -> bytes:
+    """Return the content of `terms/N.json`."""
+    content = msgspec.json.encode(record)
+    return msgspec.json.encode(_Sealed(digest=digest_text(content), term=msgspec.Raw(content)))
+
+
+def decode(data: bytes, *, term: int, where: str) -> TermRecord:
+    """Decode and verify the record of a term. Raise `CorruptError` if it is damaged, `UsageError`
+    if it has a later format."""
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        content = bytes(sealed.term)
+        if digest_text(content) != sealed.digest:
+            raise _corrupt(where, sealed.digest, digest_text(content))
+        said = msgspec.json.decode(content, type=Versioned)
+        refuse_later(
+            said.format,
+            what="record of a term",
+            where=where,
+            writer=said.laststep,
+            latest=FORMAT_VERSION,
+        )
+        record = msgspec.json.decode(content, type=TermRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _corrupt(where, "a term's record", str(error)) from error
+    if record.term != term or record.format != FORMAT_VERSION:
+        raise _corrupt(where, f"term {term}, format {FORMAT_VERSION}", f"{record}")
+    if record.continues is not None and record.continues[0] >= term:
+        raise _corrupt(where, "an earlier term to continue from", f"{record.continues}")
+    return record
+
+
+class Terms:
+    """The terms of one run. Thread-safe: it caches only records, which never change."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[int, TermRecord] = {}
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return all terms that have a record, ascending."""
+        return self._listed("json")
+
+    def locked(self) -> tuple[int, ...]:
+        """Return all terms whose writer is alive, newest first."""
+        return tuple(n for n in reversed(self._listed("lock")) if self.is_alive(n))
+
+    def is_alive(self, term: int) -> bool:
+        """Return whether a live process holds the lock of that term."""
+        return self._store.is_locked(lineage.term_lock_name(term))
+
+    def read(self, term: int) -> TermRecord | None:
+        """Return the record of a term, or None."""
+        known = self._known.get(term)
+        if known is not None:
+            return known
+        name = lineage.term_record_name(term)
+        try:
+            data = self._store.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+        except NotFoundError:
+            return None
+        record = decode(data, term=term, where=f"{self._store.url}/{name}")
+        self._known[term] = record
+        return record
+
+    def chain(self, term: int | None) -> Chain:
+        """Return the terms that `term` descends from, including itself. No other records are read,
+        so damage in them is harmless."""
+        links: list[Link] = []
+        while term is not None:
+            record = self.read(term)
+            if record is None:
+                break
+            links.append(Link(term=term, continues=record.continues))
+            term = None if record.continues is None else record.continues[0]
+        if term is None:
+            return Chain(links=tuple(links))
+        unrecorded = not any(number < term for number in self.numbers())
+        if not unrecorded:
+            _log.warning(
+                "term %d of %s has no record: the lineage ends there", term, self._store.url
+            )
+        return Chain(links=tuple(links), unrecorded_below=unrecorded)
+
+    def claim(
+        self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False
+    ) -> int:
+        """Create the record after the newest term, which MUST be `seen` (see the module docstring).
+        Raise `AbortedError` if it is not.
+
+        `writer` is the trainer on whose behalf the term is claimed; `orphan` is True if it is dead.
+        """
+        make_folder(self._store)
+        newest = max((seen, *self.numbers()))
+        with contextlib.suppress(CorruptError):
+            self.read(newest)  # raises `UsageError` for a later format: do not continue that run
+        while True:
+            for number in range(seen + 1, newest + 1):
+                if self._is_in_the_way(number, writer):
+                    raise self.superseded(
+                        number, before=True, expected=f"term {seen} to be the newest"
+                    )
+            if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
+                raise self.superseded(newest, before=True, expected="no live writer")
+            if self._create(newest + 1, continues, writer, orphan=orphan):
+                return newest + 1
+            newest += 1  # another writer was faster, but may be one that is ignored
+
+    def _create(
+        self, number: int, continues: Point | None, writer: Trainer, *, orphan: bool
+    ) -> bool:
+        """Create the record of a term. Return False if it exists by now."""
+        if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
+            raise UsageError(
+                "cannot continue from a checkpoint that is not in this run",
+                where=self._store.url,
+                expected=f"a term below {number} and an attempt from 1",
+                found=f"term {continues[0]}, attempt {continues[1]}",
+            )
+        record = _record(number, continues, writer, orphan=orphan)
+        try:
+            self._store.create(lineage.term_record_name(number), encode(record))
+        except AlreadyExistsError:
+            return False
+        self._known[number] = record
+        return True
+
+    def superseded(
+        self, term: int, *, expected: str, before: bool = False, saved: str | None = None
+    ) -> AbortedError:
+        """Return the error for a writer that is stopped by a newer term, or by the checkpoint
+        `saved` in it. `before` is True if this writer had not claimed a term yet."""
+        who = self.described(term)
+        return AbortedError(
+            "another job saved to the run first"
+            if before
+            else "another writer has taken over the run",
+            where=self._store.url,
+            expected=expected,
+            found=who if saved is None else f"{saved} of {who}",
+            remedy=(
+                "stop one of the two jobs: only one may save to a run at a time; or call "
+                "restore() to continue from the other job's checkpoint"
+            ),
+        )
+
+    def described(self, term: int) -> str:
+        """Return a description of a term and its writer for messages."""
+        try:
+            record = self.read(term)
+        except CorruptError as error:
+            return f"term {term} ({error.what})"
+        who = "" if record is None else f", process {record.pid} on {record.host}"
+        return f"term {term}{who}"
+
+    def is_of(self, term: int, writer: Trainer) -> bool:
+        """Return True if this job instance claimed the term."""
+        record = self.read(term)
+        return record is not None and bool(writer.start) and record.start == writer.start
+
+    def _is_in_the_way(self, term: int, writer: Trainer) -> bool:
+        record = self.read(term)
+        if record is None or record.orphan or self.is_of(term, writer):
+            return False
+        # A trainer may die just after its flusher has checked that it is alive. The term is out of
+        # the way only if both are dead: a trainer replaces a dead flusher.
+        return self.is_alive(term) or not trainer_is_gone(record)
+
+    def _listed(self, kind: str) -> tuple[int, ...]:
+        files = self._store.file_names(lineage.TERMS_FOLDER)
+        if self._store.same_everywhere and not any(lineage.parse_term(f, "json") for f in files):
+            first = lineage.term_record_name(1).rpartition("/")[2]
+            entries = list_checked(self._store, lineage.TERMS_FOLDER, first)
+            files = tuple(entry.name for entry in entries)
+        numbers = (lineage.parse_term(name, kind) for name in files)
+        return tuple(sorted(number for number in numbers if number is not None))
+
+
+def make_folder(store: Store) -> None:
+    """Create the folder of terms and liveness locks if it is missing."""
+    # If another process created it and died before its name was durable, the sync after creating
+    # the first attempt's folder makes it durable.
+    with contextlib.suppress(AlreadyExistsError):
+        store.make_folder(lineage.TERMS_FOLDER)
+
+
+def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> TermRecord:
+    return TermRecord(
+        format=FORMAT_VERSION,
+        term=number,
+        continues=continues,
+        host=writer.host,
+        pid=writer.pid,
+        boot=writer.boot,
+        process_started=writer.process_started,
+        created_s=time.time(),
+        start=writer.start,
+        orphan=orphan,
+    )
+
+
+def _corrupt(where: str, expected: str, found: str) -> CorruptError:
+    return CorruptError(
+        "cannot read the record of a term",
+        where=where,
+        expected=expected,
+        found=found,
+        remedy="bring the file back from a copy, or move the folder `terms` away: "
+        "then all checkpoints count, in the order of their steps",
+    )

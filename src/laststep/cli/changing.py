@@ -1,0 +1,429 @@
+"""`laststep copy`, `prune`, `pin`, `unpin` and `recover`: commands that modify runs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from laststep import constants
+from laststep.catalog import cleaning, decision
+from laststep.catalog.cleaning import RemovalReason
+from laststep.catalog.retention import Keep, plan_prune
+from laststep.cli import output, places
+from laststep.constants import duration_text, listed
+from laststep.errors import CorruptError, LaststepError
+from laststep.read.verify import verify_checkpoint
+from laststep.storage.shared_memory import BASE
+from laststep.tiers.copying import Moved, Pacing
+from laststep.tiers.orphans import SnapshotState
+from laststep.tiers.orphans import recover as recover_all
+from laststep.tiers.runs import plan_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.catalog.indexes import Sharing
+    from laststep.catalog.listing import Listed
+    from laststep.catalog.retention import PrunePlan, Verdict
+    from laststep.catalog.run import Run
+    from laststep.tiers.orphans import OrphanedSegment, OrphanedSnapshot, RecoverReport
+    from laststep.tiers.runs import CopyOutcome, CopyPlan, CopyReport
+
+
+def copy(
+    source: places.RunOrCheckpoint,
+    target: Annotated[
+        str, typer.Argument(metavar="TO", help="The folder or URL to copy to.", show_default=False)
+    ],
+    *,
+    step: places.StepOption = None,
+    items: Annotated[
+        list[str] | None, typer.Option(metavar="ITEM", help="Only this item; may be repeated.")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Go no faster than that, as in 200MB/s.")
+    ] = None,
+    threads: output.Threads = 4,
+    dry_run: output.DryRun = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Copy a run, or one checkpoint, to another location.
+
+    Every block is verified during the copy. Running the command again resumes an interrupted copy.
+    """
+    rate = None if limit is None else constants.bytes_per_s(limit)
+    if limit is not None and rate is None:
+        raise typer.BadParameter("write a rate as 200MB/s", param_hint="--limit")
+    plan = plan_copy(source, target, step, items)
+    where = {"from": plan.source.url, "to": plan.target.url}
+    if dry_run:
+        _say_plan(plan, where, as_json=as_json)
+        return
+    report = plan.execute(
+        threads=threads,
+        pacing=Pacing(bytes_per_s=rate),
+        watch=lambda item: output.bar(item.folder),
+        ended=(lambda *_: None) if as_json else _say,
+    )
+    if as_json:
+        names = ("copied", "there", "deleted", "copied_bytes", "linked_bytes", "kept_bytes")
+        damaged = [folder for folder, _ in report.damaged]
+        output.print_json({**where, **output.fields(report, *names), "damaged": damaged})
+    else:
+        _say_all(plan, report)
+    if report.damaged:
+        raise typer.Exit(output.DAMAGED)
+
+
+def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
+    to_come = [item.folder for item in plan.checkpoints if item.folder not in plan.there]
+    if as_json:
+        there = sorted(plan.there)
+        document = {"dry_run": True, "copy": to_come, "there": there, "size_bytes": plan.size_bytes}
+        output.print_json({**where, **document})
+        return
+    for folder in to_come:
+        output.console().print(f"{folder}: would be copied")
+    count, size = output.count_text(len(to_come), "checkpoint"), output.size_text(plan.size_bytes)
+    output.console().print(f"would copy {count}, {size}; {len(plan.there):,} there already")
+
+
+def _say(item: Listed, outcome: CopyOutcome) -> None:
+    """Print the outcome for one checkpoint."""
+    text = "there already"
+    if isinstance(outcome, Moved):
+        parts = (
+            (outcome.copied_bytes, "copied"),
+            (outcome.linked_bytes, "linked"),
+            (outcome.kept_bytes, "kept of an interrupted copy"),
+        )
+        text = ", ".join(f"{output.size_text(size)} {how}" for size, how in parts if size)
+    elif isinstance(outcome, LaststepError):
+        text = f"DAMAGED, and not copied: {outcome}"
+    elif outcome is not None:
+        text = "deleted in the meantime"
+    output.console().print(f"{item.folder}: {text}")
+
+
+def _say_all(plan: CopyPlan, report: CopyReport) -> None:
+    console = output.console()
+    if not plan.checkpoints:
+        console.print(f"{plan.source.url} has no checkpoint yet")
+        return
+    console.print(
+        f"copied {output.count_text(len(report.copied), 'checkpoint')} to {plan.target.url}: "
+        f"{output.size_text(report.copied_bytes)} moved"
+    )
+
+
+def prune(  # noqa: PLR0913 (one parameter for each option)
+    run: places.RunPath,
+    *,
+    last: Annotated[int | None, typer.Option(metavar="K", help="Keep the newest K.", min=1)] = None,
+    every: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep each step that is a multiple of N.", min=1)
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option(metavar="K", help="Keep the best K by --metric.", min=1)
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(metavar="M", help="The metric that --best means.")
+    ] = None,
+    mode: Annotated[
+        Literal["min", "max"], typer.Option(help="Whether small or large is good.")
+    ] = "min",
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Also delete abandoned and broken ones.")
+    ] = False,
+    dry_run: output.DryRun = False,
+    yes: output.Yes = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Delete the checkpoints that no rule keeps."""
+    if last is None and every is None and best is None and not abandoned:
+        raise typer.BadParameter("say what to keep: --last, --every or --best (or --abandoned)")
+    if (best is None) != (metric is None):
+        raise typer.BadParameter("--best and --metric must be used together")
+    opened = places.open_run(run)
+    keep = Keep(
+        last=last, every=every, best=best, metric=metric, mode=mode, abandoned=not abandoned
+    )
+    plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
+    if plan.lacking is not None:
+        output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
+    sharing = plan.sharing()
+    freed_bytes = sharing.freed_bytes(plan.deletions)
+    if not as_json:
+        _print_verdicts(run, plan, sharing)
+    deleted: tuple[str, ...] = ()
+    if plan.deletions and not dry_run:
+        if not yes:
+            count = output.count_text(len(plan.deletions), "checkpoint")
+            output.confirm("delete", count, freed_bytes)
+        _check_what_stays(opened)
+        deleted = plan.execute()
+        freed_bytes = sharing.freed_bytes(deleted)
+    copies = [orphan for orphan in opened.orphans() if orphan.why is RemovalReason.STALE_COPY]
+    if not dry_run:
+        copies = [orphan for orphan in copies if cleaning.remove(opened.store, orphan)]
+    if as_json:
+        checkpoints = [_verdict_document(verdict, sharing) for verdict in plan.verdicts]
+        output.print_json(
+            {
+                "dry_run": dry_run,
+                "freed_bytes": freed_bytes,
+                "deleted": list(deleted),
+                "copies": [orphan.name for orphan in copies],
+                "checkpoints": checkpoints,
+            }
+        )
+    elif not plan.deletions:
+        output.console().print("nothing to delete")
+    else:
+        done, folders = ("would delete", plan.deletions) if dry_run else ("deleted", deleted)
+        count = output.count_text(len(folders), "checkpoint")
+        output.console().print(f"{done} {count}, {output.size_text(freed_bytes)}")
+    if copies and not as_json:
+        count = output.count_text(len(copies), "copy", "copies")
+        size = output.size_text(sum(orphan.size_bytes for orphan in copies))
+        done = "would remove" if dry_run else "removed"
+        output.console().print(f"{done} {count} (abandoned), {size}")
+
+
+def _resumed_from(run: Run) -> str | None:
+    """Return the folder from which the newest writer continued: a running job may still need it."""
+    listed = run.checkpoints()
+    newest = max((item.term for item in listed), default=0)
+    writer = run.live_writer()
+    record = run.term(newest if writer is None else writer.term)
+    if record is None or record.continues is None:
+        return None
+    return {item.point: item.folder for item in listed}.get(record.continues)
+
+
+def _verdict_document(verdict: Verdict, sharing: Sharing) -> dict[str, object]:
+    return {
+        **output.fields(verdict, "step", "folder", "keep", "reasons"),
+        "size_bytes": sharing.freed_bytes([verdict.folder]),
+    }
+
+
+def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
+    if not plan.verdicts:
+        output.console().print(f"{run} has no checkpoint yet")
+        return
+    rows = [
+        (
+            str(verdict.step),
+            "stays" if verdict.keep else "goes",
+            output.size_text(sharing.freed_bytes([verdict.folder])),
+            "; ".join(verdict.reasons),
+            verdict.folder,
+        )
+        for verdict in plan.verdicts
+    ]
+    columns = ("step", "", "only here", "why", "folder")
+    styles = [None if verdict.keep else "red" for verdict in plan.verdicts]
+    output.print_table(columns, rows, right=("step", "only here"), styles=styles)
+
+
+def _check_what_stays(run: Run) -> None:
+    """Read the newest checkpoint, which is kept, before anything is deleted: if it is damaged, an
+    older one that is about to be deleted may be the only good one. Raise `CorruptError` in that
+    case."""
+
+    def find() -> Listed:
+        found = run.newest()
+        if found is None:
+            raise CorruptError(
+                "no checkpoint of this run is whole",
+                where=run.store.url,
+                remedy="`laststep verify` lists all damage; nothing was deleted",
+            )
+        return found
+
+    newest, report = decision.read_newest(
+        run.store, find, lambda found: (found, verify_checkpoint(run.store, found.folder))
+    )
+    if report.damage:
+        count = output.count_text(len(report.damage), "place")
+        raise CorruptError(
+            f"the newest checkpoint, step {newest.step}, is damaged in {count}",
+            where=f"{run.store.url}/{newest.folder}",
+            remedy="nothing was deleted; move that folder away, and prune again",
+        )
+
+
+Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
+
+
+def pin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
+    """Keep the checkpoint of a step, whatever the retention rules are."""
+    opened = places.open_run(run)
+    listed = places.find(opened, step)
+    opened.pin(listed.folder)
+    _tell(step, listed.folder, pinned=True, as_json=as_json)
+
+
+def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
+    """Let the retention rules apply to the checkpoint of a step again."""
+    opened = places.open_run(run)
+    listed = places.find(opened, step)
+    if not listed.pinned and not as_json:
+        output.console().print(f"step {step} ({listed.folder}) was not pinned")
+        return
+    opened.unpin(listed.folder)
+    _tell(step, listed.folder, pinned=False, as_json=as_json)
+
+
+def _tell(step: int, folder: str, *, pinned: bool, as_json: bool) -> None:
+    if as_json:
+        output.print_json({"step": step, "folder": folder, "pinned": pinned})
+    else:
+        text = "is pinned" if pinned else "is no longer pinned"
+        output.console().print(f"step {step} ({folder}) {text}")
+
+
+_COLUMNS = ("run", "step", "rank", "size", "owner", "age", "what became of it")
+
+
+def recover(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="Only of this run; else of all.", show_default=False),
+    ] = None,
+    *,
+    base: Annotated[str, typer.Option(metavar="DIR", help="Where shared memory lies.")] = BASE,
+    keep: Annotated[bool, typer.Option("--keep", help="Store, and remove nothing.")] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Give up what cannot be stored, of RUN.")
+    ] = False,
+    yes: output.Yes = False,
+    dry_run: output.DryRun = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Store snapshots that dead processes have left in shared memory.
+
+    Snapshots that exist nowhere else are stored in their run; then the memory of the dead processes
+    is freed. Memory of living processes is not touched.
+    """
+    if discard and (run is None or keep):
+        raise typer.BadParameter(
+            "--discard needs RUN, the run whose snapshots it deletes, and excludes --keep"
+        )
+    report = recover_all(run, base=base, keep=keep, dry_run=dry_run)
+    if not as_json:
+        _print_recovered(report, base, dry_run=dry_run)
+    if discard and report.stays and not dry_run:
+        report = _discarded(report, ask=not yes, told=not as_json)
+    if as_json:
+        output.print_json(_recover_document(report))
+    if not report.ok:
+        raise typer.Exit(output.FAILED)
+
+
+def _discarded(report: RecoverReport, *, ask: bool, told: bool) -> RecoverReport:
+    """Discard the snapshots that could not be stored, which have been listed already."""
+    saves = [
+        save for one in report.stays for save in one.saves if save.fate is SnapshotState.NOT_STORED
+    ]
+    unreadable = sum(one.unreadable for one in report.stays)
+    steps = listed(sorted({f"step {save.step}" for save in saves}))
+    what = steps or output.count_text(unreadable, "record")
+    size_bytes = sum(one.size_bytes for one in report.stays)
+    if ask:
+        output.confirm("give up", f"{what} in shared memory, for good", size_bytes)
+    after = report.discard()
+    if told:
+        output.console().print(f"discarded {what}: freed {output.size_text(size_bytes)} of memory")
+    return after
+
+
+def _recover_document(report: RecoverReport) -> dict[str, object]:
+    segments = [
+        {
+            **output.fields(
+                one,
+                "folder",
+                "run",
+                "rank",
+                "ranks",
+                "pid",
+                "host",
+                "created_s",
+                "size_bytes",
+                "is_alive",
+                "is_removed",
+                "unreadable",
+            ),
+            "saves": [
+                output.fields(save, "step", "folder", "created_s", "size_bytes", "fate", "error")
+                for save in one.saves
+            ],
+        }
+        for one in report.segments
+    ]
+    return {"ok": report.ok, "segments": segments, "debris": report.debris}
+
+
+def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None:
+    console = output.console()
+    if not report.segments:
+        console.print(f"shared memory is empty ({base})")
+    else:
+        rows = [row for one in report.segments for row in _rows(one, dry_run=dry_run)]
+        output.print_table(_COLUMNS, rows, right=("step", "rank", "size", "age"))
+    for one in report.segments:
+        for save in one.saves:
+            if save.error is not None:
+                console.print(f"step {save.step} in {one.folder} is not stored: {save.error}")
+        if one.unreadable and not one.is_alive:
+            count = output.count_text(one.unreadable, "record")
+            console.print(f"{one.folder} stays: {count} in it cannot be read by this version")
+    removed = [one for one in report.segments if one.is_removed]
+    if removed or report.debris:
+        count = output.count_text(len(removed) + len(report.debris), "folder")
+        size = output.size_text(sum(one.size_bytes for one in removed))
+        console.print(f"removed {count} of dead processes, {size}")
+
+
+def _rows(one: OrphanedSegment, *, dry_run: bool) -> Sequence[tuple[str, ...]]:
+    owner = f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}"
+    rank = f"{one.rank}" if one.ranks == 1 else f"{one.rank} of {one.ranks}"
+    rows = [
+        (
+            one.run,
+            str(save.step),
+            rank,
+            output.size_text(save.size_bytes),
+            owner,
+            _age(save.created_s),
+            _became(save, one, dry_run=dry_run),
+        )
+        for save in one.saves
+    ]
+    size = output.size_text(one.size_bytes)
+    became = "holds no save" + ("" if one.is_alive or dry_run else _gone(one))
+    return rows or [(one.run, "", rank, size, owner, _age(one.created_s), became)]
+
+
+def _became(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> str:
+    if one.is_alive:
+        return "left alone" if save.fate is SnapshotState.ALONE else "left alone, stored"
+    if dry_run and save.fate is SnapshotState.ALONE:
+        return "would be stored"
+    if save.fate is SnapshotState.LEFT_BEHIND:
+        return "superseded by a later job instance" + _gone(one)
+    if save.fate is SnapshotState.NOT_STORED:
+        return "NOT STORED"
+    return ("stored now" if save.fate is SnapshotState.RECOVERED else "stored already") + _gone(one)
+
+
+def _gone(one: OrphanedSegment) -> str:
+    return ", removed" if one.is_removed else ""
+
+
+def _age(created_s: float) -> str:
+    return duration_text(max(time.time() - created_s, 0.0))

@@ -1,0 +1,367 @@
+"""`laststep export` and `import`: convert checkpoints to and from the formats of other tools.
+
+An export is verified and takes little memory. Its target is complete or absent: after an error,
+Ctrl-C, SIGTERM or SIGHUP nothing is left behind. An import runs no code from the file. torch is
+imported only when one of the commands runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from laststep.adapters.export.folder import Exported, check_absent
+from laststep.browse import open_folder
+from laststep.catalog.run import Run
+from laststep.cli import output, places
+from laststep.constants import is_item_name
+from laststep.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+)
+from laststep.storage.registry import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    from laststep.adapters.export.hf import Choices
+    from laststep.browse import Checkpoint
+
+_MODEL = "model"
+_SHARD = "5GB"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_SHOWN_TIED = 20
+
+
+def export(  # noqa: PLR0913 (one parameter for each option)
+    path: places.RunOrCheckpoint,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="The folder to make.", show_default=False)
+    ],
+    *,
+    format_: Annotated[
+        Literal["hf", "dcp"],
+        typer.Option(
+            "--format",
+            help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
+            show_default=False,
+        ),
+    ],
+    step: places.StepOption = None,
+    item: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which item.", show_default=f"hf: {_MODEL}, dcp: all"),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of items that each rank has for itself: which rank's to write.",
+            min=0,
+            show_default="0",
+        ),
+    ] = None,
+    shard_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most in one file.", show_default=_SHARD)
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[REGEX=]DTYPE",
+            help="Write floating tensors, all or by their new names, as bf16, f16 or f32.",
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX=REPLACEMENT", help="Change names; one after the other."),
+    ] = None,
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
+    ] = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Write a checkpoint in a format that other tools read.
+
+    Takes the newest checkpoint of a run, or that of --step.
+    """
+    if format_ == "dcp" and (shard_bytes or dtype or rename or keep_tied):
+        raise typer.BadParameter(
+            "--shard-bytes, --dtype, --rename and --keep-tied belong to --format hf"
+        )
+
+    def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
+        check_absent(target)
+        opened = open_folder(f"{place.store.url}/{place.folder}")
+        with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
+            if format_ == "hf":
+                from laststep.adapters.export.hf import export_hf
+
+                name = item or _MODEL
+                choices = _choices(
+                    shard_bytes or _SHARD, dtype or (), rename or (), keep_tied=keep_tied
+                )
+                return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
+            from laststep.adapters.export.dcp import export_dcp
+
+            items = checkpoint.items() if item is None else [item]
+            return checkpoint, items, export_dcp(checkpoint, target, items=items)
+
+    checkpoint, items, exported = places.read(path, step, write)
+    own = [name for name in checkpoint.per_rank() if name in items]
+    if as_json:
+        facts = output.fields(checkpoint, "step", "folder")
+        facts |= {"target": target, "format": format_, "items": items, "per_rank": own}
+        output.print_json(facts | {"rank": (rank or 0) if own else None} | _document(exported))
+        return
+    _print(exported, f"exported {', '.join(items)} of step {checkpoint.step} to {target}")
+    if own:
+        whose = f"each of {checkpoint.ranks:,} ranks has its own; this is rank {rank or 0}'s"
+        other = "" if rank is not None else ": --rank N takes another's"
+        output.console().print(f"{', '.join(own)}: {whose}{other}")
+
+
+def _choices(
+    shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str], *, keep_tied: bool
+) -> Choices:
+    from laststep.adapters.export.hf import Cast, Choices, Rename
+
+    casts = []
+    for text in dtypes:
+        regex, given, name = text.rpartition("=")
+        if name not in _DTYPES:
+            raise _misused(f"{name!r} is not bf16, f16 or f32", "--dtype")
+        pattern = _pattern(regex, "--dtype") if given else None
+        casts.append(Cast(pattern=pattern, dtype=_DTYPES[name]))
+    rules = []
+    for text in renames:
+        regex, given, replacement = text.rpartition("=")
+        if not given:
+            raise _misused(f"{text!r} is not REGEX=REPLACEMENT", "--rename")
+        rules.append(Rename(pattern=_pattern(regex, "--rename"), replacement=replacement))
+    return Choices(
+        shard_bytes=_size(shard_bytes),
+        casts=tuple(casts),
+        renames=tuple(rules),
+        keep_tied=keep_tied,
+    )
+
+
+def _pattern(regex: str, option: str) -> re.Pattern[str]:
+    try:
+        return re.compile(regex)
+    except re.error as error:
+        raise _misused(f"{regex!r} is not a regular expression: {error}", option) from None
+
+
+def _size(text: str) -> int:
+    """Parse `5GB`, `512 MiB` or `1000` to bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise _misused(f"{text!r} is not a size such as 5GB or 512MiB", "--shard-bytes")
+    unit = 1024 if match[3] else 1000
+    return int(float(match[1]) * unit ** ("kmgt".find((match[2] or " ").lower()) + 1))
+
+
+def _misused(text: str, option: str) -> typer.BadParameter:
+    return typer.BadParameter(text, param_hint=option)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Convert SIGTERM and SIGHUP to `SystemExit`, so that the command can clean up."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in wanted:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in wanted:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _document(exported: Exported) -> dict[str, object]:
+    return {
+        **output.fields(exported, "tensors", "size_bytes", "values", "dropped", "omitted_values"),
+        "files": [asdict(file) for file in exported.files],
+    }
+
+
+def _print(exported: Exported, what: str) -> None:
+    console = output.console()
+    rows = [
+        (file.name, f"{file.tensors:,}", output.size_text(file.size_bytes))
+        for file in exported.files
+    ]
+    output.print_table(("file", "tensors", "size"), rows, right=("tensors", "size"))
+    for name, kept in list(exported.dropped.items())[:_SHOWN_TIED]:
+        console.print(f"tied, not written again: {name} is {kept}")
+    if len(exported.dropped) > _SHOWN_TIED:
+        console.print(f"… and {len(exported.dropped) - _SHOWN_TIED:,} more (see --json)")
+    if exported.omitted_values:
+        count = output.count_text(len(exported.omitted_values), "value")
+        console.print(f"omitted, not tensors: {count} (see --json)")
+    written = output.count_text(exported.tensors, "tensor")
+    if exported.values:
+        written += f", {output.count_text(exported.values, 'value')}"
+    console.print(f"{what}: {written}, {output.size_text(exported.size_bytes)}")
+
+
+_SAFETENSORS = ".safetensors"
+_WHOLE = "model"
+
+
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A torch.save or safetensors file, or a DCP folder."),
+    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run, which may be new.")],
+    *,
+    step: Annotated[int, typer.Option(metavar="N", help="The step to save as.", min=0)] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take the run over from a job that saves to it.")
+    ] = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Make a checkpoint from the files of another tool.
+
+    Reads a torch.save or safetensors file, or a folder of torch.distributed.checkpoint, without
+    running any code in it.
+    """
+    _check_run(run, step, force=force)
+    items = items_of(read_state(source))
+    from laststep.oneoff import import_state
+
+    import_state(items, run, step, metadata={"imported_from": Path(source).absolute().name})
+    if as_json:
+        output.print_json({"source": source, "run": run, "step": step, "items": list(items)})
+        return
+    names = ", ".join(items)
+    output.console().print(f"imported {source} into {run} as step {step}: {names}")
+
+
+def _check_run(path: str, step: int, *, force: bool) -> None:
+    """Reject an import that would fail, or disturb a running job, before the file is read."""
+    try:
+        run = Run.open(open_store(path))
+    except NotFoundError:
+        return
+    writer = None if force else run.live_writer()
+    if writer is not None:
+        raise AbortedError(
+            "refused to import into a run that is in use",
+            where=run.store.url,
+            found=f"a live writer: process {writer.pid} on {writer.host or 'an unknown host'}",
+            remedy=(
+                "wait until it has finished, or take over the run with --force: its next save "
+                "then fails"
+            ),
+        )
+    try:
+        run.check_step_free(step)
+    except AlreadyExistsError as error:
+        free = max((listed.step for listed in run.lineage()), default=0) + 1
+        raise AlreadyExistsError(
+            error.what, where=error.where, remedy=f"name another with --step, such as --step {free}"
+        ) from None
+
+
+def read_state(source: str) -> object:
+    """Return the contents of the file or folder as plain nested state."""
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            return _read_folder(path, source)
+        if not path.is_file():
+            raise NotFoundError(
+                "cannot import", where=source, found="no such file", remedy="check the path"
+            )
+        if path.suffix == _SAFETENSORS or _is_safetensors(path):
+            return _read_safetensors(path)
+        return _read_torch(path)
+    except OSError as error:
+        raise StorageError("cannot import", where=source, found=str(error.strerror)) from error
+    except MemoryError as error:
+        raise StorageError(
+            "cannot import",
+            where=source,
+            found=f"too little memory: {error}",
+            remedy="import where all of it fits into memory",
+        ) from error
+
+
+def _read_folder(path: Path, source: str) -> object:
+    from laststep.adapters.importing import dcp_folder
+
+    if not dcp_folder.is_one(path):
+        raise NotFoundError(
+            "cannot import",
+            where=source,
+            expected="a file of torch.save or safetensors, or a folder of "
+            "torch.distributed.checkpoint",
+            found="a folder",
+            remedy="name a file in it",
+        )
+    return dcp_folder.read_folder(path)
+
+
+def _read_torch(path: Path) -> object:
+    from laststep.adapters.importing import torch_save
+
+    remedy = "load the file yourself if you trust it, and save its state_dict()"
+    return torch_save.load(path, where=str(path), remedy=remedy)
+
+
+def _read_safetensors(path: Path) -> dict[str, object]:
+    from laststep.adapters.importing.safetensors_part import open_part, read_tensor
+
+    where = str(path)
+    with path.open("rb") as file:
+        part = open_part(file, start=0, stop=path.stat().st_size, where=where)
+        return {name: read_tensor(file, part, name, where=where) for name in part.entries}
+
+
+def items_of(state: object) -> dict[str, object]:
+    """Split a state into items: one for each part that is itself a mapping, else a single `model`.
+
+    {"model": {…}, "optimizer": {…}, "epoch": 3} has two such parts; the remainder, here the epoch,
+    becomes the item `rest`. A plain state dict, name → tensor, is one item.
+    """
+    if not isinstance(state, Mapping) or not state:
+        return {_WHOLE: {"value": state}}
+    parts = {key: value for key, value in state.items() if isinstance(value, Mapping)}
+    if not parts or not all(map(is_item_name, parts)):
+        return {_WHOLE: dict(state)}
+    rest = {key: value for key, value in state.items() if key not in parts}
+    items: dict[str, object] = dict(parts)
+    if rest:
+        name = "rest"
+        while name in items:
+            name += "_"
+        items[name] = rest
+    return items
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Return True if the file starts with a header length and JSON, as no torch file does."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if not head:
+        raise CorruptError("cannot import", where=str(path), found="an empty file")
+    return len(head) == 9 and head[8:] == b"{"

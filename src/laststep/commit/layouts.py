@@ -1,0 +1,424 @@
+"""Agree on a global layout: collect the local layouts of all ranks through the key-value store.
+
+1. Rank 0 starts a call: it numbers its calls and keeps the latest under the key `a/now`.
+2. While the call is open, each rank puts the digest of its local layout at `a/<number>/<rank>`.
+3. Rank 0 settles the call under the same key, with the digests of all ranks or a problem.
+4. The lowest rank of each layout group puts the local layout at `t/<digest>`. A rank that has
+   all of them has agreed.
+5. A rank whose layout does not match a settled call requests another one at `a/<number>/again`.
+6. A rank that takes no part in the save behind a call puts the reason at `a/<number>/refused`.
+7. A rank whose own layout has not changed answers, or starts a call, in the background, while one
+   of its saves is in progress.
+
+No number is used twice, and no rank relies on having seen an earlier call: if a key is lost, the
+save that needed it fails, and the next call recovers.
+
+`CurrentRound` describes the save that rank 0 leads and the saves before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog.lineage import AttemptName
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.constants import listed
+from laststep.errors import AbortedError, MismatchError
+from laststep.plan.layouts import (
+    GlobalLayout,
+    LocalLayout,
+    agree,
+    decode_local_layout,
+    digest_of,
+    encode_local_layout,
+)
+from laststep.process import signals
+from laststep.ranks import missing_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from laststep.ranks.key_value import KeyValueStore
+    from laststep.ranks.rank import Rank
+
+
+class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished save; an empty reason means that it is committed."""
+
+    number: int
+    step: int
+    reason: str
+
+
+class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
+    """The save that rank 0 currently leads, with its attempt or the problem that prevents it, and
+    the latest saves before it. Published by rank 0 under the key `now`."""
+
+    number: int
+    step: int
+    place: AttemptName | None
+    problem: str
+    past: tuple[EndedRound, ...]
+    group_size: int
+    """The number of ranks per group. Rank 0 decides it, since nodes differ in size and in what
+    their ranks know."""
+
+
+log = logging.getLogger(__name__)
+
+
+_GRACE_S = 2.0
+"""Time that a rank that sees a call waits for its own next save before it answers from the
+background thread. Usually the layouts of all ranks change at the same step."""
+_MARGIN_S = 10.0
+
+SAME_STEPS = "every rank must call save() for the same steps"
+ABSENT = f"{SAME_STEPS}; one that does may be stopped, slow or dead: see its log"
+"""The remedy for missing ranks."""
+
+
+def margin_s(deadline_s: float) -> float:
+    """Return the time added to the deadline of the other ranks. Rank 0 stops waiting before they
+    do, so that it can still tell them which ranks are missing."""
+    return min(deadline_s / 2, _MARGIN_S)
+
+
+def grace_s(deadline_s: float) -> float:
+    """Return how long a rank that saves a different step may take to catch up by itself."""
+    return min(_GRACE_S, deadline_s / 4)
+
+
+def on_some_ranks(global_layout: GlobalLayout) -> dict[str, tuple[int, ...]]:
+    """Return the items that only some ranks have, with those ranks. Pipeline stages do not count:
+    every stage has the same item, with different tensors."""
+    holders: dict[str, list[tuple[int, ...]]] = {}
+    for layout_group in global_layout.layout_groups:
+        for item in layout_group.local_layout:
+            holders.setdefault(item.name, []).append(layout_group.ranks)
+    return {
+        name: tuple(sorted(itertools.chain.from_iterable(some)))
+        for name, some in holders.items()
+        if sum(map(len, some)) < len(global_layout.layout_group_of)
+    }
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's latest call for local layouts; settled once it has the digests of all ranks, or a
+    problem."""
+
+    number: int
+    step: int | None = None
+    """The step of the save that needs this call, the first save after number `led`; None if
+    unknown."""
+    led: int = 0
+    digests: bytes = b""
+    problem: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.digests or self.problem)
+
+    def has(self, rank: int, digest: bytes) -> bool:
+        """Return True if the call is settled with this digest for this rank."""
+        return _cut(self.digests)[rank : rank + 1] == [digest]
+
+
+class _CalledAnew(Exception):
+    """Rank 0 has abandoned this call and started another."""
+
+
+class GlobalLayouts:
+    """This rank's side of agreeing on a global layout. Used by the training thread and one other; a
+    lock serialises them."""
+
+    def __init__(self, rank: Rank, kv: KeyValueStore, *, deadline_s: float) -> None:
+        self._rank = rank
+        self.kv = kv
+        self._deadline_s = deadline_s
+        self._grace_s = grace_s(deadline_s)
+        self._lock = threading.Lock()
+        self._number = time.time_ns() // 1_000_000
+        """The number of rank 0's last call. It starts at the current time in ms, so that it is
+        higher than the numbers left by a dead job instance: a launcher may restart ranks with the
+        same key-value store."""
+        self._answered = 0
+        """The last call that this rank answered; 0 if that answer is void."""
+        self._data = b""
+        self._local_layout: LocalLayout | None = None
+        self._global_layout: GlobalLayout | None = None
+        self._local_layouts: dict[bytes, LocalLayout] = {}
+        self._called_s: float | None = None
+        self._refused = 0
+        """The last call that this rank refused."""
+        self._all_disagreed = False
+        """True if the last call ended in a mismatch, which every rank detects by itself."""
+        self.known: Callable[[], int | None] = lambda: None
+        """Returns the number of rank 0's last save that this rank has finished; None while a save
+        of this rank is in progress. A higher number belongs to the next save."""
+        self._on_some: dict[str, tuple[int, ...]] = {}
+        """The items on only some ranks that have already been logged."""
+
+    def on(self, local_layout: LocalLayout, step: int) -> GlobalLayout:
+        """Return the global layout for a save of `step`, given this rank's local layout. Waits for
+        the other ranks if the local layout is new; raises `MismatchError` if layouts conflict and
+        `AbortedError` if ranks are missing or refuse."""
+        while not self._lock.acquire(timeout=signals.LOOK_S):
+            signals.check_signals()
+        try:
+            if self._global_layout is not None and (
+                local_layout is self._local_layout or local_layout == self._local_layout
+            ):
+                self._local_layout = local_layout
+                return self._global_layout
+            self._local_layout, self._data = local_layout, encode_local_layout(local_layout)
+            return self._agree(step)
+        finally:
+            self._lock.release()
+
+    def join(self) -> None:
+        """Answer another rank's call if this rank's own state has not changed; return at once if
+        there is none."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._global_layout is None:
+                return
+            if not self._is_called():
+                self._called_s = None
+                return
+            self._called_s = self._called_s or self.kv.now_s()
+            if self.kv.now_s() - self._called_s >= self._grace_s:
+                self._called_s = None
+                self._agree(None)
+        finally:
+            self._lock.release()
+
+    def refuse(self, step: int, known: int, why: str) -> None:
+        """Refuse rank 0's call, because this rank does not take part in its own save of `step`.
+        Does nothing unless rank 0 is waiting for this rank's layout for that step and has led no
+        save after number `known`."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            # A rank that has a global layout answers the call anyway. After a mismatch, rank 0
+            # waits for no rank: a call that is open now belongs to its next save.
+            if self._global_layout is not None or self._all_disagreed:
+                return
+            call = self._latest()
+            if call and call.step == step and call.led <= known and call.number > self._refused:
+                self._refused = call.number
+                self.kv.put(f"a/{call.number}/refused", why.encode())
+        finally:
+            self._lock.release()
+
+    def last_of(self, rank: int) -> str:
+        """Return the rank's name with the step at which it was last seen."""
+        last = self.kv.look(f"last/{rank}")
+        return f"rank {rank} ({f'last seen at {last.decode()}' if last else 'not seen before'})"
+
+    def close(self) -> None:
+        """Close the key-value store."""
+        self.kv.close()
+
+    def _agree(self, step: int | None) -> GlobalLayout:
+        self._global_layout, self._all_disagreed, began_s = None, False, self.kv.now_s()
+        mine = digest_of(self._data)
+        while self._global_layout is None:
+            settle = self._lead if self._rank.is_first else self._follow
+            call = settle(mine, step, began_s)
+            with contextlib.suppress(_CalledAnew):
+                self._global_layout = self._agreed(call, mine, step, began_s)
+        if self._rank.is_first:
+            self._tell_of_some(on_some_ranks(self._global_layout))
+        return self._global_layout
+
+    def _agreed(self, call: _Call, mine: bytes, step: int | None, began_s: float) -> GlobalLayout:
+        """Return the global layout of a settled call, after fetching the local layouts that are
+        missing here."""
+        digests = _cut(call.digests)
+        if digests.index(mine) == self._rank.number:
+            self.kv.put(f"t/{mine.hex()}", self._data)
+        distinct = set(digests)
+        new = {
+            f"t/{digest.hex()}": digest for digest in distinct if digest not in self._local_layouts
+        }
+        until_s = began_s + self._deadline_s + margin_s(self._deadline_s)
+
+        def listen() -> None:
+            try:
+                self._listen(call, step)
+            except AbortedError:
+                # Rank 0 may have refused because of these layouts. If they have arrived since
+                # the last look, this rank finds the same difference and reports it itself.
+                if len(self.kv.look_all(new)) < len(new):
+                    raise
+
+        notes = self.kv.wait_all(new, until_s, meanwhile=listen)
+        for note, local_layout in new.items():
+            if note not in notes:
+                raise AbortedError(
+                    "a rank did not publish its local layout",
+                    where=f"rank {digests.index(local_layout)}",
+                    expected=f"its local layout within {self._deadline_s:g} s",
+                )
+            self._local_layouts[local_layout] = decode_local_layout(notes[note])
+        self._local_layouts = {digest: self._local_layouts[digest] for digest in distinct}
+        try:
+            return agree(digests, self._local_layouts)
+        except MismatchError:
+            self._answered, self._all_disagreed = 0, True
+            raise
+
+    def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:
+        """Log once which items only some ranks have: it may be intended or an oversight."""
+        for name, some in found.items():
+            if self._on_some.get(name) != some:
+                log.info(
+                    "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
+                    "that has it then; pass it on all if that is not meant",
+                    name,
+                    len(some),
+                    self._rank.ranks,
+                    listed(some),
+                )
+        self._on_some = found
+
+    def _latest(self) -> _Call | None:
+        note = self.kv.look("a/now")
+        return None if note is None else msgspec.msgpack.decode(note, type=_Call)
+
+    def _is_called(self) -> bool:
+        """Return True if other ranks are waiting for this rank's layout."""
+        if self._rank.is_first:
+            return self.kv.look(f"a/{self._number}/again") is not None
+        call = self._latest()
+        return call is not None and call.is_open
+
+    def _say(self, call: _Call) -> _Call:
+        self.kv.put("a/now", msgspec.msgpack.encode(call))
+        return call
+
+    def _listen(self, call: _Call, step: int | None) -> None:
+        """Raise `AbortedError` if a rank that the call needs has refused, `_CalledAnew` if rank 0
+        has started another call."""
+        if self._rank.is_first:
+            note = self.kv.look(f"a/{call.number}/refused")
+            why = None if note is None else note.decode()
+        else:
+            why = self._refusal_of_first(step)
+            if (now := self._latest()) is not None and now.number != call.number:
+                raise _CalledAnew
+        if why is not None:
+            raise AbortedError(why)
+
+    def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+        """Start a call as rank 0 and settle it when all ranks have answered."""
+        self._number += 1  # even if the call fails: old answers must not match a new call
+        call = self._say(_Call(number=self._number))
+        names = [f"a/{call.number}/{rank}" for rank in range(1, self._rank.ranks)]
+
+        def late(notes: Container[str]) -> list[int]:
+            return [rank for rank, name in enumerate(names, 1) if name not in notes]
+
+        tell = self._impatience(lambda: late(self.kv.look_all(names)))
+
+        def meanwhile() -> None:
+            nonlocal call
+            if step is not None and call.step is None and (led := self.known()) is not None:
+                call = self._say(msgspec.structs.replace(call, step=step, led=led))
+            self._listen(call, step)
+            tell()
+
+        try:
+            # The other ranks wait a bit longer, so that they still get the missing ranks' names.
+            notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
+            if len(notes) < len(names):
+                raise self._missing(late(notes))
+        except AbortedError as error:
+            self._say(msgspec.structs.replace(call, problem=error.what))
+            raise
+        digests = b"".join([mine, *(notes[name] for name in names)])
+        return self._say(msgspec.structs.replace(call, digests=digests))
+
+    def _missing(self, ranks: Sequence[int]) -> AbortedError:
+        nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
+        return AbortedError(
+            f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
+        )
+
+    def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
+        """Return a function to be called repeatedly; it logs the late ranks once, after a few
+        seconds."""
+        due_s = self.kv.now_s() + missing_ranks.PATIENCE_S
+
+        def look() -> None:
+            nonlocal due_s
+            if self.kv.now_s() >= due_s:
+                due_s = math.inf
+                if ranks := late():
+                    missing_ranks.tell("save()", ranks, self._deadline_s)
+
+        return look
+
+    def _follow(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+        """Answer rank 0's calls, and request one if necessary, until a call is settled with this
+        rank's current layout. The latest call may already be: this rank may have stopped waiting
+        before its end."""
+        me = self._rank.number
+        answered = asked = 0
+        # Rank 0 logs all other late ranks.
+        tell = self._impatience(lambda: [] if answered else [0])
+
+        def is_settled(call: _Call) -> bool:
+            return call.number == self._answered and call.has(me, mine)
+
+        def look() -> _Call | None:
+            nonlocal answered, asked
+            call = self._latest()
+            if call is None:
+                pass
+            elif call.is_open and call.number > self._refused:
+                if answered != call.number:
+                    answered = self._answered = call.number
+                    self.kv.put(f"a/{call.number}/{me}", mine)
+            elif is_settled(call):
+                return call
+            elif call.number == answered and call.problem:
+                raise AbortedError(call.problem)
+            elif asked != call.number:
+                asked = call.number
+                self.kv.put(f"a/{call.number}/again", b"1")
+            tell()
+            if (why := self._refusal_of_first(step)) is not None:
+                # Rank 0 settles the call before it refuses because of the call's contents, so
+                # this rank finds the same difference and reports it itself.
+                if (latest := self._latest()) is not None and is_settled(latest):
+                    return latest
+                raise AbortedError(why)
+            return None
+
+        until_s = began_s + self._deadline_s + margin_s(self._deadline_s) / 2
+        if (settled := self.kv.until(look, until_s)) is None:
+            raise self._missing([0])
+        return settled
+
+    def _refusal_of_first(self, step: int | None) -> str | None:
+        """Return the published reason why rank 0 does not take part in this rank's save of `step`,
+        else None."""
+        known = None if step is None else self.known()
+        if known is None or (note := self.kv.look("now")) is None:
+            return None
+        now = msgspec.msgpack.decode(note, type=CurrentRound)
+        return now.problem if now.step == step and now.number > known and now.problem else None
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -1,0 +1,105 @@
+"""The address of a DCP save or load: a path or URL, and optionally a step of the run there.
+
+Without a step, a path is a single checkpoint, as in torch's own storage: a run with only one
+checkpoint. A rank that saves separately (`use_collectives=False`) has a run of its own below the
+path.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from laststep.arguments import plain_step
+from laststep.errors import NotFoundError, UsageError
+from laststep.storage.registry import open_store
+
+SOLE_STEP = 0
+"""The step of a checkpoint that was saved without one and is alone at its path."""
+_RANK = "rank-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A path, as a URL, and optionally a step there."""
+
+    path: str
+    step: int | None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], step: int | None = None) -> Address:
+        return cls(path=open_store(path).url, step=None if step is None else plain_step(step))
+
+    def named(self, checkpoint_id: object) -> Address:
+        """Return the address that a `checkpoint_id` names: digits are a step, anything else another
+        path."""
+        if checkpoint_id is None or checkpoint_id == "":
+            return self
+        if is_step(checkpoint_id):
+            return replace(self, step=plain_step(int(str(checkpoint_id))))
+        if isinstance(checkpoint_id, str | os.PathLike):
+            return Address.of(checkpoint_id)
+        raise UsageError(
+            "invalid checkpoint_id",
+            expected='a path, or a step such as "100"',
+            found=repr(checkpoint_id),
+        )
+
+    def __str__(self) -> str:
+        return self.path if self.step is None else str(self.step)
+
+
+def is_step(checkpoint_id: object) -> bool:
+    text = str(checkpoint_id) if type(checkpoint_id) in (str, int) else ""
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
+def is_address(checkpoint_id: object) -> bool:
+    """Return True if this is a valid `checkpoint_id`."""
+    return is_step(checkpoint_id) or (
+        isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
+    )
+
+
+def this_rank() -> int:
+    """Return the rank in the whole job, whichever group saves or loads, so that it is unique in the
+    job."""
+    return dist.get_rank() if _in_job() else 0
+
+
+def is_alone() -> bool:
+    return not _in_job() or dist.get_world_size() == 1
+
+
+def _in_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def own_path(path: str, rank: int) -> str:
+    """Return the path of a rank that saves separately."""
+    return f"{path}/{_RANK}{rank:05d}"
+
+
+def is_own_path(name: str) -> bool:
+    return name.startswith(_RANK) and name.removeprefix(_RANK).isdigit()
+
+
+def own_paths_there(path: str) -> list[str]:
+    """Return the names of the folders of ranks that saved separately."""
+    return sorted(filter(is_own_path, open_store(path).folder_names("")))
+
+
+def found_own_path(path: str) -> str | None:
+    """Return the path at which this rank saved separately, or None if no rank did. Raise
+    `NotFoundError` if only others did."""
+    there, mine = own_paths_there(path), own_path(path, this_rank())
+    if there and mine.rpartition("/")[2] not in there:
+        raise NotFoundError(
+            f"rank {this_rank()} has not saved anything here",
+            where=path,
+            found=f"{len(there)} ranks that saved separately",
+            remedy="load with as many ranks as have saved, or save with collectives",
+        )
+    return mine if there else None

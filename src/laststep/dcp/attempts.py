@@ -1,0 +1,252 @@
+"""The saves of this process to a run on behalf of one trainer.
+
+DCP creates a writer for each save and never closes it, so the term belongs to the process: all its
+saves to a run share one term, which the first save claims. The lock of the term is held while a
+save is in progress. A newer term of another trainer ends this one. A newer term of the same
+trainer, which may save alternately from itself and from torch's background process, is continued.
+Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laststep.catalog import decision
+from laststep.catalog.lineage import RUN_NAME
+from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.terms import Terms
+from laststep.catalog.writer import RunWriter
+from laststep.constants import listed
+from laststep.dcp import stock_folder
+from laststep.dcp.address import is_own_path, own_paths_there
+from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, UsageError
+from laststep.format.manifest import Abort
+from laststep.storage.registry import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from laststep.catalog.attempt import Attempt
+    from laststep.catalog.run import Run
+    from laststep.catalog.terms import TermRecord, Trainer
+    from laststep.format.manifest import Commit
+    from laststep.storage.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DcpSave:
+    """A save in progress. The first `commit` or `abort` ends it; later calls do nothing."""
+
+    writer: DcpWriter
+    attempt: Attempt
+    continues: str | None
+    overwrite: bool
+    sole: bool
+    _pid: int = field(default_factory=os.getpid)
+
+    def commit(self, commit: Commit) -> None:
+        """Commit the checkpoint. Raise `AbortedError` if another writer has taken over the run."""
+        self.writer.commit(self.attempt, commit)
+        self.writer.ended(self)
+        if self.overwrite:
+            # Without any rule only overwritten checkpoints are deleted.
+            with _only_logged("delete what was overwritten"):
+                plan_prune(self.writer.run, Keep()).execute()
+                if self.sole:
+                    stock_folder.remove(self.attempt.store.url)
+        self.writer.clean()
+
+    def abort(self, reason: str) -> None:
+        """Abort the attempt and delete its files. Errors of the store are only logged."""
+        if self.writer.is_under_way(self) and os.getpid() == self._pid:  # not a forked child
+            try:
+                with _only_logged("clean up after a failed save"):
+                    self.attempt.abort(reason)
+            finally:
+                self.writer.ended(self)
+
+
+@contextlib.contextmanager
+def _only_logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (LaststepError, OSError) as error:
+        _log.warning("cannot %s: %s", what, error)
+
+
+class DcpWriter(RunWriter):
+    """This process as the writer of one run."""
+
+    def __init__(self, path: str, trainer: Trainer) -> None:
+        super().__init__(open_store(path), trainer)
+        self._mutex = threading.RLock()  # the finalizer of a Writer may abort during any call
+        self._under_way: list[DcpSave] = []
+
+    def begin_save(self, step: int, *, overwrite: bool, sole: bool) -> DcpSave:
+        """Begin an attempt. Raise `AlreadyExistsError` if the step exists, `AbortedError` if
+        another trainer has taken over the run, and `UsageError` if a `sole` checkpoint would not be
+        alone in the run."""
+        with self._mutex:
+            if self.term is not None:
+                self._look_round(self.term)
+            if self.term is None:
+                _check_one_way(self.store)
+            run = self.open_run()
+            if sole:
+                _check_sole(run, step)
+            if self.term is not None:
+                run.check_newest(self.term)
+                self._end_given_up()
+            if not overwrite:
+                _check_step_free(run, step, sole=sole)
+            if self.term is None:
+                seen = run.newest_point()
+                self.continue_from(run.newest(), seen)
+            try:
+                attempt = self.begin(step)
+            except BaseException:
+                self._close_if_idle()
+                raise
+            save = DcpSave(
+                writer=self,
+                attempt=attempt,
+                continues=self.last_folder,
+                overwrite=overwrite,
+                sole=sole,
+            )
+            self._under_way.append(save)
+            return save
+
+    def _end_given_up(self) -> None:
+        """End the saves in progress that another rank has aborted. Called when a new save
+        begins."""
+        for save in tuple(self._under_way):
+            if isinstance(decision.read(self.store, save.attempt.folder), Abort):
+                save.abort("another rank aborted it")
+
+    def is_under_way(self, save: DcpSave) -> bool:
+        return save in self._under_way
+
+    def ended(self, save: DcpSave) -> None:
+        """Remove a finished save; after the last one, release the lock of the term."""
+        with self._mutex:
+            with contextlib.suppress(ValueError):
+                self._under_way.remove(save)
+            self._close_if_idle()
+
+    def is_idle(self) -> bool:
+        return not self._under_way
+
+    def _close_if_idle(self) -> None:
+        if self.is_idle():
+            self.close()
+
+    def _look_round(self, term: int) -> None:
+        """Drop this writer's term if the run was deleted or a newer term belongs to the same
+        trainer, so that the next save claims a new one. Raise `AbortedError` if a save is still in
+        progress then."""
+        known = Terms(self.store)
+        newest = max(known.numbers(), default=0)
+        is_deleted = newest < term
+        record = known.read(newest) if newest > term else None
+        if not is_deleted and (record is None or not _same(record, self._trainer)):
+            return
+        if self._under_way:
+            raise AbortedError(
+                "cannot save while a save of an older term is in progress",
+                where=self.store.url,
+                found=f"term {newest} after term {term}",
+                remedy="wait for the saves of one process before starting those of another",
+            )
+        self.term = None
+        if is_deleted:
+            self.store, self._run = open_store(self.store.url), None
+
+
+def _check_one_way(store: Store) -> None:
+    """Raise `UsageError` if ranks would save together where they saved separately before, or the
+    other way round: a load could not know which of the two is newer."""
+    above, _, name = store.url.rpartition("/")
+    mixed = own_paths_there(store.url)
+    if is_own_path(name) and RUN_NAME in open_store(above).file_names(""):
+        mixed = ["a run that ranks have saved to together"]
+    if mixed:
+        raise UsageError(
+            "cannot save to one path both with collectives and without",
+            where=store.url,
+            found=listed(mixed),
+            remedy="save to another path, or delete this one",
+        )
+
+
+def _check_sole(run: Run, step: int) -> None:
+    others = sorted({there.step for there in run.lineage()} - {step})
+    if others:
+        raise UsageError(
+            "cannot save without a step: the run has numbered steps",
+            where=run.store.url,
+            found=listed(f"step {other}" for other in others),
+            remedy="pass step= to the Writer, or checkpoint_id= to dcp.save; or save elsewhere",
+        )
+
+
+def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
+    """Raise `AlreadyExistsError`, with DCP's wording, if the step exists."""
+    if sole and stock_folder.is_stock_folder(run.store.url):
+        raise AlreadyExistsError(
+            "Checkpoint already exists: torch's own storage has saved here",
+            where=run.store.url,
+            remedy="leave overwrite=False out to replace it, or save elsewhere",
+        )
+    try:
+        run.check_step_free(step)
+    except AlreadyExistsError as error:
+        raise AlreadyExistsError(
+            f"Checkpoint already exists: {error.what}",
+            where=error.where,
+            remedy="pass overwrite=True to the Writer to replace it, or save another step",
+        ) from error
+
+
+def _same(record: TermRecord, trainer: Trainer) -> bool:
+    return (record.host, record.pid, record.boot, record.process_started) == (
+        trainer.host,
+        trainer.pid,
+        trainer.boot,
+        trainer.process_started,
+    )
+
+
+class _Writers:
+    """The writers of this process, by run and trainer. A forked child starts with none."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.mutex = threading.Lock()
+        self.known: dict[tuple[str, Trainer], DcpWriter] = {}
+
+
+_MOST_WRITERS = 64
+_writers = _Writers()
+os.register_at_fork(after_in_child=_writers.reset)
+
+
+def writer_of(path: str, trainer: Trainer) -> DcpWriter:
+    """Return the writer of this process for the run at a path or URL."""
+    with _writers.mutex:
+        known = _writers.known.pop((path, trainer), None) or DcpWriter(path, trainer)
+        if len(_writers.known) >= _MOST_WRITERS:
+            # Drop the least recently used idle one; its next save claims a new term.
+            for key in [key for key, writer in _writers.known.items() if writer.is_idle()][:1]:
+                del _writers.known[key]
+        _writers.known[path, trainer] = known
+        return known

@@ -1,0 +1,198 @@
+"""Convert values, which DCP passes as bytes of `torch.save`, to trees of plain values and back.
+
+Values that a tree can express are stored like any other state: plain values, containers, arrays,
+tensors and, described, datetimes, paths, enums and dataclasses (`typed`). The bytes of any other
+value are stored unchanged. A value that torch.load accepts only with `weights_only=False`
+(io.BytesIO excepted) is stored and loaded only if `allow_pickle` was passed to both Writer and
+Reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import threading
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from laststep.adapters.importing.torch_save import load_plain, refused_by
+from laststep.codecs import objects
+from laststep.codecs.objects import TensorRef
+from laststep.dcp import typed
+from laststep.dcp.record import tensor_name
+from laststep.errors import LaststepError, UsageError
+from laststep.state.tensors import collect
+from laststep.state.tree import rebuild
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from laststep.adapters.nesting import Path
+
+_ADMITTING = threading.Lock()
+REMEDY = "leave it out of the state, or pass allow_pickle=True to both Writer and Reader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A value as a tree (typed JSON) and the tensors that the tree names."""
+
+    tree: bytes
+    tensors: dict[str, torch.Tensor]
+    kind: Literal["value", "typed", "raw"]
+    """The content of the tree: the value, a description of it (`typed`), or the planner's bytes
+    (`raw`)."""
+
+
+def take_apart(data: bytes, location: Path, *, fqn: str, allow_pickle: bool) -> Value:
+    """Convert the planner's bytes; `location` is where the value will be stored. Raise `UsageError`
+    if the value must be pickled, unless that is allowed."""
+    with contextlib.suppress(LaststepError, _NotPlain):
+        value, is_typed = _plain_value(data)
+        return _collected(value, location, "typed" if is_typed else "value")
+    if not allow_pickle:
+        _loaded_safely(data, what=f"cannot save {fqn}")
+    return _collected(data, location, "raw")
+
+
+class _NotPlain(Exception):
+    """Raised for a value that a tree could not reproduce exactly."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Creates only objects that a tree can hold or that can be described. It creates no objects of
+    user classes, although the bytes come from this process, because that could run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return typed.member
+        instead = typed.unmade(module, name)
+        if instead is not None:
+            return instead
+        if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain")
+        plain = super().find_class(module, name)
+        return functools.partial(_rebuilt, plain) if name == "_rebuild_tensor_v2" else plain
+
+
+def _rebuilt(make: Callable[..., object], *parts: object) -> object:
+    """Create a tensor from storage, offset, size, stride, requires_grad, and more."""
+    if parts[4]:
+        raise _NotPlain  # a tree would lose requires_grad
+    return make(*parts)
+
+
+_UNPICKLERS: Any = types.SimpleNamespace(__name__=__name__, Unpickler=_PlainUnpickler)
+"""A stand-in for the module that torch.load expects as `pickle_module`."""
+_ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
+_PLAIN = frozenset(
+    {
+        *(
+            ("builtins", name)
+            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")
+        ),
+        *(
+            ("__builtin__", name)
+            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")
+        ),
+        *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
+        *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
+        *(("datetime", name) for name in typed.OF_DATETIME),
+        *(("pathlib", name) for name in typed.OF_PATHLIB),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("_codecs", "encode"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_sparse_tensor"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+_OF_TORCH = frozenset(
+    {
+        "Size",
+        "device",
+        *(
+            name
+            for name, value in vars(torch).items()
+            if isinstance(value, torch.dtype) or name.endswith("Storage")
+        ),
+    }
+)
+
+
+def _plain_value(data: bytes) -> tuple[object, bool]:
+    """Return the value, and True if it is described. Raise `_NotPlain` if it cannot be a tree."""
+    try:
+        value = torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_UNPICKLERS
+        )
+        return typed.describe(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # a planner may give any bytes
+        raise _NotPlain from error
+
+
+def _collected(value: object, location: Path, kind: Literal["value", "typed", "raw"]) -> Value:
+    collected = collect(value)
+    above = tensor_name(location)
+
+    def name_in_item(name: str) -> str:
+        return f"{above}/{name}" if above and name else above or name
+
+    tree = rebuild(
+        collected.tree, leaf=lambda ref: TensorRef(name_in_item(ref.name)), revive=lambda tag: tag
+    )
+    # Tensors that share memory within a value are each stored in full.
+    tensors = {name_in_item(name): tensor for name, tensor in collected.tensors.items()}
+    return Value(tree=objects.encode(tree), tensors=tensors, kind=kind)
+
+
+def raw_bytes(data: bytes, *, fqn: str, allow_pickle: bool) -> io.BytesIO:
+    """Return unchanged bytes for a planner, which may run code in them. Without `allow_pickle`, the
+    bytes are rewritten from what loads without running code; raise `UsageError` if that is
+    impossible."""
+    if allow_pickle:
+        return io.BytesIO(data)
+    return put_together(_loaded_safely(data, what=f"cannot load {fqn}"))
+
+
+def put_together(value: object) -> io.BytesIO:
+    """Return a value as the bytes that a planner loads."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@contextlib.contextmanager
+def _admitting_bytes_io() -> Iterator[None]:
+    """Let torch.load create io.BytesIO, which holds bytes and runs no code. Torch can allow a class
+    only for the whole process, so only one thread at a time does this. A class that the user has
+    allowed stays allowed."""
+    with _ADMITTING:
+        if io.BytesIO in torch.serialization.get_safe_globals():
+            yield
+            return
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+
+
+def _loaded_safely(data: bytes, *, what: str) -> object:
+    try:
+        with _admitting_bytes_io():
+            return load_plain(io.BytesIO(data))
+    except MemoryError:
+        raise
+    except Exception as error:  # invalid bytes can make torch raise anything
+        raise UsageError(
+            f"{what}: it is a pickled object, which can run any code when loaded",
+            expected="tensors, containers and plain values",
+            found=refused_by(error) or "bytes that torch.load does not take",
+            remedy=REMEDY,
+        ) from error

@@ -1,0 +1,363 @@
+"""The storage writer for torch.distributed.checkpoint (DCP): saves to a run.
+
+`dcp.save(state, storage_writer=Writer("runs/gpt", step=100))` commits an ordinary checkpoint. DCP's
+planners decide which rank writes what, and ranks communicate only through DCP's collectives: the
+coordinator begins the attempt and passes its location to the others in their plans; each rank
+writes files of its own; the coordinator commits. All ranks MUST see the same folder. Without
+collectives every rank is the coordinator of a run of its own.
+
+Arguments of torch's own FileSystemWriter that have no meaning for a run are accepted, so that users
+only have to replace the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import uuid
+import weakref
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    SerializationFormat,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.futures import Future
+
+from laststep.catalog.attempt import Attempt, abort
+from laststep.catalog.run import Run
+from laststep.catalog.terms import this_writer
+from laststep.dcp.address import SOLE_STEP, Address, is_address, is_alone, own_path, this_rank
+from laststep.dcp.attempts import writer_of
+from laststep.dcp.record import entries_of, locate
+from laststep.dcp.saving import WriteOptions, make_commit, write_items
+from laststep.errors import AbortedError, LaststepError, NotFoundError, UsageError
+from laststep.storage.registry import open_store
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from laststep.adapters.nesting import Path
+    from laststep.catalog.lineage import AttemptName
+    from laststep.dcp.attempts import DcpSave
+
+_log = logging.getLogger(__name__)
+
+
+class StockOptions(TypedDict, total=False):
+    """Arguments of torch's FileSystemWriter that `Writer` accepts."""
+
+    single_file_per_rank: bool
+    sync_files: bool
+    per_thread_copy_ahead: int
+    cache_staged_state_dict: bool
+    serialization_format: SerializationFormat
+    _extensions: Sequence[StreamTransformExtension] | None
+
+
+_SAME: dict[str, object] = {
+    "single_file_per_rank": True,
+    "sync_files": True,
+    "cache_staged_state_dict": False,
+    "serialization_format": SerializationFormat.SAFETENSORS,
+}
+_INSTEAD = {
+    "single_file_per_rank": "a rank writes a file for each item, of small ones one for all",
+    "sync_files": "what is committed is always on the disk",
+    "per_thread_copy_ahead": "tensors are copied through a few buffers of 16 MiB",
+    "cache_staged_state_dict": "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
+    "serialization_format": "all files are safetensors",
+}
+_told: set[str] = set()
+
+
+def _accept(options: Mapping[str, object]) -> None:
+    """Log once which arguments have no effect. Raise `UsageError` for stream extensions, which
+    cannot be ignored because they might encrypt."""
+    for name, value in options.items():
+        if name == "_extensions":
+            if value:
+                raise UsageError(
+                    "stream extensions are not supported",
+                    found=repr(value)[:200],
+                    remedy="leave _extensions out, or keep torch's FileSystemWriter",
+                )
+        elif name not in _INSTEAD:
+            raise TypeError(f"Writer() got an unexpected keyword argument {name!r}")
+        elif (name not in _SAME or value != _SAME[name]) and name not in _told:
+            _told.add(name)
+            _log.warning("%s=%r has no effect on a run: %s", name, value, _INSTEAD[name])
+
+
+def _checked_threads(count: object) -> int:
+    if type(count) is not int or count < 1:
+        raise UsageError(
+            "thread_count is a number of threads", expected="at least 1", found=repr(count)
+        )
+    return count
+
+
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+
+
+def _forget_other_plans(is_ours: Callable[[object], bool]) -> None:
+    """Remove the cached plans of other storages before a planner looks for its own. All ranks MUST
+    call this at the same point of a save, so that either all of them have a cached plan or none
+    has."""
+    finished = getattr(SavePlanner, "_cached_final_save_plan", {})
+    for key in [key for key, plan in finished.items() if not is_ours(plan.storage_data)]:
+        for cache in _CACHES:
+            getattr(SavePlanner, cache, {}).pop(key, None)
+
+
+T = TypeVar("T")
+
+_THREADS = 2
+
+
+@dataclass(kw_only=True)
+class _WriteSlot(_StoragePrefix):
+    """The data that a rank finds in its plan: the attempt to write to, its rank, and the locations
+    of its entries. If a planner passes it to torch's own storage, it acts as a file name prefix."""
+
+    at: AttemptName
+    rank: int
+    ranks: int
+    locations: dict[str, Path]
+    own: bool
+    """True if the rank saves separately."""
+    spent: bool = False
+    """True if a save has used it: a planner with a cache returns an earlier plan, including this
+    object."""
+
+
+class Writer(StorageWriter):
+    """Storage writer for `dcp.save` and `dcp.async_save`: stores the state as a checkpoint.
+
+    Without `step`, the path is a single checkpoint, and saving again replaces it once the new one
+    is committed. With `step`, the path is a run, and saving an existing step raises
+    `AlreadyExistsError`. `overwrite` changes this in both cases. Each save may name its own path or
+    step as `checkpoint_id`. Values that can only be pickled raise `UsageError` unless
+    `allow_pickle` is set. Arguments of torch's FileSystemWriter are accepted too (`StockOptions`).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        overwrite: bool | None = None,
+        allow_pickle: bool = False,
+        thread_count: int = _THREADS,
+        **stock: Unpack[StockOptions],
+    ) -> None:
+        self._address = Address.of(path, step)
+        self._overwrite = overwrite
+        self._allow_pickle = allow_pickle
+        self._threads = _checked_threads(thread_count)
+        _accept(stock)
+        self._own = False
+        self._trainer = this_writer()  # torch's background process saves on its behalf
+        self._giving_up: weakref.finalize[..., Writer] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Abort the save in progress, if it was not committed, and reset the state."""
+        if self._giving_up is not None:
+            self._giving_up()
+            self._giving_up = None
+        self._save: DcpSave | None = None
+        self._ranks = 0
+        self._save_id = str(uuid.uuid4())
+        self._began_s = time.monotonic()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state that another process needs to save on behalf of this one."""
+        under_way = ("_giving_up", "_save")
+        return {**self.__dict__, **dict.fromkeys(under_way)}
+
+    # Called by DCP, in this order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save. `checkpoint_id` is its path or its step."""
+        self._forget()
+        self._address = self._address.named(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        self._forget()
+        self._own = not kwargs.get("use_collectives", True) and not is_alone()
+        _forget_other_plans(lambda told: isinstance(told, _WriteSlot) and told.own == self._own)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin the attempt and add its location to each rank's plan."""
+        locations = locate(entries_of(plans))
+        save = writer_of(self._path, self._trainer).begin_save(
+            self._step, overwrite=self._overwrites, sole=self._address.step is None
+        )
+        self._save, self._ranks = save, len(plans)
+        # DCP does not report the failure of another rank: it just drops this object.
+        self._giving_up = weakref.finalize(self, save.abort, "the save did not finish")
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=_WriteSlot(
+                    prefix=f"__{rank}_",
+                    at=save.attempt.name,
+                    rank=rank,
+                    ranks=len(plans),
+                    locations={item.index.fqn: locations[item.index.fqn] for item in plan.items},
+                    own=self._own,
+                ),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's data. It is durable when this returns."""
+        assigned: _WriteSlot = plan.storage_data
+        attempt = self._attempt(assigned)
+        assigned.spent = True
+        how = WriteOptions(allow_pickle=self._allow_pickle, own=self._own, threads=self._threads)
+        try:
+            with _folder_there(f"{self._path}/{attempt.folder}"):
+                results = write_items(
+                    plan.items,
+                    planner,
+                    assigned.locations,
+                    attempt=attempt,
+                    rank=(assigned.rank, assigned.ranks),
+                    how=how,
+                )
+        except BaseException as error:
+            self._give_up(attempt, f"rank {assigned.rank} failed: {error!r}")
+            raise
+        return done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the data that all ranks have written."""
+        save = self._save
+        if save is None or self._giving_up is None:
+            raise UsageError("cannot finish a save that was not begun", where=self._path)
+        try:
+            with _folder_there(f"{self._path}/{save.attempt.folder}"):
+                commit = make_commit(
+                    save, metadata, results, save_id=self._save_id, allow_pickle=self._allow_pickle
+                )
+            save.commit(commit)
+        except BaseException as error:
+            save.abort(f"the coordinator failed: {error!r}")
+            raise
+        finally:
+            self._giving_up.detach()
+            self._giving_up = self._save = None
+        written = chain.from_iterable(results)
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = CURRENT_DCP_VERSION
+        seconds = time.monotonic() - self._began_s
+        _log.info(
+            "step %d of %s: %d bytes of %d ranks committed in %.2f s",
+            commit.step,
+            self._path,
+            commit.size_bytes,
+            commit.ranks,
+            seconds,
+        )
+
+    # Queried by DCP
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The step as text; the path if no step was named."""
+        return str(self._address)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_address(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    # Helpers
+
+    @property
+    def _path(self) -> str:
+        return own_path(self._address.path, this_rank()) if self._own else self._address.path
+
+    @property
+    def _step(self) -> int:
+        return SOLE_STEP if self._address.step is None else self._address.step
+
+    @property
+    def _overwrites(self) -> bool:
+        return self._address.step is None if self._overwrite is None else self._overwrite
+
+    def _attempt(self, assigned: _WriteSlot) -> Attempt:
+        if self._save is not None:
+            return self._save.attempt
+        store = open_store(self._path)
+        if not assigned.spent:
+            return Attempt(store, assigned.at)
+        # The planner reuses a cached plan, which names an earlier attempt. The coordinator created
+        # the new folder before any rank was told to reuse its plan.
+        begun = [name for name in Run.open(store).attempts() if name.step == self._step]
+        if not begun:
+            raise AbortedError("the coordinator aborted the save", where=self._path)
+        return Attempt(store, max(begun, key=lambda name: name.point))
+
+    def _give_up(self, attempt: Attempt, reason: str) -> None:
+        """Abort an attempt, which any rank may do. Other ranks may still be writing, so its files
+        are deleted when the coordinator drops the save, or immediately if there is only one
+        rank."""
+        if self._save is not None and self._ranks == 1:
+            self._save.abort(reason)
+            return
+        try:
+            abort(attempt.store, attempt.folder, reason)
+        except LaststepError as error:
+            _log.warning("cannot abort the save at %s: %s", attempt.folder, error)
+
+
+def done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+@contextlib.contextmanager
+def _folder_there(where: str) -> Iterator[None]:
+    try:
+        yield
+    except NotFoundError as error:
+        raise AbortedError(
+            "the folder of the save is missing",
+            where=where,
+            found=(
+                "it was deleted before the save finished, by hand or by a job that took over "
+                "the run"
+            ),
+            remedy="save again; only one job at a time may save to a run",
+        ) from error

@@ -1,0 +1,318 @@
+"""Events of the flusher's pipeline, and the listeners to them.
+
+The pipeline announces that a save has begun, that a chunk is digested, and that the save is
+captured, durable, and committed or failed. Optional features are listeners: the memory tier
+(`memory_tier`), replication, retention, and the liveness lock. A feature that is not configured has
+no listener. Listeners are called in a fixed order, on the thread where the event happens. An
+exception from a listener is logged and never fails a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog import instances
+from laststep.catalog.attempt import Attempt
+from laststep.catalog.retention import Keep, plan_prune
+from laststep.constants import CHUNK_BYTES
+from laststep.errors import AbortedError, LaststepError
+from laststep.flush.protocol import Begin, CaptureDone, Decide, DiskNeed, Freed, News, Unchanged
+from laststep.flush.writer import SaveWriter
+from laststep.memory.slots import Filled
+from laststep.storage import locks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.writer import RunWriter
+    from laststep.flush.protocol import Continue, Orders, ToTrainer
+    from laststep.process.threads import WorkerPool
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+_FREED_TOGETHER = 8
+_PROBE_BYTES = 32 << 20
+
+
+class FlusherSave(msgspec.Struct):
+    """A save in the flusher. The flusher's lock guards the fields that several threads change."""
+
+    begin: Begin
+    began_s: float
+    writer: SaveWriter | None = None
+    attempt: Attempt | None = None
+    """Set no later than `writer`."""
+    error: LaststepError | None = None
+    """The reason why it could not be opened."""
+    pending: int = 0
+    """Number of chunks that have arrived and are not written."""
+    is_open: bool = False
+    """Set once its files are open or `error` is set."""
+    captured: CaptureDone | None = None
+    is_whole: bool = False
+    """Set once all of it has arrived and the listeners have been notified."""
+    decision: Decide | None = None
+    """The common decision of all ranks."""
+    early: list[Filled] = []
+    """Chunks that arrived before its files were open."""
+    base: int = 0
+    """Number of the save whose blocks it reuses."""
+    unchanged: Unchanged | None = None
+    """The trainer's question about unchanged chunks, until it is answered."""
+    dropped: str | None = None
+    is_finishing: bool = False
+    reported_s: float = 0.0
+    opened_s: float = 0.0
+
+    @property
+    def at(self) -> AttemptName | None:
+        """Name of its attempt; None before it is known."""
+        return None if self.attempt is None else self.attempt.name
+
+    @property
+    def is_member(self) -> bool:
+        """True if rank 0 of its job decides about it."""
+        return self.begin.role == "member"
+
+    @property
+    def goes_on(self) -> bool:
+        return self.error is None and self.dropped is None
+
+    @property
+    def is_written(self) -> bool:
+        """True once no more of it will be written."""
+        return not self.pending and (self.dropped is not None or (self.is_whole and self.is_open))
+
+
+class SlotHolds:
+    """Reference counts of slots; a slot with no holders is returned to the trainer."""
+
+    def __init__(self, send: Callable[[Freed], None]) -> None:
+        self._send = send
+        self._holds: Counter[int] = Counter()
+        self._freed: list[int] = []
+        self._lock = threading.Lock()
+
+    def hold(self, slots: Iterable[int]) -> None:
+        with self._lock:
+            self._holds.update(slots)
+
+    def release(self, slots: Iterable[int], *, more_comes: bool = False) -> None:
+        """Drop one hold on each slot. Free slots are reported in batches, since each message takes
+        the trainer's GIL; but unless `more_comes` all are reported at once, because the trainer may
+        be waiting for them."""
+        with self._lock:
+            for slot in slots:
+                self._holds[slot] -= 1
+                if not self._holds[slot]:
+                    del self._holds[slot]
+                    self._freed.append(slot)
+            if not self._freed or (more_comes and len(self._freed) < _FREED_TOGETHER):
+                return
+            freed, self._freed = self._freed, []
+        self._send(Freed(slots=freed))
+
+
+class Listener:
+    """Receiver of the pipeline's events; override the ones needed. The last event of a save is
+    `committed` or `failed`."""
+
+    def started(self) -> None:
+        """The flusher is running and has received nothing yet."""
+
+    def continued(self, continues: Continue) -> None:
+        """Saves from now on continue this checkpoint, or none."""
+
+    def begun(self, save: FlusherSave) -> None:
+        """A save was announced; its attempt may not be known yet."""
+
+    def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
+        """A chunk is digested; it is written after this event."""
+
+    def captured(self, save: FlusherSave) -> None:
+        """All of a save has arrived."""
+
+    def durable(self, save: FlusherSave) -> None:
+        """All files are durable; the trainer has not been notified yet."""
+
+    def committed(self, save: FlusherSave) -> None:
+        """The save is committed, and the trainer has been notified."""
+
+    def failed(self, save: FlusherSave) -> None:
+        """The save will not be committed by this rank, and the trainer has been notified."""
+
+    def ending(self) -> None:
+        """The trainer is gone; complete saves are being finished."""
+
+    def close(self, at_once: bool) -> None:  # noqa: FBT001 (events pass positional arguments)
+        """No more events follow. `at_once`: do not start or wait for remaining background work."""
+
+
+class LivenessLock(Listener):
+    """Holds the lock that marks pending saves for as long as the trainer or the flusher is
+    alive."""
+
+    def __init__(
+        self, store: Store, name: str, descriptor: int, trainer_is_dead: Callable[[], bool]
+    ) -> None:
+        self._store, self._name, self._trainer_is_dead = store, name, trainer_is_dead
+        self._lock = locks.adopt(descriptor, name)
+
+    def committed(self, save: FlusherSave) -> None:
+        with contextlib.suppress(LaststepError):  # the marker ends with this process at the latest
+            self._lock.clear(save.begin.save)
+
+    failed = committed
+
+    def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
+        """Release the lock; a living trainer holds it too."""
+        if self._trainer_is_dead():
+            instances.forget(self._store, self._name, self._lock)
+        else:
+            self._lock.close()
+
+
+class ReplicationListener(Listener):
+    """Copies committed checkpoints to the replicas of a run."""
+
+    def __init__(self, store: Store, orders: Orders, send: Callable[[ToTrainer], None]) -> None:
+        from laststep.tiers.replicating import Replication  # late: every start waits
+
+        self.replication = Replication(
+            store, orders.replicas, send, rank=orders.rank, ranks=orders.ranks
+        )
+
+    def committed(self, save: FlusherSave) -> None:
+        assert save.at is not None  # noqa: S101 (a committed save has an attempt)
+        self.replication.committed(save.at)
+
+    def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
+        self.replication.close(at_once=at_once)
+
+
+class DiskCheck(Listener):
+    """Reports, with the first save, the disk space and time that each save will need. Measures the
+    time with a small file, unless the state is smaller than a chunk or space is short."""
+
+    def __init__(
+        self,
+        store: Store,
+        keep: Keep | None,
+        workers: WorkerPool,
+        send: Callable[[ToTrainer], None],
+    ) -> None:
+        self._store, self._workers, self._send = store, workers, send
+        self._kept = None if keep is None else keep.bound()
+        self._is_told = False
+        self._to_measure: DiskNeed | None = None
+
+    def begun(self, save: FlusherSave) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        state_bytes = sum(file.tensor_bytes for file in save.begin.files)
+        needed_bytes, free_bytes = state_bytes * ((self._kept or 1) + 1), None
+        with contextlib.suppress(LaststepError):  # then the free space is unknown
+            free_bytes = self._store.free_bytes()
+        need = DiskNeed(
+            state_bytes=state_bytes,
+            free_bytes=free_bytes,
+            needed_bytes=needed_bytes,
+            kept=self._kept,
+        )
+        is_roomy = free_bytes is None or free_bytes > needed_bytes + 2 * _PROBE_BYTES
+        if state_bytes < CHUNK_BYTES or not is_roomy:
+            self._send(News(kind="disk", disk=need))
+        else:
+            self._to_measure = need
+
+    def captured(self, save: FlusherSave) -> None:
+        need, self._to_measure = self._to_measure, None
+        if need is not None:  # by now the run's folder exists, and no capture waits for a thread
+            self._workers.put(self._measure, need)
+
+    def _measure(self, need: DiskNeed) -> None:
+        size_bytes = min(need.state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
+        try:
+            seconds = _write_s(self._store, size_bytes) * need.state_bytes / size_bytes
+            need = msgspec.structs.replace(need, estimated_s=seconds)
+        except LaststepError as error:
+            log.debug("the disk could not be measured: %s", error)
+        self._send(News(kind="disk", disk=need))
+
+
+def _write_s(store: Store, size_bytes: int) -> float:
+    """Return the seconds that it takes to write a file to the run's folder, synced."""
+    import mmap  # imported late: every start waits for imports
+
+    name = f"probe.tmp-{os.urandom(4).hex()}"
+    writer = store.open_writer(name, expected_bytes=size_bytes)
+    try:
+        began_s = time.perf_counter()
+        with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+            for offset in range(0, size_bytes, CHUNK_BYTES):
+                writer.write_at(offset, view)
+        writer.finish(size_bytes)
+        return time.perf_counter() - began_s
+    finally:
+        writer.close()
+        with contextlib.suppress(LaststepError):
+            store.delete(name)
+
+
+class Retention(Listener):
+    """Deletes checkpoints that are not to be kept, after each commit; overwritten ones are deleted
+    under any rule. A failure costs disk space, never the checkpoint just committed."""
+
+    def __init__(
+        self,
+        run_writer: RunWriter,
+        keep: Keep | None,
+        in_use: Callable[[], frozenset[str]],
+        send: Callable[[ToTrainer], None],
+    ) -> None:
+        """Folders in `in_use` are not deleted."""
+        self._run_writer, self._keep, self._in_use, self._send = run_writer, keep, in_use, send
+        self._continues: Continue | None = None
+
+    def continued(self, continues: Continue) -> None:
+        self._continues = continues
+
+    def committed(self, save: FlusherSave) -> None:
+        if save.is_member or (self._keep is None and not save.begin.overwrite):
+            return
+        assert save.at is not None  # noqa: S101 (a committed save has an attempt)
+        run, term, continues = self._run_writer.run, save.at.term, self._continues
+
+        def check() -> None:
+            run.check_newest(term)  # a successor with a newer term decides instead
+            if self._continues is not continues:
+                raise AbortedError("the run has since continued from another checkpoint")
+
+        def tell(gone: str) -> None:
+            self._send(News(kind="removed", step=steps[gone], folder=gone))
+
+        try:
+            # Without a rule everything is kept except overwritten checkpoints.
+            plan = plan_prune(
+                run,
+                self._keep or Keep(),
+                resumed_from=None if continues is None else continues.resumed_from,
+                in_use=self._in_use(),
+            )
+            if plan.lacking is not None:
+                self._send(News(kind="no metric", reason=plan.lacking))
+            steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
+            plan.execute(before=check, each=tell)
+        except (LaststepError, OSError) as error:
+            log.warning("retention failed: %s", error)

@@ -1,0 +1,415 @@
+"""Keep the newest save in shared memory: it is a checkpoint there before any of it is written.
+
+The slots of a save are held after they are written to disk, until a newer save is complete beside
+it. So there is always one snapshot that nothing overwrites. Every slot is digested ahead of
+writing. When all slots and the plain values have arrived, a record is put into the segment; a
+process that finds the record after this flusher and its trainer have died can read the checkpoint.
+Chunks that have not changed since the save before, and were not sent again, share the slots of that
+save. If there is no room for two saves, the older one is dropped as soon as it is stored elsewhere.
+
+In a job of several ranks a save is complete when all ranks have it, each in its own segment. Ranks
+progress at different speeds, so the older save is kept beside the newer one until one of them is
+committed, or until the other ranks have the newer one too, as their records on this node show. Does
+not write to disks and does not commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.constants import CHUNK_BYTES, MEMORY
+from laststep.errors import LaststepError
+from laststep.flush.listeners import Listener
+from laststep.memory import segments
+from laststep.process import threads
+from laststep.tiers import snapshots
+from laststep.tiers.recovery import is_lost, put_records, segments_of, snapshots_of, store_snapshot
+from laststep.tiers.replicating import TierStatus
+from laststep.tiers.snapshots import SnapshotRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from laststep.catalog.writer import RunWriter
+    from laststep.flush.listeners import FlusherSave, SlotHolds
+    from laststep.flush.protocol import CaptureDone, Continue, ToTrainer, Unchanged
+    from laststep.memory.segments import Segment
+    from laststep.memory.slots import Filled
+    from laststep.storage.store import Store
+    from laststep.tiers.snapshots import MemorySnapshot
+
+log = logging.getLogger(__name__)
+
+_SPARE_SLOTS = 2
+"""Slots of the pool that are never kept: a save announces itself with its first filled slot, and
+older snapshots make room only then."""
+
+Place = tuple[int, int]
+"""Number of a file, and the offset of a chunk in it."""
+
+
+class ResidentSave(msgspec.Struct):
+    """The part of a save that is in memory."""
+
+    number: int
+    is_sealing: bool = False
+    """True once all of it is in memory and its record is being written."""
+    slots: dict[Place, int] = {}
+    digests: dict[Place, bytes] = {}
+    records: tuple[str, ...] = ()
+    """Names of its records in the segment; empty before it is complete."""
+    is_stored: bool = False
+    """True once the outcome on disk is known: committed or failed."""
+    is_committed: bool = False
+    """True once it is committed on disk."""
+
+
+class MemoryTier(Listener):
+    """Holds the slots of the newest save."""
+
+    def __init__(
+        self,
+        folder: str,
+        store: Store,
+        run_writer: RunWriter,
+        slots: SlotHolds,
+        send: Callable[[ToTrainer], None],
+        *,
+        slots_there: int,
+        is_gone: Callable[[], bool],
+        pool_fd: int,
+    ) -> None:
+        """Keep saves in the segment in `folder`; `pool_fd` is the descriptor of its memory in a
+        helper process, -1 in a thread. `is_gone` returns True once the trainer is gone for good."""
+        self._segment = segments.opened(folder)
+        self._store, self._run_writer = store, run_writer
+        self._slots, self._send = slots, send
+        self._is_gone, self._pool_fd = is_gone, pool_fd
+        self._lock = threading.Lock()
+        """Guards all attributes below."""
+        self._coming: dict[int, ResidentSave] = {}
+        self._kept = self._left_behind()
+        """Complete saves, oldest first."""
+        self._needs: dict[int, int] = {}
+        """Number of slots needed by each save that is in progress and not complete here."""
+        self._most = self._there = slots_there
+        """Maximum number of slots, and the number that exist or can be had for now."""
+        self._more_comes = True
+        self._moved: list[Segment] = []
+        """Segments that were left when the run had another path."""
+        self._was_lost = False
+        """True if nothing of the run existed when this flusher started."""
+        self._told_small = False
+
+    def _left_behind(self) -> list[ResidentSave]:
+        """Return the snapshots that a dead flusher has left in this segment; they are kept until
+        there is a newer one."""
+        saves = snapshots.records_in(self._segment)
+        slots = {slot for save in saves for slot in save.needed_slots}
+        self._slots.hold(slots)
+        records = tuple(save.name for save in saves)
+        unnamed = {(-1, slot): slot for slot in slots}
+        kept = ResidentSave(number=0, slots=unnamed, records=records, is_stored=True)
+        return [kept] if saves else []
+
+    @threads.outlasting(log, "cannot store orphaned snapshots from shared memory")
+    def started(self) -> None:
+        """Store the snapshots that earlier job instances have left only in shared memory, before
+        training continues; rank 0 does this for all. All but the newest, which is being restored,
+        are then removed: instances that die early would otherwise fill the memory. Other ranks,
+        which may be on other nodes, remove segments without a save."""
+        there = segments_of(self._store, self._segment.base)
+        self._moved = [one for one in there if one.owner.run != self._segment.owner.run]
+        needed: set[str] = set()
+        is_first = self._segment.owner.rank == 0
+        self._was_lost = is_first and is_lost(self._store)
+        if self._was_lost or not is_first:  # a restore decides whether a lost run continues
+            needed.update(segment.folder for segment in there if segment.records())
+        else:
+            for checkpoint in self._snapshots():
+                with _trying(checkpoint):
+                    store_snapshot(self._store, checkpoint)
+                    needed.clear()
+                needed.update(checkpoint.segments)
+            needed.update(_with_newest(there))  # other nodes may hold the rest of that save
+        if self._kept or any(segment.is_ending() for segment in there):
+            return  # segments of this job instance, or of one still ending, must not be removed yet
+        for segment in there:
+            if segment.folder not in needed and not segment.is_alive():
+                segment.remove()
+
+    @threads.outlasting(log, "cannot store a snapshot that was restored from shared memory")
+    def continued(self, continues: Continue) -> None:
+        """Store the restored snapshot again if the run had lost it with everything else. A replica
+        may have restored part of the run in the meantime."""
+        after = continues.after
+        if after is None or self._segment.owner.rank > 0 or not self._was_lost:
+            return
+        for checkpoint in self._snapshots():
+            with _trying(checkpoint):
+                if checkpoint.folder == after.folder:
+                    put_records(self._store, checkpoint.record)
+                    store_snapshot(self._store, checkpoint)
+
+    def _snapshots(self) -> Iterable[MemorySnapshot]:
+        return snapshots_of(self._store, self._segment.base, flusher_of=self._segment)
+
+    @threads.outlasting(log, "cannot free orphaned snapshots in shared memory")
+    def _forget_predecessors(self, save: FlusherSave) -> None:
+        """Remove the segments of earlier job instances on this node, of any rank: `save` is
+        committed, so they are no longer needed. Segments of this instance stay, including those of
+        dead ranks."""
+        moved = [segment for segment in self._moved if not segment.is_alive()]
+        dead = segments.of_dead_processes(self._segment.base, self._segment.owner.run)
+        for segment in (*dead, *moved):
+            if not self._may_be_of_this_start(segment, save):
+                segment.remove()
+
+    def _may_be_of_this_start(self, segment: Segment, save: FlusherSave) -> bool:
+        """Return True if the segment may belong to another rank of this job instance and holds a
+        save that is not older than the one just committed."""
+        mine, owner = self._segment.owner, segment.owner
+        if owner.ranks != mine.ranks or owner.rank == mine.rank:
+            return False
+        assert save.at is not None  # noqa: S101 (it is committed)
+        run, point = self._run_writer.run.id, save.at.point
+        return any(
+            one.run == run and one.at.point >= point for one in snapshots.records_in(segment)
+        )
+
+    def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
+        """Release the pool if the trainer is gone for good, so that a new start need not wait for
+        the work that this process still does elsewhere."""
+        if self._pool_fd >= 0 and self._is_gone():
+            segments.let_go(self._pool_fd)
+
+    # Arriving saves
+
+    def begun(self, save: FlusherSave) -> None:
+        """Make room for a new save, and for the previous one beside it if possible."""
+        needed = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
+        with self._lock:
+            self._needs[save.begin.save] = needed
+            self._coming[save.begin.save] = ResidentSave(number=save.begin.save)
+        self._make_room()
+
+    def limit(self, slots: int) -> None:
+        """Set the number of slots that the pool can have for now; slots kept here are missing
+        elsewhere."""
+        with self._lock:
+            self._there = min(slots, self._most)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Give up saves that do not fit, and drop older ones to make room for those that do."""
+        with self._lock:
+            room, freed = self._there - _SPARE_SLOTS, list[int]()
+            large = [
+                number
+                for number, kept in self._coming.items()
+                if self._needs[number] > room and not kept.is_sealing
+            ]
+            for number in large:
+                freed += self._coming.pop(number).slots.values()
+            freed += self._drop_older()
+            tell = bool(large) and not self._told_small
+            self._told_small |= tell
+        self._slots.release(freed)
+        if tell:
+            log.warning(
+                (
+                    "a save of %d bytes does not fit into %d bytes of shared memory and is not "
+                    "kept there; pass a larger host_memory_bytes, or free space in %s"
+                ),
+                self._needs.get(large[0], 0) * CHUNK_BYTES,
+                self._there * CHUNK_BYTES,
+                self._segment.base,
+            )
+
+    def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
+        """Keep a chunk, if its save is being kept."""
+        with self._lock:
+            mine = self._coming.get(save.begin.save)
+            if mine is None:
+                return
+            self._slots.hold([chunk.slot])
+            mine.slots[chunk.file, chunk.start] = chunk.slot
+            mine.digests[chunk.file, chunk.start] = digests
+        self._try_to_seal(save)
+
+    def reusable(self, save: FlusherSave, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
+        """Return the unchanged chunks that are still in memory; all of them if the save is not
+        kept."""
+        with self._lock:
+            if save.begin.save not in self._coming:
+                return said.chunks
+            last = self._find(said.of)
+            known: dict[Place, bytes] = {} if last is None else last.digests
+            return tuple(chunk for chunk in said.chunks if chunk[:2] in known)
+
+    def reuse(self, save: FlusherSave, chunks: Iterable[tuple[int, int, int]]) -> None:
+        """Take over chunks that will not arrive from the save that holds the same bytes."""
+        with self._lock:
+            mine, last = self._coming.get(save.begin.save), self._find(save.base)
+            if mine is not None and last is not None:
+                for file, start, _ in chunks:
+                    place = file, start
+                    mine.slots[place], mine.digests[place] = last.slots[place], last.digests[place]
+                    self._slots.hold([last.slots[place]])
+        self._try_to_seal(save)  # incomplete if the earlier save was dropped meanwhile
+
+    def _find(self, number: int) -> ResidentSave | None:
+        return next((kept for kept in self._kept if kept.number == number), None)
+
+    # Outcome
+
+    def captured(self, save: FlusherSave) -> None:
+        self._try_to_seal(save)
+
+    def durable(self, save: FlusherSave) -> None:
+        self._try_to_seal(save)  # for a save without chunks
+
+    def _try_to_seal(self, save: FlusherSave) -> None:
+        """Write the record of a save if all of it is in memory, and drop the previous one. Every
+        caller runs before the save can be finished."""
+        seal, number = save.captured, save.begin.save
+        if seal is None or save.at is None or not save.goes_on:
+            return
+        with self._lock:
+            mine = self._coming.get(number)
+            if mine is None or mine.is_sealing or not _is_whole(save, mine):
+                return
+            mine.is_sealing = True
+        try:
+            record = self._record(save, seal, mine)
+            snapshots.put(self._segment, record)
+        except LaststepError as error:
+            log.warning("step %d is not kept in shared memory: %s", save.begin.step, error)
+            with self._lock:
+                del self._coming[number]
+            self._slots.release(mine.slots.values())
+            return
+        self._send(TierStatus(at=save.at, tier=MEMORY, state="held", save=number))
+        with self._lock:
+            mine.records = (record.name,)
+            self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
+            del self._coming[number]
+            self._needs.pop(number, None)
+            freed = self._drop_older()
+        self._slots.release(freed)
+
+    def committed(self, save: FlusherSave) -> None:
+        self._stored(save, committed=True)
+        self._forget_predecessors(save)
+
+    def failed(self, save: FlusherSave) -> None:
+        self._stored(save, committed=False)
+
+    def _stored(self, save: FlusherSave, *, committed: bool) -> None:
+        """Record the outcome of a save on disk; nothing more of it will be written."""
+        number, freed = save.begin.save, list[int]()
+        with self._lock:
+            if (partial := self._coming.pop(number, None)) is not None:
+                freed += partial.slots.values()
+            elif (whole := self._find(number)) is not None:
+                whole.is_stored, whole.is_committed = True, committed
+            self._needs.pop(number, None)
+            freed += self._drop_older()
+        self._slots.release(freed)
+
+    def ending(self) -> None:
+        """Keep complete saves after the trainer has ended: its slots have no other use."""
+        self._more_comes = False
+
+    def _drop_older(self) -> list[int]:
+        """Drop saves that a newer one replaces, and saves that must make room for the next. Return
+        their slots. Requires the lock."""
+        freed: list[int] = []
+        while self._more_comes and len(self._kept) > 1:
+            older, newer = self._kept[:2]
+            if older.is_committed or newer.is_committed or self._is_on_all_ranks(newer):
+                freed += self._drop(older)
+            elif newer.is_stored:  # it failed, and some ranks will never have it
+                freed += self._drop(newer)
+            else:
+                break
+        room = self._there - max(self._needs.values(), default=0)
+        while self._more_comes and self._kept and self._kept[0].is_stored:
+            if len({slot for kept in self._kept for slot in kept.slots.values()}) <= room:
+                break
+            freed += self._drop(self._kept[0])
+        return freed
+
+    def _is_on_all_ranks(self, kept: ResidentSave) -> bool:
+        """Return True if all ranks of the job have the save, or if some ranks are on other nodes,
+        where the save could not be assembled anyway."""
+        mine = self._segment.owner
+        if mine.ranks == 1:
+            return True
+        try:
+            there = segments.found(self._segment.base, mine.run)
+            have = self._segment.ranks_with(kept.records[-1])
+        except LaststepError as error:
+            log.warning("cannot see the snapshots of other ranks in shared memory: %s", error)
+            return False
+        here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
+        return len(have) == mine.ranks or len(here) < mine.ranks
+
+    def _drop(self, kept: ResidentSave) -> list[int]:
+        for name in kept.records:  # before its slots can be overwritten
+            self._segment.drop(name)
+        self._kept.remove(kept)
+        return list(kept.slots.values())
+
+    def _record(self, save: FlusherSave, seal: CaptureDone, kept: ResidentSave) -> SnapshotRecord:
+        assert save.at is not None  # noqa: S101 (looked at before)
+        assert save.writer is not None  # noqa: S101 (else there is an error)
+        stored = []
+        for number, layout in enumerate(save.begin.files):
+            places = sorted(place for place in kept.slots if place[0] == number)
+            slots = [kept.slots[place] for place in places]
+            digests = b"".join(kept.digests[place] for place in places)
+            stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded(number)))
+        return SnapshotRecord(
+            run=self._run_writer.run.id,
+            at=save.at,
+            created_s=time.time(),
+            index=snapshots.pool_index(self._segment.owner.rank, stored, seal.values),
+            items=seal.items,
+            metrics=seal.metrics,
+            metadata=seal.metadata,
+            continues=self._run_writer.before,
+            receipt=seal.receipt,
+            records=self._run_writer.records(),
+        )
+
+
+@contextmanager
+def _trying(checkpoint: MemorySnapshot) -> Iterator[None]:
+    """Store a checkpoint inside the context; log a warning and continue if that fails."""
+    step = checkpoint.record.at.step
+    with closing(checkpoint), threads.outlasting(log, f"step {step} is in memory alone"):
+        yield
+
+
+def _is_whole(save: FlusherSave, kept: ResidentSave) -> bool:
+    """Return True if all chunks are digested; chunks never overlap."""
+    wanted = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
+    return len(kept.digests) == wanted
+
+
+def _with_newest(there: Iterable[Segment]) -> set[str]:
+    """Return the folders of the segments that hold part of the newest save, or records that cannot
+    be read."""
+    records = {one.folder: len(one.records()) for one in there}
+    points = {one.folder: [save.at.point for save in snapshots.records_in(one)] for one in there}
+    newest = max((point for some in points.values() for point in some), default=None)
+    return {
+        folder for folder, some in points.items() if newest in some or len(some) < records[folder]
+    }

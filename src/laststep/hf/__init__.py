@@ -1,0 +1,17 @@
+"""Adapter for Hugging Face's Trainer and trl's trainers: they save to laststep and resume from it.
+
+class MyTrainer(laststep.hf.TrainerMixin, SFTTrainer): ...     # or
+laststep.hf.attach(trainer, run="runs/a")
+trainer.train(resume_from_checkpoint=True)
+"""
+
+from __future__ import annotations
+
+from laststep.adapters.framework import Framework
+
+FRAMEWORK: Framework = Framework(package="transformers", extra="hf", first="5.22", last="5.22")
+FRAMEWORK.check()  # before any module imports transformers
+
+from laststep.hf.trainer import TrainerMixin, attach  # noqa: E402
+
+__all__ = ["TrainerMixin", "attach"]

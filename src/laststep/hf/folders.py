@@ -1,0 +1,250 @@
+"""Create the Trainer's `checkpoint-N/` folder for each committed checkpoint.
+
+A thread of its own does this while training continues. Files that do not change (config, tokenizer,
+arguments) are produced once by the Trainer's own code, before training. The weights are hard links
+to the checkpoint's file if `save_pretrained` would write the same file, else an export of it. A
+folder appears only once it is complete. A failure to create one is logged; its checkpoint is not
+affected.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from transformers import Trainer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import rotate_checkpoints
+
+from laststep.adapters.export.folder import ItemTensors, new_file, new_folder
+from laststep.adapters.export.hf import Cast, Choices, export_hf
+from laststep.browse import open as open_run
+from laststep.errors import LaststepError, NotFoundError
+from laststep.storage.directory import TEMPORARY
+
+if TYPE_CHECKING:
+    from laststep.browse import Checkpoint
+
+log = logging.getLogger(__name__)
+
+MARK = "laststep.json"
+"""Marker file that distinguishes our folders from those that the Trainer has saved itself."""
+_SHARD_BYTES = 50 * 10**9
+"""The file size limit that `save_pretrained` uses."""
+
+
+def path_of(output: Path, step: object) -> Path:
+    """Return the path of a step's folder, named as the Trainer names it."""
+    return output / f"checkpoint-{step}"
+
+
+def state_json(state: TrainerState) -> bytes:
+    """Return the content of `trainer_state.json` as the Trainer writes it."""
+    text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True)
+    return f"{text}\n".encode()
+
+
+def is_peft(model: object) -> bool:
+    """Return True for a peft model, which trains only its adapters."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+class Folders:
+    """Creates folders in `output` for the checkpoints of `run`, in the order of the requests."""
+
+    def __init__(self, trainer: Any, output: Path, run: str) -> None:
+        self._trainer, self._output, self._run = trainer, output, run
+        self._model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._fixed = _fixed_files(trainer)
+        for left in output.glob(f".{path_of(output, '*').name}{TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)  # left by a killed process
+        self._plain = not is_peft(self._model) and _keeps_names(self._model)
+        """True if the folder stores the weights under the names that they have in the
+        checkpoint."""
+        self._todo: queue.Queue[tuple[int, bool] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="laststep-folders", daemon=True)
+        self._thread.start()
+
+    def make(self, step: int, *, again: bool = True) -> None:
+        """Request the folder of a step and return at once. `again` also replaces an existing
+        one."""
+        self._todo.put((step, again))
+
+    def wait(self) -> None:
+        """Block until all requested folders are done."""
+        self._todo.join()
+
+    def close(self) -> None:
+        """Finish all requested folders, then stop the thread."""
+        self._todo.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (wanted := self._todo.get()) is not None:
+            step, again = wanted
+            try:
+                if again or not path_of(self._output, step).is_dir():
+                    self._make(step)
+            except NotFoundError:
+                log.info("no folder for step %d: retention has deleted its checkpoint", step)
+            except Exception as error:
+                log.error(  # noqa: TRY400 (a traceback only for unexpected errors)
+                    "%s could not be made, the checkpoint of step %d is there all the same: %s",
+                    path_of(self._output, step),
+                    step,
+                    error,
+                    exc_info=not isinstance(error, LaststepError | OSError),
+                )
+            finally:
+                self._todo.task_done()
+        self._todo.task_done()
+
+    def _make(self, step: int) -> None:
+        target = path_of(self._output, step)
+        with open_run(self._run)[step] as checkpoint:
+            state = TrainerState(**checkpoint.metadata["state"])  # type: ignore[index]
+            with new_folder(target, replace=True) as folder:  # one of an abandoned lineage
+                self._fill(folder, checkpoint)
+                _write(folder / "trainer_state.json", state_json(state))
+                whence = {"run": self._run, "checkpoint": checkpoint.folder}
+                _write(folder / MARK, json.dumps(whence).encode())
+        args = self._trainer.args
+        best = path_of(
+            self._output, state.best_global_step
+        )  # its recorded path may be in another place
+        rotate_checkpoints(
+            str(self._output),
+            args.save_total_limit,
+            str(best) if best.is_dir() else None,
+            use_mtime=True,
+        )
+        if args.push_to_hub:
+            self._push(str(target), state)
+
+    def _fill(self, folder: Path, checkpoint: Checkpoint) -> None:
+        for name, content in self._fixed.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _write(folder / name, content)
+        if not self._plain:
+            tensors = ItemTensors(checkpoint, "model")
+            names = [
+                name.partition("/")[2] for name in checkpoint.tensors() if name.startswith("model/")
+            ]
+            live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
+            one = {
+                id(live.get(name, name)): name for name in names
+            }  # one name per group of tied tensors
+            whole = {alike: tensors.whole(name) for alike, name in one.items()}
+            held = {name: whole[id(live.get(name, name))] for name in names}
+            self._model.save_pretrained(folder, state_dict={**self._frozen(), **held})
+            return
+        if not self._link(folder / "model.safetensors", checkpoint.folder):
+            parts = folder / "weights"
+            export_hf(checkpoint, parts, item="model", choices=self._choices())
+            for file in parts.iterdir():
+                file.rename(folder / file.name)
+            parts.rmdir()
+
+    def _frozen(self) -> dict[str, Any]:
+        """Return the frozen parameters, which peft may write along with the trained ones. They do
+        not change, so the live ones are used."""
+        return {
+            name: parameter.detach()
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
+        }
+
+    def _choices(self) -> Choices:
+        # ZeRO's weights are stored in full precision, whatever the model computes with.
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        casts = (Cast(pattern=None, dtype=dtype),) if self._trainer.is_deepspeed_enabled else ()
+        return Choices(shard_bytes=_SHARD_BYTES, casts=casts)
+
+    def _link(self, target: Path, folder: str) -> bool:
+        """Hard-link the model's file of a checkpoint folder to `target`. Return False if no single
+        file is what `save_pretrained` would write, or if it cannot be linked."""
+        files = Path(self._run, folder).glob("model*.safetensors")
+        # A name with "~" is a file of an earlier checkpoint, which may lack later changes.
+        found = [file for file in files if "~" not in file.name]
+        if len(found) != 1 or not _is_whole(found[0], self._model):
+            return False
+        try:
+            os.link(found[0], target)
+        except OSError as error:  # another disk, or no hard links
+            log.info("%s is copied: %s", found[0], error)
+            return False
+        return True
+
+    def _push(self, target: str, state: TrainerState) -> None:
+        """Push to the hub as the Trainer does after a save, with the state that it had at that
+        step."""
+        then = copy.copy(self._trainer)
+        then.state = state
+        then.processing_class = None  # training may be using it; its files are written below
+        for name, content in self._fixed.items():
+            if os.sep not in name:
+                Path(self._trainer.args.output_dir, name).write_bytes(content)
+        then._push_from_checkpoint(target)
+        self._trainer.push_in_progress = then.push_in_progress
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with new_file(path) as file:
+        file.write(content)
+
+
+def _fixed_files(trainer: Any) -> dict[str, bytes]:
+    """Return all files that the Trainer writes besides weights and state, made by its own code."""
+    # One element per tensor is enough: only the names are needed.
+    names = {name: torch.zeros(1) for name in trainer.model.state_dict(keep_vars=True)}
+    with tempfile.TemporaryDirectory(prefix="laststep-") as scratch:
+        # Not `trainer._save`: a user's override may write the present weights under any name.
+        Trainer._save(trainer, scratch, state_dict=names if is_peft(trainer.model) else {})
+        return {
+            str(file.relative_to(scratch)): file.read_bytes()
+            for file in sorted(Path(scratch).rglob("*"))
+            if file.is_file() and ".safetensors" not in file.name
+        }
+
+
+def _keeps_names(model: Any) -> bool:
+    """Return True if `save_pretrained` writes all tensors under their present names and shapes. For
+    some models it omits tensors, or renames and splits them as in the checkpoint that they were
+    loaded from."""
+    if not hasattr(model, "save_pretrained"):
+        return True
+    if getattr(model, "_keys_to_ignore_on_save", None):
+        return False
+    meta = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    saved = revert_weight_conversion(model, dict(meta))
+    return {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
+        name: tuple(tensor.shape) for name, tensor in meta.items()
+    }
+
+
+def _is_whole(file: Path, model: Any) -> bool:
+    """Return True if a file holds every tensor of a model with its full shape. Tied tensors need to
+    be stored only once."""
+    live = model.state_dict(keep_vars=True)
+    with safe_open(file, "pt") as opened:
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    stored = {id(live[name]) for name in shapes if name in live}
+    return all(
+        name in live and tuple(live[name].shape) == shape for name, shape in shapes.items()
+    ) and stored == set(map(id, live.values()))

@@ -1,0 +1,254 @@
+"""The Trainer with its saving and loading replaced.
+
+Overrides the few methods in which Hugging Face's Trainer saves and loads; a `TrainCall` per call of
+`train()` does the work. The Trainer counts completed steps and so do its checkpoints: the step of a
+save is `global_step`, and training continues from `Restored.step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers.trainer
+from accelerate import skip_first_batches
+from transformers import Trainer
+
+from laststep.accelerate.loaders import PlacedLoader
+from laststep.constants import with_article
+from laststep.errors import CorruptError, UsageError
+from laststep.hf import FRAMEWORK
+from laststep.hf.training import TrainCall
+from laststep.settings import OWN_KEYWORDS
+
+if TYPE_CHECKING:
+    import os
+
+log = logging.getLogger(__name__)
+
+_SEAMS = {
+    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial"),
+    "_init_training_state": ("max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
+    "_run_epoch": ("model", "epoch", "train_dataloader"),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_rng_state": ("checkpoint",),
+    "_load_best_model": (),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial"),
+    "_save_checkpoint": ("model", "trial"),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+    "_save": ("output_dir", "state_dict"),
+    "_get_output_dir": ("trial",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+}
+"""Private methods that we override or call, with their expected parameters."""
+
+_LEFT_OUT = frozenset(
+    (
+        "_save_checkpoint",
+        "save_model",
+        "_save",
+        "_save_optimizer_and_scheduler",
+        "_save_rng_state",
+        "_save_scaler",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_load_rng_state",
+        "_load_scaler",
+        "_load_best_model",
+    )
+)
+"""Methods that a user's class may override but that are not called when laststep saves or
+restores."""
+
+for _method, _parameters in _SEAMS.items():
+    FRAMEWORK.seam(Trainer, _method, *_parameters)
+FRAMEWORK.seam(transformers.trainer, "skip_first_batches", "dataloader", "num_batches")
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Replace Accelerate's function, which the Trainer calls. A `PlacedLoader` skips by itself."""
+    place = getattr(dataloader, "base_dataloader", None)
+    if type(place) is not PlacedLoader:
+        return skip_first_batches(dataloader, num_batches)
+    place.skip(num_batches)
+    return dataloader
+
+
+transformers.trainer.skip_first_batches = _skip_first_batches
+
+
+class TrainerMixin(Trainer):  # type: ignore[misc]
+    """Mixin that makes a Trainer save to laststep: `class T(laststep.hf.TrainerMixin, SFTTrainer)`.
+
+    It must come before the Trainer's class. Its constructor also takes the settings of a
+    `Checkpointer`; the run is stored in `output_dir/_laststep` by default.
+    """
+
+    _laststep_run: str | os.PathLike[str] | None = None
+    _laststep_settings: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
+    _laststep: TrainCall
+
+    def __init__(
+        self, *args: Any, run: str | os.PathLike[str] | None = None, **keywords: Any
+    ) -> None:
+        own = {name: keywords.pop(name) for name in OWN_KEYWORDS if name in keywords}
+        super().__init__(*args, **keywords)
+        self._laststep_run, self._laststep_settings = run, own
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 (as the Trainer has it)
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as `Trainer.train` does. With `True`, start a new run if there is no checkpoint
+        yet."""
+        self._tell_who_saves()
+        with TrainCall(self, trial, self._laststep_run, self._laststep_settings) as self._laststep:
+            resume = self._laststep.found(resume_from_checkpoint)
+            return super().train(resume, trial, ignore_keys_for_eval)
+
+    def _tell_who_saves(self) -> None:
+        """Warn about classes of the user that override saving methods, since those are not called.
+        trl's overrides only create a model card first; it does not depend on the step, so create it
+        here."""
+        for kind in type(self).__mro__:
+            if kind in TrainerMixin.__mro__:
+                continue
+            if kind.__module__.startswith("trl.trainer."):
+                if "_save_checkpoint" in vars(kind):
+                    name = Path(self.args.hub_model_id or self.args.output_dir).name
+                    self.create_model_card(model_name=name)
+                continue
+            for method in sorted(_LEFT_OUT & vars(kind).keys()):
+                log.warning(
+                    (
+                        "%s.%s is not called because laststep saves; pass what it adds to a "
+                        "checkpoint "
+                        "as one of `items=`"
+                    ),
+                    kind.__name__,
+                    method,
+                )
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        while True:
+            try:
+                return super()._inner_training_loop(
+                    batch_size=batch_size,
+                    args=args,
+                    resume_from_checkpoint=resume_from_checkpoint,
+                    trial=trial,
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )
+            except CorruptError as error:
+                resume_from_checkpoint = self._laststep.older(error)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        # For data without a length the Trainer cannot compute how many epochs are complete.
+        unsized = num_train_epochs == sys.maxsize
+        if unsized and self._laststep.is_ours(resume_from_checkpoint):
+            epochs, steps = self._laststep.place() or (epochs, self.state.global_step)
+            skipped = 0 if self.args.ignore_data_skip else steps
+            batches = skipped * self.args.gradient_accumulation_steps
+        return epochs, batches
+
+    def _run_epoch(
+        self,
+        *,
+        epoch: int,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **keywords: Any,
+    ) -> None:
+        first = epoch == epochs_trained and resume_from_checkpoint is not None
+        ours = self._laststep.is_ours(resume_from_checkpoint)
+        if first and ours and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # else the Trainer does one more step
+            return
+        batches = steps_trained_in_current_epoch if first else 0
+        self._laststep.begin_epoch(epoch, batches // self.args.gradient_accumulation_steps)
+        super()._run_epoch(
+            epoch=epoch,
+            resume_from_checkpoint=resume_from_checkpoint,
+            epochs_trained=epochs_trained,
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+            **keywords,
+        )
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        ours = self._laststep.is_ours(resume_from_checkpoint)
+        theirs = None if ours else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
+        self._laststep.begin(prepared[1], resumes=ours)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._laststep.is_ours(resume_from_checkpoint):  # else `begin` restores everything
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._laststep.is_ours(checkpoint):
+            self._laststep.released()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **keywords)
+        self._laststep.stepped()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._laststep.save()
+
+    def _load_best_model(self) -> None:
+        if not self._laststep.loaded_best():
+            super()._load_best_model()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        self._laststep.wait()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: Any) -> Any:
+    """Make an existing trainer save to laststep and return it. The run is `run`, or
+    `output_dir/_laststep` by default; `settings` are those of a `Checkpointer`."""
+    if not isinstance(trainer, Trainer):
+        raise UsageError(
+            "laststep.hf.attach needs a Trainer",
+            expected="a transformers.Trainer",
+            found=with_article(type(trainer)),
+            remedy="pass the object that train() is called on",
+        )
+    if not isinstance(trainer, TrainerMixin):
+        kind = type(trainer)
+        trainer.__class__ = type(
+            kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__}
+        )
+    trainer._laststep_run, trainer._laststep_settings = run, settings
+    return trainer

@@ -1,0 +1,492 @@
+"""Saving and restoring within one call of `train()`: the Checkpointer and its items.
+
+The state of the Trainer itself (counts, log, callbacks) is the metadata of each save. A Trainer
+reads it from a file before model and optimizer are prepared, so it is given a temporary folder that
+contains only that file. All tensors are restored at once when everything is prepared. Values that
+the Trainer would overwrite later (random numbers, the sum of the losses to be logged) are held back
+until it loads them.
+
+The items are the state that each rank holds, however the model is wrapped. Most of it exists only
+once training starts, so those items are deferred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from accelerate.data_loader import DataLoaderAdapter
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+import laststep
+from laststep import deepspeed, fsdp1
+from laststep.accelerate.loaders import LoaderProgress, place_in
+from laststep.browse import open as open_run
+from laststep.errors import NotFoundError, UsageError
+from laststep.events import Committed
+from laststep.hf import FRAMEWORK
+from laststep.hf.folders import MARK, Folders, is_peft, path_of, state_json
+from laststep.state.items import Deferred, trainable
+from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.values import RNG
+from laststep.storage.files import absolute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.accelerate.loaders import PlacedLoader
+
+    _Held = Callable[[], object]
+    _Make = Callable[[Any], object]
+    from types import TracebackType
+
+    from laststep.errors import CorruptError
+    from laststep.events import Event
+
+
+def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str, object]:
+    """Return the items by name; the names are the same on all ranks."""
+    items: dict[str, object] = {"model": Deferred(*_model(trainer))}
+    if trainer.args.save_only_model:
+        return items
+    items["optimizer"] = Deferred(lambda: trainer.optimizer, _optimizer(trainer))
+    items["scheduler"] = Deferred(lambda: trainer.lr_scheduler)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        items["scaler"] = trainer.accelerator.scaler
+    if trainer.is_deepspeed_enabled:
+        items["counts"] = Deferred(lambda: trainer.model_wrapped, deepspeed.progress)
+    if getattr(trainer.args, "sync_ref_model", False) and not trainer.is_deepspeed_enabled:
+        items["ref_model"] = trainer.ref_model  # trl updates it from the model
+    return {**items, "data": data, "rng": rng, "logged": logged}
+
+
+def _model(trainer: Any) -> tuple[_Held, _Make]:
+    if trainer.is_deepspeed_enabled or _is_fsdp1(trainer):
+        make = deepspeed.model if trainer.is_deepspeed_enabled else fsdp1.model
+        return lambda: trainer.model_wrapped, make
+    return lambda: trainer.model, lambda model: trainable(model) if is_peft(model) else model
+
+
+def _optimizer(trainer: Any) -> _Make:
+    if trainer.is_deepspeed_enabled:
+        return lambda _: deepspeed.optimizer(trainer.model_wrapped)
+    if _is_fsdp1(trainer):
+        return lambda optimizer: fsdp1.optimizer(optimizer.optimizer, trainer.model_wrapped)
+    return lambda optimizer: optimizer
+
+
+def _is_fsdp1(trainer: Any) -> bool:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
+
+
+class Data(StateProvider):
+    """Position in the data loader that the Trainer iterates over. Empty if the user made the loader
+    without Accelerate."""
+
+    kind = "loader"
+    per_rank = True
+
+    def __init__(self) -> None:
+        self.placed: PlacedLoader | None = None
+        self._progress: LoaderProgress | None = None
+        self.when_ranks_change = self._for_other_ranks
+
+    def follow(self, loader: object) -> None:
+        """Track this loader from now on."""
+        known = isinstance(loader, DataLoaderAdapter)
+        self.placed = place_in(loader) if known else None
+        self._progress = LoaderProgress(loader) if known else None
+
+    def describe(self) -> State:
+        if self._progress is None:
+            return State(value=None, fresh=((),))
+        return self._progress.describe()
+
+    def restore(self, value: object) -> None:
+        if self._progress is not None and isinstance(value, dict):
+            self._progress.restore(value)
+
+    def _for_other_ranks(self, states: list[Any], rank: int, ranks: int) -> Any:
+        make = None if self._progress is None else self._progress.when_ranks_change
+        return make(states, rank, ranks) if callable(make) and None not in states else None
+
+
+class HeldRNG(RNG):
+    """Random number generators whose restored state takes effect on `release()`. The Trainer draws
+    some numbers before it reaches the point of the save."""
+
+    def __init__(self) -> None:
+        self._held: Callable[[], None] | None = None
+
+    def restore(self, value: object) -> None:
+        self._held = lambda: RNG.restore(self, value)
+
+    def derive(self, value: object, rank: int) -> None:
+        self._held = lambda: RNG.derive(self, value, rank)
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held()
+        self._held = None
+
+
+class Logged(StateProvider):
+    """Sum of the losses since the Trainer last logged, so that the next log entry is the same."""
+
+    kind = "logged"
+    per_rank = True
+    when_ranks_change = "drop"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: dict[str, Any] | None = None
+
+    def describe(self) -> State:
+        loss = getattr(self._trainer, "_tr_loss", None)
+        value = {
+            "loss": torch.zeros(()) if loss is None else loss,
+            "since": getattr(self._trainer, "_globalstep_last_logged", 0),
+        }
+        return State(value=value, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        self._held = value if isinstance(value, dict) and ABSENT not in value.values() else None
+
+    def release(self) -> None:
+        """Add the restored sum to the Trainer's. Call this only after the Trainer has initialised
+        its own."""
+        if self._held is not None:
+            loss = self._held["loss"].to(self._trainer._tr_loss.device)
+            self._trainer._tr_loss += loss
+            self._trainer._globalstep_last_logged = self._held["since"]
+            # The mean loss that `train()` returns covers only the steps of this call.
+            self._trainer._total_loss_scalar -= loss.item()
+        self._held = None
+
+
+log = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"checkpoint-([0-9]+)")
+RUN = "_laststep"
+"""The run's folder in `output_dir`. Pushes to the hub skip names that start with `_`."""
+
+
+class _Resume:
+    """The checkpoint to resume from, and the folder that the Trainer reads its state from."""
+
+    def __init__(self, step: int, metadata: dict[str, Any], *, exact: bool, within: str) -> None:
+        self.step, self.exact = step, exact
+        self.stored = set(metadata["items"])
+        self.place: list[int] | None = metadata.get("place")
+        self.restored = False
+        folder = path_of(Path(tempfile.mkdtemp(dir=within)), step)
+        folder.mkdir()
+        (folder / "trainer_state.json").write_bytes(state_json(TrainerState(**metadata["state"])))
+        self.path = str(folder)
+
+
+class TrainCall:
+    """The saves of one `train()` call; owns the Checkpointer and closes everything on exit."""
+
+    def __init__(self, trainer: Any, trial: Any, run: Any, settings: dict[str, Any]) -> None:
+        self._trainer, self._settings = trainer, dict(settings)
+        self._output = Path(absolute(trainer._get_output_dir(trial)))
+        if run is None and not settings.get("tiers"):
+            run = self._output / RUN
+        self._settings.setdefault("keep", _keep(trainer.args))
+        self._own_schedule = bool(settings.get("every") or settings.get("preemption"))
+        self._rng, self._logged = HeldRNG(), Logged(trainer)
+        more = self._settings.pop("items", None) or {}
+        self._data = Data()
+        self._items = {**items_of(trainer, self._data, self._rng, self._logged), **more}
+        self._place: tuple[int, int] | None = None
+        """The current epoch and the step at which it started."""
+        self._resume: _Resume | None = None
+        self._saved: set[int] = set()
+        self._scratch = tempfile.TemporaryDirectory(prefix="laststep-")
+        self._ckpt = laststep.Checkpointer(run, items=self._items, **self._settings)
+        self._folders: Folders | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._ckpt.__exit__(kind, error, trace)
+        finally:
+            if self._folders is not None:
+                self._folders.close()
+            self._scratch.cleanup()
+
+    # -- resuming ---------------------------------------------------------------------------------
+
+    def found(self, asked: str | bool | None) -> str | None:  # noqa: FBT001 (the Trainer's type)
+        """Return the folder that the Trainer resumes from for `resume_from_checkpoint`, or None.
+
+        Raises UsageError if the run has checkpoints that training would not resume from.
+        """
+        newest = self._ckpt.peek()
+        if asked is True and newest is not None:
+            self._refuse_later(newest.step)
+            return self._from(newest.step, newest.metadata, exact=False)
+        if isinstance(asked, str | os.PathLike) and _is_an_adapter_s(Path(asked)):
+            return self._named(Path(asked))
+        if newest is not None and not self._settings.get("new_lineage"):
+            raise UsageError(
+                "the run has checkpoints, and training would start over instead of resuming",
+                where=self._ckpt.path,
+                expected="train(resume_from_checkpoint=True)",
+                found=f"resume_from_checkpoint={asked!r}; the newest is of step {newest.step}",
+                remedy="resume, choose another output_dir or run, or pass new_lineage=True",
+            )
+        if asked is True:
+            asked = get_last_checkpoint(self._output) if self._output.is_dir() else None
+            if asked is not None and _is_an_adapter_s(Path(asked)):
+                raise self._lost(Path(asked))
+            log.info("%s: no checkpoint yet; %s", self._ckpt.path, asked or "training begins")
+        return os.fspath(asked) if asked else None
+
+    def _refuse_later(self, newest: int) -> None:
+        """Raise UsageError if the Trainer itself has saved a later step, which would be ignored and
+        then replaced."""
+        folders = self._output.glob("checkpoint-*") if self._output.is_dir() else ()
+        steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
+        last = max(steps, default=0)
+        if last > newest and not _is_an_adapter_s(steps[last]):
+            raise UsageError(
+                "the Trainer has saved a later step without laststep",
+                where=self._ckpt.path,
+                expected=f"none after step {newest}",
+                found=str(steps[last]),
+                remedy=f"move it away, or pass {str(steps[last])!r} as "
+                f"resume_from_checkpoint with another run=",
+            )
+
+    def _lost(self, folder: Path) -> NotFoundError:
+        """Return the error for a folder whose run is missing. The folder has only weights, so
+        resuming from it would reset everything else."""
+        whence = json.loads((folder / MARK).read_bytes())["run"]
+        return NotFoundError(
+            "the run is empty, but checkpoint folders of an earlier run are here",
+            where=self._ckpt.path,
+            expected=f"the run {whence}",
+            found=str(folder),
+            remedy=(
+                "pass the same run= as before, or remove these folders to start over; "
+                "from_pretrained loads their weights"
+            ),
+        )
+
+    def _named(self, folder: Path) -> str:
+        """Return the folder for the Trainer if the user named a checkpoint of the run by its
+        folder."""
+        name = _FOLDER.fullmatch(folder.name)
+        if name is None or folder.resolve().parent != self._output.resolve():
+            raise UsageError(
+                "this is not a checkpoint of the run",
+                where=self._ckpt.path,
+                expected=str(path_of(self._output, "N")),
+                found=str(folder),
+                remedy="train(resume_from_checkpoint=True) takes the newest; "
+                "from_pretrained loads the weights of others",
+            )
+        catalog = open_run(self._ckpt.path)
+        chosen = catalog[int(name[1])]
+        newest = catalog.steps()[-1]
+        if newest > chosen.step:
+            log.warning(
+                ("%s: resuming from step %d, as requested; there is a newer checkpoint of step %d"),
+                self._ckpt.path,
+                chosen.step,
+                newest,
+            )
+        return self._from(chosen.step, chosen.metadata, exact=True)
+
+    def _from(self, step: int, metadata: object, *, exact: bool) -> str:
+        own: dict[str, Any] = FRAMEWORK.own(metadata, self._ckpt.path)
+        self._resume = _Resume(step, own, exact=exact, within=self._scratch.name)
+        return self._resume.path
+
+    def older(self, damage: CorruptError) -> str:
+        """Return the folder of an older checkpoint to resume from. Re-raise `damage` if there is
+        none, the user asked for this very checkpoint, or it was already restored."""
+        resume = self._resume
+        if resume is None or resume.restored or resume.exact:
+            raise damage
+        newest = self._ckpt.peek()
+        if newest is None:
+            raise damage
+        log.warning(
+            "the checkpoint of step %d is damaged; resuming from step %d: %s",
+            resume.step,
+            newest.step,
+            damage,
+        )
+        return self._from(newest.step, newest.metadata, exact=False)
+
+    def is_ours(self, folder: str | None) -> bool:
+        """Return True if the Trainer resumes from the folder that `found` returned."""
+        return self._resume is not None and folder == self._resume.path
+
+    def begin(self, loader: Any, *, resumes: bool) -> None:
+        """Restore model, optimizer and loader, which are prepared by now, and get ready to save."""
+        self._data.follow(loader)
+        resume = self._resume if resumes else None
+        if resume is not None:
+            absent = set(self._items) - resume.stored
+            if absent:
+                log.warning(
+                    "the checkpoint of step %d was saved without them: %s start over",
+                    resume.step,
+                    ", ".join(sorted(absent)),
+                )
+            both = sorted(set(self._items) & resume.stored)  # DeepSpeed has counts of its own
+            # `Restored.step` is the number of completed steps, as `global_step` is.
+            self._ckpt.restore(
+                resume.step if resume.exact else None,
+                only=None if resume.stored == set(self._items) else both,
+            )
+            resume.restored = True
+            if self._trainer.args.ignore_data_skip and self._data.placed is not None:
+                self._data.placed.skip(0)  # restart the epoch, as requested
+        if self._folders is None and self._trainer.args.should_save:
+            self._folders = Folders(self._trainer, self._output, self._ckpt.path)
+            self._ckpt.subscribe(self._heard)
+        if resume is not None:
+            self._find_best()
+            if self._folders is not None:
+                self._folders.make(resume.step, again=False)
+
+    def _find_best(self) -> None:
+        """Set the path of the best model again. The Trainer forgets it if its folder does not exist
+        yet or was in another place."""
+        state = self._trainer.state
+        if not state.best_global_step or state.best_model_checkpoint is not None:
+            return
+        folder = path_of(self._output, state.best_global_step)
+        if state.best_global_step in open_run(self._ckpt.path).steps():
+            if self._folders is not None:
+                self._folders.make(state.best_global_step, again=False)
+        elif not folder.is_dir():
+            return
+        state.best_model_checkpoint = str(folder)
+
+    # -- position in the data ---------------------------------------------------------------------
+
+    def place(self) -> tuple[int, int] | None:
+        """Return the epoch in which training resumes and its number of completed steps."""
+        found = self._resume.place if self._resume is not None else None
+        return (found[0], found[1]) if found is not None else None
+
+    def begin_epoch(self, epoch: int, done: int) -> None:
+        """Record that an epoch starts, or continues after `done` steps."""
+        self._place = (epoch, self._trainer.state.global_step - done)
+        if self._data.placed is not None:
+            self.released()  # the loader restores the random numbers of its own fetches
+
+    def released(self) -> None:
+        """Apply the held-back values, once. The Trainer has now reached the point of the save."""
+        self._rng.release()
+        self._logged.release()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Save the present state without waiting for the commit."""
+        step = self._trainer.state.global_step
+        metrics, metadata = self._described()
+        again = step in self._saved
+        self._ckpt.save(step, metrics=metrics, metadata=metadata, overwrite=again)
+        self._saved.add(step)
+
+    def stepped(self) -> None:
+        """Save if `every` is due, or stop for `preemption`. Called after a step's log and
+        evaluation."""
+        step = self._trainer.state.global_step
+        if self._own_schedule and step not in self._saved:
+            metrics, metadata = self._described()
+            if self._ckpt.step(step, metrics=metrics, metadata=metadata) is not None:
+                self._saved.add(step)
+
+    def wait(self) -> None:
+        """Block until all saves are committed and their folders exist."""
+        self._ckpt.wait()
+        if self._folders is not None:
+            self._folders.wait()
+
+    def loaded_best(self) -> bool:
+        """Load the best model if it is a checkpoint of the run; return False if it is not."""
+        name = _FOLDER.fullmatch(Path(self._trainer.state.best_model_checkpoint).name)
+        try:
+            best = open_run(self._ckpt.path)[int(name[1])] if name else None
+        except NotFoundError:
+            best = None
+        if best is None:
+            return False
+        self._ckpt.restore(best.step, only="model")
+        return True
+
+    def _described(self) -> tuple[dict[str, Any], dict[str, object]]:
+        """Return metrics and metadata of a save."""
+        state, handler = self._trainer.state, self._trainer.callback_handler
+        is_best = state.best_global_step == state.global_step
+        if is_best:
+            state.best_model_checkpoint = str(path_of(self._output, state.global_step))
+        stateful = [
+            one
+            for one in [*handler.callbacks, self._trainer.control]
+            if isinstance(one, ExportableState)
+        ]
+        kept = dataclasses.replace(state, stateful_callbacks=stateful)
+        # Plain JSON, as in the Trainer's file: NumPy's float64, for example, becomes a float.
+        plain: dict[str, Any] = json.loads(json.dumps(vars(kept)))
+        metrics: dict[str, Any] = {_BEST: state.global_step if is_best else -1}
+        for entry in reversed(plain["log_history"]):
+            if entry.get("step") != state.global_step:
+                break
+            metrics.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
+        epoch, began = self._place or (0, 0)
+        place = [epoch, state.global_step - began]
+        if self._data.placed is not None and self._data.placed.has_ended:
+            place = [epoch + 1, 0]
+        return metrics, FRAMEWORK.stamp(state=plain, items=sorted(self._items), place=place)
+
+    def _heard(self, event: Event) -> None:
+        if isinstance(event, Committed) and self._folders is not None:
+            self._folders.make(event.step)
+
+
+def _is_an_adapter_s(folder: Path) -> bool:
+    """Return True if the Trainer did not save this folder itself. A missing folder counts as ours:
+    it may still be created."""
+    return not folder.is_dir() or (folder / MARK).exists()
+
+
+_BEST = "best_at"
+"""Metric that equals the checkpoint's step if it was the best when saved, else -1. Of two equal
+metrics the Trainer prefers the earlier checkpoint and retention the later one; steps are never
+equal."""
+
+
+def _keep(args: Any) -> laststep.Keep | None:
+    """Return the retention that `save_total_limit` asks for: the last ones and the best one."""
+    limit = args.save_total_limit
+    if limit is None or limit <= 0:
+        return None
+    if args.metric_for_best_model is None:
+        return laststep.Keep(last=limit)
+    return laststep.Keep(last=limit, best=1, metric=_BEST, mode="max")

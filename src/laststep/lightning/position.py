@@ -1,0 +1,405 @@
+"""Position of training between two batches: counters of Lightning's loops, position in the data.
+
+Lightning saves before a batch is complete: validation, a hook of the module and a scheduler may
+still follow. This module instead waits for the moment when nothing is half done: the end of a batch
+or, for the last batch of an epoch, the end of the epoch.
+
+A loader that has a state gets it back. Any other loader restarts its epoch with the random numbers
+of that time and repeats the consumed batches, so it draws the same samples as before. If Lightning
+prefetches a batch because the loader has no length, the last one is fetched with the random numbers
+used originally. If a short loader restarts within an epoch of a longer one, it does so with the
+random numbers used originally. The loader itself is also created with its original random numbers,
+since its creation may draw which samples there are.
+"""
+
+# ruff: noqa: SLF001 (Lightning's loops have no public names; package.py checks those we use)
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+from laststep.lightning.package import LOADER_MODES, SET_BY_EPOCH, CombinedLoader, SigTerm
+from laststep.state.provider import State
+from laststep.state.values import RNG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Rests(Protocol):
+    """Callback for the moments when nothing is half done. `ends`: training ends here. `epoch`: an
+    epoch has just ended."""
+
+    def __call__(self, *, ends: bool, epoch: bool) -> None: ...
+
+
+class KeptRNG(RNG):
+    """State of the random number generators at one moment."""
+
+    def __init__(self) -> None:
+        self.take()
+
+    def take(self) -> None:
+        """Record the generators' present state."""
+        self._held = RNG().describe().value
+
+    def put(self) -> None:
+        """Set the generators to the recorded state."""
+        RNG().restore(self._held)
+
+    def describe(self) -> State:
+        return State(value=self._held, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        if not self.check(value):
+            self._held = value
+
+    def hold(self, other: KeptRNG) -> None:
+        """Copy the recorded state of `other`."""
+        self._held = other._held
+
+    def derive(self, value: object, rank: int) -> None:
+        now = KeptRNG()
+        super().derive(value, rank)
+        self.take()
+        now.put()
+
+
+class SharedRNG(KeptRNG):
+    """State of the generators at a moment when all ranks must draw the same numbers."""
+
+    def derive(self, value: object, rank: int) -> None:
+        self.restore(value)
+
+
+class Cycles:
+    """Tracks loaders that are iterated together: which of them restart before the longest has
+    ended, and the random numbers with which they last did."""
+
+    def __init__(self) -> None:
+        self.watches = False
+        """True if a short loader may restart: several loaders in the mode "max_size_cycle"."""
+        self._begun: list[object] = []
+        self._last: dict[int, tuple[int, object]] = {}
+        """By loader: the number of batches fetched before its last restart, and the random
+        numbers."""
+        self._before: tuple[int, KeptRNG] | None = None
+
+    def begin(self, fetcher: Any) -> None:
+        """Reset at the start of an epoch, when all loaders start."""
+        self._last, self._before = {}, None
+        self._begun = list(fetcher.iterator._iterator.iterators)
+        self.watches = fetcher.combined_loader._mode == "max_size_cycle" and len(self._begun) > 1
+
+    def fetch(self, fetcher: Any) -> None:
+        """Record the random numbers before a batch is fetched."""
+        if self.watches:
+            self._notice(fetcher)
+            self._before = (fetcher.fetched, KeptRNG())
+
+    def fetch_again(self, fetcher: Any, described: dict[int, object]) -> None:
+        """Restore the random numbers that `describe` returned before a batch is fetched again."""
+        if fetcher.fetched in described:
+            RNG().restore(described[fetcher.fetched])
+        self.fetch(fetcher)
+
+    def describe(self, fetcher: Any) -> dict[int, object]:
+        """Return the random numbers at each restart, by the number of batches fetched before it."""
+        if self.watches:
+            self._notice(fetcher)
+        return dict(self._last.values())
+
+    def _notice(self, fetcher: Any) -> None:
+        iterators = list(fetcher.iterator._iterator.iterators)
+        for i, iterator in enumerate(iterators):
+            if iterator is not self._begun[i] and self._before is not None:
+                self._last[i] = (self._before[0], self._before[1].describe().value)
+        self._begun = iterators
+
+
+class Position:
+    """Position of one `fit()`: tells when to save, describes the position and resumes from it."""
+
+    def __init__(self, trainer: Any, rests: Rests) -> None:
+        """Call `rests` whenever nothing is half done."""
+        self._fit = trainer.fit_loop
+        self._epoch = trainer.fit_loop.epoch_loop
+        self._trainer, self._rests = trainer, rests
+        self._at_begin, self._at_first, self._at_ahead = KeptRNG(), KeptRNG(), KeptRNG()
+        """Random numbers before the loader started the epoch, before its first batch, and before
+        the last prefetched batch."""
+        self._at_made = SharedRNG()
+        """Random numbers before the loader was created."""
+        self._cycles = Cycles()
+        self._ahead: list[object] | None = None
+        """The states of the loaders before the last prefetched batch."""
+        self._fetcher: Any = None
+        self._starts = False
+        self._stored: dict[str, Any] | None = None
+        self._now: KeptRNG | None = None
+        self._around: list[tuple[Any, str]] = []
+        self.accumulates = False
+        """True if accumulated gradients wait for a step of the optimizer."""
+
+    def attach(self) -> None:
+        """Wrap the methods of Lightning's loops."""
+        for loop, method, ours in (
+            (self._fit, "setup_data", self._data_set_up),
+            (self._fit, "on_advance_start", self._epoch_starts),
+            (self._fit, "_load_combined_loader_states", self._loader_made),
+            (self._fit, "on_advance_end", self._epoch_ended),
+            (self._epoch, "on_run_start", self._epoch_begins),
+            (self._epoch, "on_advance_end", self._batch_ended),
+        ):
+            setattr(loop, method, functools.partial(ours, getattr(loop, method)))
+            self._around.append((loop, method))
+        self._stepped = self._epoch.global_step
+
+    def detach(self) -> None:
+        """Remove the wrappers from the loops."""
+        for loop, method in self._around:
+            delattr(loop, method)
+        self._around.clear()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def random_numbers(self) -> dict[str, KeptRNG]:
+        """Return the random numbers needed to create the loader and repeat its batches."""
+        return {
+            "made": self._at_made,
+            "begin": self._at_begin,
+            "first": self._at_first,
+            "ahead": self._at_ahead,
+        }
+
+    def describe(self) -> dict[str, object]:
+        """Return the plain values of this rank's position."""
+        loops = self._fit.state_dict()
+        loops["state_dict"] = {}  # Lightning would read the loaders' states a batch too late
+        between = self.is_between_epochs
+        ahead = None if between else self._ahead
+        fetcher = self._fetcher
+        return {
+            "loops": loops,
+            "consumed": 0 if between else fetcher.fetched - len(getattr(fetcher, "batches", ())),
+            "ranks": self._trainer.world_size,
+            "made": self._fit._last_train_dl_reload_epoch,
+            "cycles": {} if between else self._cycles.describe(fetcher),
+            "loaders": self._states_of_loaders() if ahead is None else ahead,
+        }
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """True if the last epoch that was started is complete."""
+        counts = self._fit.epoch_progress.current
+        return bool(counts.ready == counts.processed)
+
+    def _states_of_loaders(self) -> list[object]:
+        """Return the loaders' states, or an empty list unless all loaders have one. A loader
+        without a state can only repeat its batches, so the others must repeat theirs too."""
+        loader = self._fit._combined_loader
+        states: list[object] = [] if loader is None else loader._state_dicts()
+        return states if loader is not None and len(states) == len(loader.flattened) else []
+
+    def _batch_ended(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        stopped = self._stopped_in(functools.partial(original, fetcher))
+        epoch = self._epoch
+        self.accumulates = self._waits_for_step()
+        if self.accumulates:
+            return  # ignore `stopped` too: Lightning raises it again after the next batch
+        if not epoch._num_ready_batches_reached():
+            self._rests(ends=epoch.done or stopped is not None, epoch=False)
+        if stopped is not None:
+            raise stopped
+
+    def _waits_for_step(self) -> bool:
+        """Return True while gradients are accumulated, by Lightning or by a module with manual
+        optimization."""
+        if self._trainer.lightning_module.automatic_optimization:
+            return bool(self._epoch._should_accumulate())
+        before, self._stepped = self._stepped, self._epoch.global_step
+        return bool(self._stepped == before)
+
+    def _epoch_ended(self, original: Callable[[], None]) -> None:
+        stopped = self._stopped_in(original)
+        if self._epoch._num_ready_batches_reached():  # else training ends within the epoch
+            self._rests(ends=stopped is not None or self._is_over, epoch=True)
+        if stopped is not None:
+            raise stopped
+
+    @property
+    def _is_over(self) -> bool:
+        """True if no epoch follows. `_FitLoop.done` would log that once more."""
+        fit, epochs = self._fit, self._fit.epoch_progress.current.processed
+        limits = ((fit.max_steps, self._epoch.global_step), (fit.max_epochs, epochs))
+        reached = any(0 <= most <= count for most, count in limits)
+        return bool(reached or (self._trainer.should_stop and fit._can_stop_early))
+
+    def _stopped_in(self, original: Callable[[], None]) -> BaseException | None:
+        """Call `original` and return the SIGTERM exception that Lightning raises at its end, so
+        that the caller can save first. With several ranks, raise it: the others may not know of it
+        yet."""
+        try:
+            original()
+        except SigTerm as stopped:
+            if self._trainer.world_size > 1:
+                raise
+            return stopped
+        return None
+
+    # -- resuming ---------------------------------------------------------------------------------
+
+    def resume(self, stored: dict[str, Any]) -> None:
+        """Resume from the result of `describe`. The random numbers are already restored."""
+        self._stored, self._now = stored, KeptRNG()
+        self._fit.load_state_dict(stored["loops"])
+        if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
+            self._cut_anew(stored)
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+
+    def _cut_anew(self, stored: dict[str, Any]) -> None:
+        """Convert the batches consumed in this epoch to the new number of ranks. The total number
+        of samples stays the same, apart from rounding down; each rank reads other samples than
+        before."""
+        counts, each = self._epoch.batch_progress.current, self._trainer.accumulate_grad_batches
+        scaled = stored["consumed"] * stored["ranks"] // self._trainer.world_size
+        stored["consumed"] = scaled - scaled % each
+        counts.ready = counts.started = counts.processed = counts.completed = stored["consumed"]
+
+    def _data_set_up(self, original: Callable[[], None]) -> None:
+        """Wrap `setup_data`, in which Lightning creates or replaces the loader. On resume, create
+        it with its original random numbers."""
+        loader, now = self._fit._combined_loader, SharedRNG()
+        if self._stored is None or loader is not None:
+            original()
+            if self._fit._combined_loader is not loader:
+                self._at_made.hold(now)
+            return
+        counts = self._fit.epoch_progress.current
+        completed, counts.completed = counts.completed, self._stored["made"]
+        self._at_made.put()
+        original()
+        if self._trainer.num_sanity_val_steps:
+            self._at_made.put()  # loaders for the sanity check used the same numbers
+        counts.completed, self._fit._last_train_dl_reload_epoch = completed, self._stored["made"]
+
+    def _loader_made(self, original: Callable[[], None]) -> None:
+        """Wrap the moment before Lightning starts to iterate. On resume, leave that to
+        `_wind_on`."""
+        if self._starts:  # this loader is for a new epoch
+            self._stored = None
+            self._fit._resuming_from_checkpoint = False
+        if self._stored is None:
+            self._at_begin.take()
+            original()
+            return
+        if self.is_between_epochs:  # else Lightning would resume a completed epoch
+            self._fit._restarting = self._epoch.restarting = False
+        loader = self._fit._combined_loader
+        kind = type(loader)
+        loader.__class__ = type("NotBegun", (_NotBegun, kind), {"kind": kind})
+
+    def _epoch_starts(self, original: Callable[[], None]) -> None:
+        """Wrap the start of an epoch. If training resumed between epochs, restore the random
+        numbers so that the epoch draws the same as without interruption."""
+        if self._now is not None and self._is_resumed_between_epochs:
+            self._now.put()
+        self._starts = True
+        original()
+        self._starts = False
+
+    @property
+    def _is_resumed_between_epochs(self) -> bool:
+        return self._stored is not None and not self._stored["consumed"]
+
+    def _epoch_begins(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        self._fetcher, self._ahead = fetcher, None
+        if self._stored is not None:
+            if self._stored["consumed"]:
+                self._set_by_epoch()
+            self._wind_on(fetcher, self._stored)
+            original(fetcher)
+        else:
+            if self._trainer.current_epoch > 0:  # else it has already started: see `_loader_made`
+                self._at_begin.take()
+            original(fetcher)
+            self._at_first.take()
+            self._cycles.begin(fetcher)
+        self._stored = self._now = None
+        if fetcher.length is None or self._cycles.watches:
+            fetcher._start_profiler = functools.partial(self._fetches, fetcher._start_profiler)
+
+    def _set_by_epoch(self) -> None:
+        """Repeat the start of the epoch for Lightning's callbacks that set values until its end.
+        Keep the restored learning rates: a scheduler that such a callback creates would reset
+        them."""
+        groups = [group for one in self._trainer.optimizers for group in one.param_groups]
+        kept = [dict(group) for group in groups]
+        for one in self._trainer.callbacks:
+            if isinstance(one, SET_BY_EPOCH):
+                one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+        for group, before in zip(groups, kept, strict=True):
+            group.update(before)
+
+    def _fetches(self, original: Callable[[], None]) -> None:
+        self._cycles.fetch(self._fetcher)
+        if self._fetcher.length is None:
+            self._at_ahead.take()
+            self._ahead = self._states_of_loaders()
+        original()
+
+    def _wind_on(self, fetcher: Any, stored: dict[str, Any]) -> None:
+        """Advance the loader to its stored position."""
+        if stored["loaders"]:
+            self._fit._combined_loader._load_state_dicts(stored["loaders"])
+        if not stored["consumed"]:
+            self._begin(fetcher, stored["loaders"])
+        elif stored["loaders"]:
+            fetcher._start_profiler = self._at_ahead.put  # called after the start, before fetching
+            iter(fetcher)
+            self._cycles.begin(fetcher)
+        else:
+            self._hand_out_again(fetcher, stored["consumed"], stored["cycles"])
+        logged = stored["loops"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+        self._epoch._batches_that_stepped = logged  # Lightning may have added one
+        if stored["consumed"] and self._now is not None:
+            self._now.put()
+        self._fit._restarting = self._epoch.restarting = False
+
+    def _begin(self, fetcher: Any, states: list[Any]) -> None:
+        """Start the epoch after the completed one."""
+        self._at_begin.take()
+        if any(state.get("_iterator_finished") is False for state in states):
+            # A torchdata loader still considers the old epoch unfinished: enter it once to end it.
+            iter(fetcher)
+            self._at_begin.put()
+        iter(fetcher)
+        self._at_first.take()
+        self._cycles.begin(fetcher)
+
+    def _hand_out_again(self, fetcher: Any, consumed: int, cycles: dict[int, object]) -> None:
+        self._at_begin.put()
+        iter(fetcher)
+        self._at_first.put()
+        self._cycles.begin(fetcher)
+        fetcher._start_profiler = functools.partial(self._cycles.fetch_again, fetcher, cycles)
+        batches = getattr(fetcher, "iterator_wrapper", fetcher)
+        for left in reversed(range(consumed)):
+            if not left and fetcher.length is None:
+                self._at_ahead.put()
+            next(batches)
+        fetcher.fetched -= self._epoch.batch_progress.current.ready  # Lightning adds these again
+
+
+class _NotBegun(CombinedLoader):  # type: ignore[misc]
+    """Temporary class of a loader that Lightning iterates before its position is restored.
+    `__iter__` yields nothing and restores the original class."""
+
+    kind: type
+
+    def __iter__(self) -> Iterator[object]:
+        self.__class__ = self.kind
+        self._iterator = LOADER_MODES[self._mode]["iterator"](self.flattened, self._limits)
+        return iter(())

@@ -1,0 +1,366 @@
+"""Items of a trainer's state for the Checkpointer, except its position in the data.
+
+Plain values of callbacks and hooks are per rank, since some differ (a timer's, for example). Values
+added by `on_save_checkpoint` hooks may include as many tensors as a model has; those are stored
+once, not per rank.
+
+Two parts of this state are not in Lightning's own checkpoints: parameters that a `BaseFinetuning`
+callback has unfrozen, and, within an epoch, the sums behind `self.log(…, on_epoch=True)`.
+"""
+
+# ruff: noqa: SLF001 (Lightning's results have no public names; package.py checks those we use)
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from laststep.errors import MismatchError
+from laststep.lightning.package import Metric, MetricCollection, pl
+from laststep.state.provider import State, StateProvider
+from laststep.state.tree import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from laststep.lightning.position import Position
+
+    Hook = Callable[[dict[str, Any]], object]
+
+
+def finetunes(trainer: Any) -> bool:
+    """Return True if the trainer has a `BaseFinetuning` callback."""
+    return bool(_finetuning_callbacks(trainer))
+
+
+def describe_frozen(trainer: Any) -> dict[str, list[str]]:
+    """Return the names of frozen parameters and norms; empty without a `BaseFinetuning`
+    callback."""
+    if not finetunes(trainer):
+        return {}
+    model = trainer.lightning_module
+    norms = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, _BatchNorm) and not one.track_running_stats
+    ]
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    return {"parameters": frozen, "norms": norms}
+
+
+def put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, list[str]]) -> None:
+    """Restore the optimizers' groups from the `states` of callbacks, and freeze the model as
+    `describe_frozen` described it."""
+    model = trainer.lightning_module
+    for one in _finetuning_callbacks(trainer):
+        if state := states.get(one.state_key):
+            one.load_state_dict(state)
+            one.on_fit_start(trainer, model)
+    if described:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name not in described["parameters"]
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm):
+                module.track_running_stats = name not in described["norms"]
+
+
+def _finetuning_callbacks(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callbacks if isinstance(one, pl.callbacks.BaseFinetuning)]
+
+
+_SUMS = ("value", "cumulated_batch_size")
+
+
+def describe_logged(trainer: Any) -> dict[str, object]:
+    """Return this rank's logged values, running sums and metric states."""
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        "last": dict(trainer.callback_metrics),
+        "sums": {
+            key: {name: getattr(result, name) for name in _SUMS if hasattr(result, name)}
+            for key, result in results.items()
+            if result.is_tensor and result.meta.on_epoch and not result.has_reset
+        },
+        "metrics": {
+            name: {"state": dict(metric.metric_state), "updates": metric._update_count}
+            for name, metric in _metrics_of(trainer.lightning_module)
+        },
+    }
+
+
+def put_back_logged(trainer: Any, described: dict[str, Any], epochs: int) -> None:
+    """Restore the result of `describe_logged`, taken when `epochs` epochs had been started."""
+    trainer._logger_connector._callback_metrics.update(described["last"])
+    for name, metric in _metrics_of(trainer.lightning_module):
+        stored = described["metrics"].get(name)
+        if stored is not None and stored["state"].keys() == metric.metric_state.keys():
+            for key, value in stored["state"].items():
+                setattr(metric, key, _on(metric.device, value))
+            metric._update_count, metric._computed = stored["updates"], None
+    results, sums = trainer.fit_loop.epoch_loop._results, dict(described["sums"])
+    original = results.update_metrics
+
+    def go_on(key: str, *more: object) -> None:
+        """Restore a sum when its first value arrives, since Lightning creates it only then."""
+        if trainer.fit_loop.epoch_progress.current.ready > epochs:
+            sums.clear()  # the stored epoch has ended
+        for name, value in sums.pop(key, {}).items():
+            setattr(results[key], name, value.to(results[key].value.device))
+        if not sums:
+            results.update_metrics = original
+        original(key, *more)
+
+    if sums:
+        results.update_metrics = go_on
+
+
+def _metrics_of(module: Any) -> Iterator[tuple[str, Any]]:
+    modules = list(module.named_modules())
+    for _, one in modules:
+        if isinstance(one, MetricCollection):
+            one.values()  # gives every metric of a group its shared state
+    for name, one in modules:
+        if isinstance(one, Metric):
+            yield name, one
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, list):
+        return [one.to(device) for one in value]
+    return value.to(device)
+
+
+_TENSOR = "laststep.tensor"
+"""The key of a dict that represents a tensor."""
+_GRADIENTS = "laststep.gradients"
+"""Name prefix of gradients among the tensors of hooks."""
+
+
+def items_of(trainer: Any) -> dict[str, object]:
+    """Return model, optimizers, schedulers and scaler as items, depending on the strategy."""
+    strategy, model = trainer.strategy, trainer.lightning_module
+    items: dict[str, object] = {}
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if "DeepSpeedStrategy" in kinds:
+        from laststep import deepspeed
+
+        engine = strategy.model
+        items["model"], items["optimizer"] = deepspeed.model(engine), deepspeed.optimizer(engine)
+        items["engine"] = deepspeed.progress(engine)
+    elif "FSDPStrategy" in kinds:
+        from laststep import fsdp1
+
+        items["model"] = fsdp1.model(strategy.model)
+        shards = [fsdp1.optimizer(inner, strategy.model) for inner in trainer.optimizers]
+        items |= _numbered("optimizer", shards)
+    else:
+        items["model"] = model
+        items |= _numbered("optimizer", trainer.optimizers)
+    items |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return items if scaler is None else {**items, "scaler": scaler}
+
+
+def _numbered(name: str, things: list[Any]) -> dict[str, object]:
+    return {name if len(things) == 1 else f"{name}-{i}": thing for i, thing in enumerate(things)}
+
+
+class TrainerState(StateProvider):
+    """Plain values of loops, callbacks, data module and hooks."""
+
+    kind = "trainer"
+    per_rank = True
+
+    def __init__(self, trainer: Any, position: Position) -> None:
+        self._trainer, self._position = trainer, position
+        self.hooks = HookTensors()
+        self._stored: dict[str, Any] | None = None
+        self.is_saved = False
+        """True while a save describes the state: hooks are called only then."""
+
+    def describe(self) -> State:
+        return State(value=self._taken() if self.is_saved else {}, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        self._stored = value if isinstance(value, dict) else None
+
+    @staticmethod
+    def when_ranks_change(states: list[Any], rank: int, ranks: int) -> object:
+        """Return the state for a rank; additional ranks get that of the first. Raise MismatchError
+        if loaders have a state, since their data cannot be split over another number of ranks."""
+        if states[0]["loaders"]:
+            raise MismatchError(
+                "the loaders have states, one for each rank",
+                expected=f"{len(states)} ranks",
+                found=str(ranks),
+                remedy="resume with the same number of ranks, or use a loader without state",
+            )
+        return states[rank if rank < len(states) else 0]
+
+    def _taken(self) -> dict[str, object]:
+        trainer = self._trainer
+        states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+        value: dict[str, object] = self._position.describe()
+        value["step"] = trainer.global_step
+        value["callbacks"] = {key: state for key, state in states.items() if state}
+        if trainer.datamodule is not None:
+            value["datamodule"] = trainer.datamodule.state_dict()
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            value["precision"] = trainer.precision_plugin.state_dict()
+        value["logged"] = describe_logged(trainer)
+        value["frozen"] = describe_frozen(trainer)
+        self.hooks.tensors = {}
+        value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
+        value["gradients"] = _without_tensors(self._gradients(), (_GRADIENTS,), self.hooks.tensors)
+        return value
+
+    def _gradients(self) -> dict[str, object]:
+        """Return the gradients that a module with manual optimization has accumulated at the end of
+        an epoch; none for sharded parameters."""
+        if not self._position.accumulates:
+            return {}
+        named = self._trainer.lightning_module.named_parameters()
+        return {name: one.grad for name, one in named if type(one.grad) is torch.Tensor}
+
+    def _added(self, value: dict[str, object]) -> dict[str, object]:
+        """Return the entries that hooks add to the checkpoint that Lightning would have saved."""
+        of_callbacks, of_module = self._hooks("on_save_checkpoint")
+        if not of_callbacks and not of_module:
+            return {}
+        given = self._as_lightning(value)
+        shown = dict(given)
+        shown["state_dict"] = dict(given["state_dict"])
+        for hook in (*of_callbacks, *of_module):
+            hook(shown)
+        added = {key: entry for key, entry in shown.items() if entry is not given.get(key)}
+        weights = added.pop("state_dict", {})
+        if any(entry is not given["state_dict"].get(name) for name, entry in weights.items()):
+            added["state_dict"] = weights  # else the model's own weights
+        return added
+
+    def prepare(self) -> None:
+        """Restore groups and frozen parameters. Call this before the optimizers are restored, since
+        some have gained groups after the script's start."""
+        if self._stored is not None:
+            stored = self._stored
+            put_back_frozen(self._trainer, stored["callbacks"], stored["frozen"])
+
+    def put_back(self) -> dict[str, Any]:
+        """Restore everything except the loops, and return the stored values for them."""
+        if self._stored is None or "loops" not in self._stored:
+            raise MismatchError(
+                "this checkpoint has no training progress",
+                expected="the item 'trainer'",
+                remedy="`laststep.load` reads single items of it",
+            )
+        stored, trainer = self._stored, self._trainer
+        if trainer.datamodule is not None and "datamodule" in stored:
+            trainer.datamodule.load_state_dict(stored["datamodule"])
+        if stored.get("precision"):
+            trainer.precision_plugin.load_state_dict(stored["precision"])
+        if stored["ranks"] == trainer.world_size:  # else the sums cover other batches
+            begun = stored["loops"]["epoch_progress"]["current"]["ready"]
+            put_back_logged(trainer, stored["logged"], begun)
+        shown = self._as_lightning(stored)
+        shown |= _with_tensors(stored["hooks"], self.hooks.tensors)
+        of_callbacks, of_module = self._hooks("on_load_checkpoint")
+        for hook in (*of_module, *of_callbacks):  # in Lightning's order
+            hook(shown)
+        for one in trainer.callbacks:
+            if state := stored["callbacks"].get(one.state_key):
+                one.load_state_dict(state)
+            if isinstance(one, pl.callbacks.EarlyStopping) and one.stopped_epoch:
+                trainer.should_stop = True
+        return stored
+
+    def put_back_gradients(self) -> None:
+        """Restore accumulated gradients. Call this after Lightning has cleared them at the
+        start."""
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            parameters = dict(self._trainer.lightning_module.named_parameters())
+            for name, gradient in _with_tensors(stored["gradients"], self.hooks.tensors).items():
+                parameters[name].grad = gradient.to(parameters[name].device)
+
+    def _as_lightning(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint that hooks expect, with the live weights."""
+        model = self._trainer.lightning_module
+        counts = value["loops"]["epoch_progress"]["current"]
+        return {
+            "epoch": counts["completed"],
+            "global_step": value["step"],
+            "pytorch-lightning_version": pl.__version__,
+            "state_dict": model.state_dict(keep_vars=True),
+            "loops": {"fit_loop": value["loops"]},
+            "callbacks": value["callbacks"],
+        }
+
+    def _hooks(self, name: str) -> tuple[list[Hook], list[Hook]]:
+        """Return the overridden hooks of callbacks and of the module."""
+        trainer, model = self._trainer, self._trainer.lightning_module
+        of_callbacks: list[Hook] = [
+            functools.partial(getattr(one, name), trainer, model)
+            for one in trainer.callbacks
+            if getattr(type(one), name) is not getattr(pl.Callback, name)
+        ]
+        is_plain = getattr(type(model), name) is getattr(pl.LightningModule, name)
+        return of_callbacks, [] if is_plain else [getattr(model, name)]
+
+
+def as_lightning(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Convert a checkpoint of the callback to Lightning's form: its weights and the hooks'
+    entries."""
+    if "trainer" not in loaded:
+        return loaded
+    stored = loaded["trainer"]
+    return {
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": loaded["model"],
+        "epoch": stored["loops"]["epoch_progress"]["current"]["completed"],
+        "global_step": stored["step"],
+        "callbacks": stored["callbacks"],
+        **_with_tensors(stored["hooks"], loaded["hooks"]),
+    }
+
+
+class HookTensors(StateProvider):
+    """Tensors that hooks have added, by name."""
+
+    kind = "hooks"
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def describe(self) -> State:
+        return State(value=dict(self.tensors), fresh=((),))
+
+    def restore(self, value: object) -> None:
+        self.tensors = value if isinstance(value, dict) else {}
+
+
+def _without_tensors(value: Any, path: tuple[object, ...], into: dict[str, torch.Tensor]) -> Any:
+    """Move the tensors of a tree to `into` and return the tree with their names instead."""
+    if isinstance(value, torch.Tensor):
+        name = name_of(path)
+        into[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        return {key: _without_tensors(inner, (*path, key), into) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(
+            _without_tensors(inner, (*path, i), into) for i, inner in enumerate(value)
+        )
+    return value
+
+
+def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(inner, tensors) for inner in value)
+    return value

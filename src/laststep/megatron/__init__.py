@@ -1,0 +1,351 @@
+"""Adapter for Megatron-Core: its state by the names and shapes of whole parameters.
+
+    model=megatron.model(model, optimizer), optimizer=megatron.optimizer(optimizer, model)
+
+Megatron packs parameters into buckets and gives each data-parallel rank an equal range of every
+bucket, for which the rank keeps fp32 weights and moments. If tensor parallelism shards a parameter,
+the bucket holds this rank's shard. A checkpoint stores the whole fp32 weight under the parameter's
+name, with layers numbered across all pipeline stages. After a restore the module's own weights are
+computed from it and gathered, as in a step.
+
+Describing the state needs no communication: the location of each parameter is read from the
+optimizer, and its sharding from the attributes that Megatron sets. This module imports nothing from
+Megatron, except for `SaveStrategy` and `LoadStrategy`, which serve Megatron's own save and load
+calls. Tested with Megatron-Core 0.16.1, on CPUs in place of GPUs.
+
+Not supported, and refused: experts with any but data parallelism; layers with their own way of
+sharding, such as Mamba's, and gated layers without a stride; frozen parameters that are sharded;
+the precision-aware optimizer; Megatron's own FSDP.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from laststep.adapters.flat_state import (
+    AXIS,
+    FlatMember,
+    FlatModule,
+    FlatOptimizer,
+    Parameters,
+    need,
+)
+from laststep.errors import UsageError
+from laststep.state.layouts import Flat, Mesh, Replicate, Shard
+from laststep.state.tensors import LocalShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from laststep.megatron.strategy import LoadStrategy, SaveStrategy
+    from laststep.state.provider import StateProvider
+
+__all__ = ["LoadStrategy", "SaveStrategy", "model", "optimizer"]
+
+_TESTED = "Megatron-Core 0.16"
+_need = functools.partial(need, tested=_TESTED)
+_STATE = "megatron.core.parallel_state"
+_CUTTING_AXIS = "tp"
+_SIZES_OF_PARTS = (
+    "output_size_per_partition",
+    "input_size_per_partition",
+    "num_embeddings_per_partition",
+)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LoadStrategy", "SaveStrategy"):
+        return getattr(importlib.import_module("laststep.megatron.strategy"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
+    """Return a provider of the fp32 weights and the buffers of the model chunks on this pipeline
+    stage."""
+    return _MegatronModule(_chunks_of(model), _distributed(optimizer))
+
+
+def optimizer(
+    optimizer: object, model: torch.nn.Module | Sequence[torch.nn.Module]
+) -> StateProvider:
+    """Return a provider of the inner torch optimizer's state, by the names of the parameters. Raise
+    UsageError for a chain of several optimizers."""
+    chunks, parts = _chunks_of(model), _distributed(optimizer)
+    if len(parts) > 1:
+        raise UsageError(
+            "cannot take several Megatron optimizers as one",
+            found=f"a chain of {len(parts)}",
+            remedy="pass optimizer.chained_optimizers as items of their own",
+        )
+    return FlatOptimizer(_need(parts[0], "optimizer"), lambda: list(_members(parts[0], chunks)))
+
+
+def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+class _ParameterRange(NamedTuple):
+    """A parameter with the range that this rank owns, in fp32."""
+
+    names: list[str]
+    """Several names if the parameter is tied."""
+    layout: Flat
+    shard: torch.Tensor
+
+
+class _MegatronModule(FlatModule):
+    def __init__(self, chunks: list[torch.nn.Module], optimizers: list[Any]) -> None:
+        super().__init__(chunks[0], self._flat)
+        self._chunks = chunks
+        self._optimizers = optimizers
+
+    def restore(self, value: object) -> None:
+        super().restore(value)
+        for optimizer in self._optimizers:
+            _need(optimizer, "_copy_main_params_to_model_params")()
+        for chunk in self._chunks:
+            _need(chunk, "start_param_sync")(force_sync=True)
+
+    def parts(self) -> tuple[object, ...]:
+        # Not Megatron's wrapper: its `buffers` attribute holds gradient buffers.
+        return tuple(map(_unwrapped, self._chunks))
+
+    def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return chain.from_iterable(map(_numbered, self._chunks))
+
+    def _flat(self) -> Parameters:
+        laid: dict[str, object] = {}
+        flattened: set[int] = set()
+        for optimizer in self._optimizers:
+            flattened |= {id(p) for b in _need(optimizer, "buffers") for p in b.param_index_map}
+            for place in _places(optimizer, self._chunks):
+                part = LocalShard(place.shard.detach().view(-1), place.layout)
+                laid |= dict.fromkeys(place.names, part)
+        self._refuse_frozen_parts(flattened)
+        return Parameters(laid, flattened)
+
+    def _refuse_frozen_parts(self, flattened: set[int]) -> None:
+        """Raise UsageError for sharded parameters that no optimizer has: they would be saved as if
+        they were whole."""
+        buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
+        if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
+            return
+        model = _model_of(self._chunks)
+        frozen = model.cut - flattened
+        if frozen:
+            raise UsageError(
+                "cannot save a frozen parameter that is sharded by tensor parallelism",
+                where=model.names[min(frozen)][0],
+                remedy="train it, or use Megatron's own checkpoints",
+            )
+
+
+def _distributed(optimizer: object) -> list[Any]:
+    """Return the distributed optimizers inside one of Megatron's optimizers."""
+    parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    for part in parts:
+        _need(part, "gbuf_ranges")
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
+    """Yield the parameters that this rank owns a range of; other ranks describe the others."""
+    groups = optimizer.optimizer.param_groups
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    for place in _places(optimizer, chunks):
+        size = place.shard.numel()
+        yield FlatMember(
+            name=place.names[0],
+            group=group_of[id(place.shard)],
+            dtype=place.shard.dtype,
+            shape=place.layout.shape,
+            holder=place.shard,
+            first=0,
+            last=size,
+            size=size,
+            layout=place.layout,
+        )
+
+
+def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
+    shards: dict[int, torch.Tensor | None] = {}
+    for models, mains in (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+    ):
+        groups = zip(_need(optimizer, models), _need(optimizer, mains), strict=True)
+        for parameters, own in groups:
+            shards |= {id(p): shard for p, shard in zip(parameters, own, strict=True)}
+    model = _model_of(chunks)
+    for buffer in _need(optimizer, "buffers"):
+        parts, ranges = _ranks(buffer, "tp_group"), _ranks(buffer, "data_parallel_group")
+        for parameter in _need(buffer, "param_index_map"):
+            names = model.names[id(parameter)]
+            _refuse_experts(parameter, names[0], len(parts))
+            cut = _cut_of(parameter, model, len(parts))
+            if id(parameter) in shards:
+                shard = shards[id(parameter)]
+                if shard is None:
+                    raise UsageError(
+                        "Megatron's precision-aware optimizer keeps no fp32 weights to save",
+                        remedy="turn use_precision_aware_optimizer off",
+                    )
+                layout = _layout(buffer, parameter, cut, parts, ranges)
+                _check(optimizer, parameter, layout)
+                yield _ParameterRange(names, layout, shard)
+
+
+def _ranks(buffer: Any, group: str) -> list[int]:
+    return dist.get_process_group_ranks(_need(buffer, group))
+
+
+class _Cut(NamedTuple):
+    """Sharding of a parameter by tensor parallelism: along dimension `dim`, in each of `blocks`
+    blocks."""
+
+    dim: int
+    blocks: int
+
+
+def _layout(
+    buffer: Any, parameter: torch.Tensor, cut: _Cut | None, parts: list[int], ranges: list[int]
+) -> Flat:
+    """Return the layout of a parameter over the ranks whose range of its bucket contains part of
+    it."""
+    start, stop, number = buffer.param_index_map[parameter]
+    bucket = _need(buffer, "buckets")[number]
+    each = _need(bucket, "grad_data").numel() // len(ranges)
+    offset = start - _need(bucket, "offset")
+    first, last = offset // each, (offset + stop - start - 1) // each
+    count = last - first + 1
+    # Megatron's groups are lines of a rank grid: another rank's group is ours, shifted.
+    ranks = [a + b - dist.get_rank() for a in parts for b in ranges[first : last + 1]]
+    mesh = Mesh.of((_CUTTING_AXIS, AXIS), (len(parts), count), ranks)
+    place = (AXIS,), offset - first * each, count * each
+    shape = list(parameter.shape)
+    if cut is None:
+        return Flat(tuple(shape), mesh, *place)
+    shape[cut.dim] *= len(parts)
+    return Flat(tuple(shape), mesh, *place, (Shard(cut.dim), Replicate()), cut.blocks)
+
+
+def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
+    """Return the sharding that a parameter's attributes describe; None if every tensor-parallel
+    rank has it whole. Raise UsageError if it cannot be determined."""
+    if parts == 1 or id(parameter) not in model.cut:
+        return None
+    name = model.names[id(parameter)][0]
+    dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+    # With a stride of n, a shard consists of one piece of each of n blocks; they are contiguous
+    # only along the first dimension. In a gated layer each rank has a part of both halves, but not
+    # every Megatron version sets its stride to 2: without it, it looks like any other layer.
+    known = _is_part(parameter) and 0 <= dim < parameter.dim() and (stride == 1 or dim == 0)
+    if known and not (model.gated and stride == 1 and "linear_fc1" in name.split(".")):
+        return _Cut(dim, stride)
+    raise UsageError(
+        "cannot determine how tensor parallelism shards a parameter",
+        where=name,
+        expected=f"partition_dim and partition_stride as {_TESTED} sets them for linear layers, "
+        "with a stride of 2 for a gated linear_fc1",
+        found=f"dimension {dim} and stride {stride}, shape {list(parameter.shape)}",
+        remedy="make the model with perform_initialization, or train with tensor-parallel size 1",
+    )
+
+
+def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
+    """Raise UsageError unless Megatron has the same range of a parameter for this rank as we
+    computed."""
+    buffer, dtype, bucket = _need(optimizer, "model_param_gbuf_map")[parameter]
+    said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+    ours = layout.range_of(dist.get_rank())
+    if ours != (said.start, said.end):
+        raise UsageError(
+            "cannot determine how the state is sharded over the ranks",
+            expected=f"elements {ours} of a parameter of shape {list(parameter.shape)}",
+            found=f"{(said.start, said.end)}",
+            remedy=f"use {_TESTED}",
+        )
+
+
+def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
+    """Raise UsageError for experts that are distributed or sharded over process groups of their
+    own."""
+    if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
+        return
+    state: Any = sys.modules.get(_STATE)
+    experts, expert_parts = (
+        getattr(state, f"get_expert_{kind}_parallel_world_size", lambda: 1)()
+        for kind in ("model", "tensor")
+    )
+    for size, what in ((parts, "tensor"), (experts, "expert"), (expert_parts, "expert tensor")):
+        if size > 1:
+            raise UsageError(
+                f"cannot lay out the experts of Megatron's models over {what} parallelism",
+                where=name,
+                found=f"{what}-parallel size {size}",
+                remedy=f"train with {what}-parallel size 1, or use Megatron's own checkpoints",
+            )
+
+
+class _Model(NamedTuple):
+    """Facts about the parameters of all modules, by the parameters' ids."""
+
+    names: dict[int, list[str]]
+    """Several names if a parameter is tied."""
+    cut: set[int]
+    """Parameters that tensor parallelism shards: those marked as such, and weights of layers that
+    have a size per partition. Megatron marks weights of its own layers only when it initializes
+    them."""
+    gated: bool
+
+
+def _model_of(chunks: list[torch.nn.Module]) -> _Model:
+    names: dict[int, list[str]] = {}
+    cut: set[int] = set()
+    for prefix, module in chain.from_iterable(map(_numbered, chunks)):
+        knows = any(hasattr(module, name) for name in _SIZES_OF_PARTS)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(prefix + name)
+            if _is_part(parameter) or (knows and name == "weight"):
+                cut.add(id(parameter))
+    configs = [getattr(_unwrapped(chunk), "config", None) for chunk in chunks]
+    return _Model(
+        names, cut, any(getattr(config, "gated_linear_unit", False) for config in configs)
+    )
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _numbered(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules of a chunk, without wrappers, with their prefixes in the whole model.
+    Megatron numbers layers from 0 on every pipeline stage; each layer has its number in the whole
+    model, from 1."""
+    plain = {"": ""}
+    for path, module in _unwrapped(chunk).named_modules(remove_duplicate=False):
+        if path:
+            above, _, last = path.rpartition(".")
+            number = getattr(module, "layer_number", None)
+            if last.isdigit() and isinstance(number, int):
+                last = str(number - 1)
+            plain[path] = f"{plain[above]}{last}."
+        yield plain[path], module
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    inner: object = chunk
+    while isinstance(inner, torch.nn.Module):
+        chunk, inner = inner, getattr(inner, "module", None)
+    return chunk

@@ -1,0 +1,222 @@
+"""The key-value store of torch.distributed, with deadlines of our own.
+
+A separate client of the store that torch.distributed was started with (a TCPStore), so that nothing
+here waits behind a collective. A launcher that restarts ranks may keep the store, with the keys of
+the dead ranks in it (torchrun does): `under` adds a prefix that is unique to this job instance.
+Waiting is polling with a deadline (`until`), because the store's own `wait` can outlast its
+timeout. A single request can also block forever if the host of the store stops or the network is
+cut, so a thread sends it, and the caller raises when its time is up. Used from background threads;
+from the training thread only when the description of the state is new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed import distributed_c10d
+
+from laststep.errors import StorageError
+from laststep.process import signals
+from laststep.process.threads import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_Seen = TypeVar("_Seen")
+
+_LOOK_S, _LOOK_EACH_S = 0.02, 0.0002
+"""Polling interval: at least the first, and the second times the number of ranks, since all of them
+poll one store."""
+_FIRST_LOOKS = 16
+"""Poll this many times as often at first: most keys appear soon."""
+_TOGETHER = 256
+"""Keys per request."""
+_CALL_S = 30.0
+"""A store that does not answer a request within this time is gone."""
+_HUSH_S = 1.0
+
+
+class _Question:
+    """A request to the store, answered by the worker thread."""
+
+    def __init__(self, ask: Callable[[Any], object]) -> None:
+        self.ask = ask
+        self.answered = threading.Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.dropped = False
+        """The caller no longer waits; skip the request if it was not sent yet."""
+
+
+class KeyValueStore:
+    """Keys under one prefix, used by one thread at a time."""
+
+    def __init__(self, prefix: str, *, ranks: int = 1, patience_s: float = _CALL_S) -> None:
+        """Raise if a request is not answered within `patience_s` or 30 s. `ranks` clients poll the
+        same store."""
+        self.prefix = prefix
+        """The prefix of all keys, equal on all ranks."""
+        self._look_s = max(_LOOK_S, ranks * _LOOK_EACH_S)
+        self._patience_s = min(patience_s, _CALL_S)
+        self._default: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread = Worker("kv", self._work).start()
+
+    def under(self, name: str) -> None:
+        """Extend the prefix. MUST be called before the first request."""
+        self.prefix += f"/{name}"
+
+    def now_s(self) -> float:
+        """Return the clock of all deadlines here (monotonic)."""
+        return time.monotonic()
+
+    def put(self, name: str, note: bytes) -> None:
+        """Set a key and check that it is there: writing to a store that is gone seems to
+        succeed."""
+
+        def leave(store: Any) -> bool:
+            store.set(name, note)
+            return bool(store.check([name]))
+
+        if not self._ask(leave):
+            raise _gone("a note that was left is not there")
+
+    def look(self, name: str) -> bytes | None:
+        """Return the value of a key, or None."""
+        notes = self._look_at([name])
+        return None if notes is None else notes[0]
+
+    def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the values of those keys that exist."""
+        seen: dict[str, bytes] = {}
+        for together in _cut(names):
+            if (notes := self._look_at(together)) is not None:
+                seen.update(zip(together, notes, strict=True))
+            elif len(together) > 1:
+                looks = {name: self.look(name) for name in together}
+                seen.update({name: note for name, note in looks.items() if note is not None})
+        return seen
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete keys."""
+
+        def delete(store: Any) -> None:
+            for name in names:
+                store.delete_key(name)
+
+        self._ask(delete)
+
+    def until(
+        self,
+        look: Callable[[], _Seen | None],
+        until_s: float = math.inf,
+        *,
+        rest: Callable[[float], object] | None = None,
+    ) -> _Seen | None:
+        """Poll until `look` returns something; return None at `until_s` (monotonic), after a last
+        look. `rest` sleeps between two looks and may return early."""
+        pause = self._look_s / _FIRST_LOOKS
+        while True:
+            late = self.now_s() >= until_s
+            if (seen := look()) is not None or late:
+                return seen
+            (rest or _sleep)(max(min(pause, until_s - self.now_s()), 0))
+            pause = min(2 * pause, self._look_s)
+
+    def wait_all(
+        self, names: Iterable[str], until_s: float, *, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, bytes]:
+        """Wait for all keys; return those that exist at `until_s` (monotonic). Call `meanwhile`
+        after every look that does not find them all."""
+        missing, seen = _cut(names), dict[str, bytes]()
+
+        def look() -> dict[str, bytes] | None:
+            # They mostly come together: the rest is asked for when the first are there.
+            while missing:
+                if (notes := self._look_at(missing[0])) is None:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return None
+                seen.update(zip(missing.pop(0), notes, strict=True))
+            return seen
+
+        if self.until(look, until_s) is None:
+            seen.update(self.look_all(itertools.chain.from_iterable(missing)))
+        return seen
+
+    def close(self) -> None:
+        """Accept no more requests. Does not wait: a request that is never answered ends with the
+        process."""
+        self._questions.put(None)
+
+    def close_at_exit(self) -> None:
+        """Close at interpreter exit: wait briefly for a request in flight, which would crash the
+        exiting interpreter. Later requests are not answered."""
+        self.close()
+        self._thread.join(_HUSH_S)
+
+    def _look_at(self, names: list[str]) -> list[bytes] | None:
+        """Return the values of these keys if all of them exist."""
+
+        def read(store: Any) -> list[bytes] | None:
+            if not store.check(names):
+                return None
+            if len(names) > 1 and store.has_extended_api():
+                return [bytes(note) for note in store.multi_get(names)]
+            return [bytes(store.get(name)) for name in names]
+
+        notes: list[bytes] | None = self._ask(read)
+        return notes
+
+    def _ask(self, ask: Callable[[Any], object]) -> Any:
+        question = _Question(ask)
+        self._questions.put(question)
+        if not signals.wait(question.answered, self._patience_s):
+            question.dropped = True
+            raise _gone(f"no answer within {self._patience_s:g} s")
+        if question.error is not None:
+            raise _gone(question.error) from question.error
+        return question.answer
+
+    def _work(self) -> None:
+        store: Any = None
+        while (question := self._questions.get()) is not None:
+            if question.dropped:
+                continue
+            try:
+                if store is None:  # here, since connecting can stand still as well
+                    store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
+                    store.set_timeout(timedelta(seconds=_CALL_S))
+                question.answer = question.ask(store)
+            except Exception as error:  # noqa: BLE001 (raised by whoever asked)
+                question.error = error
+            question.answered.set()
+        self._default = None
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, running signal handlers meanwhile."""
+    until_s = time.monotonic() + seconds
+    while (left := until_s - time.monotonic()) > 0:
+        signals.check_signals()
+        time.sleep(signals.look_within(left) or left)
+
+
+def _cut(names: Iterable[str]) -> list[list[str]]:
+    """Cut the keys into batches."""
+    every = list(names)
+    return [every[at : at + _TOGETHER] for at in range(0, len(every), _TOGETHER)]
+
+
+def _gone(found: object) -> StorageError:
+    return StorageError(
+        "the key-value store of this job does not answer",
+        found=str(found).partition("\n")[0],
+        remedy="the process that hosts it (rank 0's launcher, mostly) has probably ended",
+    )

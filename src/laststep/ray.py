@@ -1,0 +1,141 @@
+"""Report committed checkpoints to Ray Train.
+
+    ckpt = laststep.ray.Checkpointer(model=model, optimizer=optimizer, rng=laststep.RNG())
+    start = ckpt.restore().next_step
+    ckpt.report({"loss": loss})  # instead of ray.train.report, on all workers
+
+By default the run is stored in the folder of Ray's experiment, and Ray gets the checkpoint's folder
+itself: nothing is copied or uploaded. For a run elsewhere, Ray gets a pointer, a file of a few
+bytes. Ray's `FailureConfig` restarts workers that die; `restore()` then reads the newest checkpoint
+of the run, which may be newer than the last one reported.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import ray.train
+from ray.train import CheckpointUploadMode
+
+from laststep import checkpointer as core
+from laststep.adapters.framework import Framework
+from laststep.errors import NotFoundError, UsageError
+from laststep.events import Committed
+from laststep.settings import Options
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from laststep.events import Event
+
+__all__ = ["Checkpointer", "folder_of"]
+
+FRAMEWORK = Framework(package="ray", extra="ray", first="2.60", last="2.60")
+FRAMEWORK.check()
+
+_POINTER = "pointer.json"
+
+
+class Checkpointer(core.Checkpointer):
+    """A `laststep.Checkpointer` for the training function that Ray Train runs on each worker."""
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | None = None,
+        /,
+        *,
+        options: Options | None = None,
+        **more: Any,
+    ) -> None:
+        """`run` defaults to the folder `laststep` of Ray's experiment, unless `tiers` is passed."""
+        self._experiment = _experiment()
+        if run is None and not more.get("tiers"):
+            if self._experiment is None:
+                raise UsageError(
+                    "Ray's storage_path is not a folder on this machine",
+                    expected="a storage_path that is a folder, or the run's own place",
+                    remedy="name the run: laststep.ray.Checkpointer('s3://bucket/run', …)",
+                )
+            run = self._experiment / "laststep"
+        self._news: deque[Committed] = deque()
+        self._metrics: dict[str, Any] = {}
+        self._over = False
+        options = Options() if options is None else options
+        options = msgspec.structs.replace(options, subscribers=(*options.subscribers, self._hear))
+        super().__init__(run, options=options, **more)
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Report metrics to Ray, with the newest checkpoint committed since the last report and its
+        step as `checkpoint_step`. All workers must call it equally often: Ray synchronises them
+        here."""
+        self._metrics = dict(metrics)
+        newest = None
+        while self._news:  # only rank 0 reports a checkpoint
+            newest = self._news.popleft()
+        if newest is None or not self._context.rank.is_first:
+            ray.train.report(self._metrics)
+            return
+        told = {**self._metrics, "checkpoint_step": newest.step}
+        folder = Path(self.path, newest.folder)
+        if self._experiment is not None and folder.is_relative_to(self._experiment):
+            ray.train.report(
+                told,
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+            )
+            return
+        with tempfile.TemporaryDirectory() as pointer:
+            text = json.dumps({"folder": f"{self.path}/{newest.folder}", "step": newest.step})
+            Path(pointer, _POINTER).write_text(text)
+            ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(pointer))
+
+    def close(self) -> None:
+        """Wait for all saves, raise the error of a failed one, and report the last checkpoint with
+        the last metrics."""
+        super().close()
+        if not self._over:
+            self._over = True
+            self.report(self._metrics)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._news.append(event)
+
+
+def folder_of(checkpoint: Any) -> str:
+    """Return the path or URL of a checkpoint that `report` handed to Ray, for use with
+    `laststep.load`."""
+    if Path(checkpoint.path, "manifest.json").exists():
+        return str(checkpoint.path)
+    with checkpoint.as_directory() as folder:
+        pointer = Path(folder, _POINTER)
+        if not pointer.exists():
+            raise NotFoundError(
+                "this is not a laststep checkpoint",
+                where=str(checkpoint.path),
+                expected=f"manifest.json or {_POINTER}",
+                remedy="hand checkpoints to Ray by laststep.ray.Checkpointer.report",
+            )
+        return str(json.loads(pointer.read_text())["folder"])
+
+
+def _experiment() -> Path | None:
+    """Return the folder of Ray's experiment if it is on this machine's file system, else None."""
+    try:
+        storage = ray.train.get_context().get_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):  # in Ray's local mode
+            return None
+        raise UsageError(
+            "laststep.ray.Checkpointer is for the function that Ray Train runs on its workers",
+            found=str(error).partition("\n")[0],
+            remedy="use laststep.Checkpointer elsewhere",
+        ) from error
+    path = Path(storage.experiment_fs_path)
+    return path if path.is_absolute() else None

@@ -1,0 +1,481 @@
+"""Plan the restore of a checkpoint into the live state of this rank, and agree on it with the
+others.
+
+Every mismatch that can be found without reading tensors is found, for all items together, before
+any live byte is touched.
+
+Rounded tensors are refused if the user asks for exact ones, and a partial checkpoint is never
+restored as if it were complete.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.errors import MismatchError, NotFoundError, Problems
+from laststep.ranks.group import collective
+from laststep.restoring.match import PLAIN_KINDS, Match, match_item, newer_entries
+from laststep.restoring.renaming import modules_in, rename
+from laststep.saving.describe import naming
+from laststep.state.items import TrainableProvider, make_deferred
+from laststep.state.modules import loads_in_its_own_way
+from laststep.state.provider import lies_above, lies_under
+from laststep.state.tensors import collect
+from laststep.state.tree import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from laststep.format.manifest import Commit
+    from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
+    from laststep.read.content import Content
+    from laststep.restoring.match import Match
+    from laststep.restoring.renaming import Modules
+    from laststep.state.provider import Collected, State, StateProvider
+
+
+log = logging.getLogger(__name__)
+
+VALUE = "state"
+"""Name of the only item in a checkpoint of a one-off state."""
+
+
+def selection(
+    only: Sequence[str] | None, item: str, names: Collection[str] = ()
+) -> tuple[bool, Callable[[str], bool] | None]:
+    """Return whether an item takes part in a restore, and a predicate for its tensors (None: all of
+    them). `names` are the stored names."""
+    if only is None or item in only:
+        return True, None
+    patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
+    if not patterns:
+        return False, None
+    picks = [_picks(pattern, item, names) for pattern in patterns]
+    return True, lambda name: any(pick(name) for pick in picks)
+
+
+def _picks(pattern: str, item: str, names: Collection[str]) -> Callable[[str], bool]:
+    """Return a predicate for the tensors that a pattern picks: all if it has no slash, a single one
+    if it is exactly the name of a stored tensor (which may contain brackets), else those that match
+    it as a glob."""
+    whose, slash, tensor = pattern.partition("/")
+    if not slash:
+        return lambda _name: True
+    if whose == item and tensor in names:
+        return lambda name: name == tensor
+    return lambda name: fnmatch.fnmatchcase(f"{item}/{name}", pattern)
+
+
+@dataclass(slots=True)
+class RestorePlan:
+    """The restore of a checkpoint into the live state of one rank, and every mismatch."""
+
+    matches: list[Match]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    removed: dict[str, list[str]]
+    """Live values that are removed, by item."""
+    derived: set[str] = field(default_factory=set)
+    """Items whose state this rank derives from another rank's."""
+    merged: list[str] = field(default_factory=list)
+    """Items whose state a function computes from the stored states of all ranks."""
+    problems: Problems = field(default_factory=Problems)
+    have_aliases: bool = False
+    """True if any rank reads aliases: two stored tensors that are one live tensor."""
+    takes_something: bool = True
+    """True if any rank restores anything."""
+    strict: bool = True
+    where: str = ""
+
+    def take(self, match: Match, kind: str) -> None:
+        """Add the match of an item of that kind."""
+        name = match.item.name
+        if () not in match.foreign:
+            self.matches.append(match)
+        self.missing += [f"{name}/{tensor}" for tensor in match.missing]
+        self.unexpected += [f"{name}/{tensor}" for tensor in match.unexpected]
+        self.mismatched += [
+            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
+            for text in match.mismatched
+        ]
+        newer = match.newer_values() if match.whole else []
+        if not self.strict:
+            self.missing += [f"{name}/{value}" for value in newer]
+        elif newer and kind in PLAIN_KINDS:
+            self.removed[name] = newer
+
+
+def plan_restore(
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    *,
+    strict: bool,
+    where: str,
+    remedy: str,
+    ranks: Ranks,
+) -> RestorePlan:
+    """Plan the restore of all selected items. If `strict`, raise one `MismatchError` that lists
+    every problem; else raise it only if nothing fits.
+
+    `where` (the checkpoint's folder) and `remedy` are for its message. If several ranks restore, a
+    stored tensor is unexpected only if none of them needs it.
+    """
+    plan = collective(
+        ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
+    )
+    fits = _hear_of_others(plan, ranks)
+    problems = Problems(
+        missing=tuple(plan.missing),
+        unexpected=tuple(plan.unexpected),
+        mismatched=tuple(plan.mismatched),
+    )
+
+    def judge() -> None:
+        if problems:
+            what = "the checkpoint does not fit the live state"
+            if not strict:
+                what = "no part of the checkpoint fits the live state, which differs"
+            ways = _way_by_names(problems, content) + _way_by_hooks(
+                problems, content, providers, where
+            )
+            raise MismatchError.of(problems, where=where, what=what, remedy=remedy + ways)
+
+    if not fits and (strict or not plan.takes_something):
+        collective(ranks, judge)
+    if problems.missing or problems.mismatched:
+        _warn_of_problems(problems)
+    _warn_of_removed(plan.removed)
+    plan.problems = problems
+    return plan
+
+
+def compare_aliases(plan: RestorePlan, ranks: Ranks) -> None:
+    """Compare aliases after the reads. If any differ, raise `MismatchError` when strict; else keep
+    the first and add them to the plan's problems."""
+    if not plan.have_aliases:
+        return
+    mine = collective(
+        ranks, lambda: [f"{m.item.name}/{text}" for m in plan.matches for text in m.differing()]
+    )
+    notes = map(msgspec.msgpack.decode, ranks.all_gather(msgspec.msgpack.encode(mine)))
+    texts = tuple(dict.fromkeys(text for note in notes for text in note))
+    if texts and plan.strict:
+        raise MismatchError.of(
+            Problems(mismatched=texts),
+            where=plan.where,
+            remedy="restore into separate tensors, or pass strict=False to take the first",
+        )
+    plan.problems = msgspec.structs.replace(
+        plan.problems, mismatched=plan.problems.mismatched + texts
+    )
+
+
+def _look(
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    rank: Rank,
+    *,
+    strict: bool,
+    where: str,
+) -> RestorePlan:
+    """Plan for this rank alone; nothing is touched."""
+    plan = RestorePlan([], [], [], [], {}, strict=strict, where=where)
+    looks = _Looks(content, providers, only)
+    for name, provider in providers.items():
+        if not selection(only, name)[0]:
+            continue
+        if name not in content.items:
+            plan.missing.append(name)
+            continue
+        item = content.item(name)
+        _, selected = selection(only, name, item.names())
+        with naming(name):
+            inner = make_deferred(provider)
+        if isinstance(inner, TrainableProvider):
+            inner.expect(item.names())
+        if not _takes_over(content, name, provider, rank, plan):
+            continue
+        if selected is not None and not any(map(selected, item.names())):
+            continue
+        state, live = looks.at(name)
+        renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
+        match = match_item(renamed, provider, state, live, selected)
+        match.exact = strict and selected is None
+        plan.take(match, provider.kind)
+    if only is None:
+        plan.unexpected += [name for name in content.items if name not in providers]
+    else:
+        _check_all_used(only, content, providers, where)
+    return plan
+
+
+class _Looks:
+    """The live items, each described at most once, and the stored and live modules, whose ties show
+    which names belong to one parameter."""
+
+    def __init__(
+        self, content: Content, providers: Mapping[str, StateProvider], only: Sequence[str] | None
+    ) -> None:
+        self._content = content
+        self._providers = providers
+        self._only = only
+        self._seen: dict[str, tuple[State, Collected]] = {}
+
+    def at(self, name: str) -> tuple[State, Collected]:
+        if name not in self._seen:
+            with naming(name):
+                state = self._providers[name].describe()
+                live = collect(state.value, volatile=state.volatile, allow_pickle=True)
+            self._seen[name] = state, live
+        return self._seen[name]
+
+    def stored_modules(self) -> Modules:
+        modules: Modules = {}
+        for item in self._content.items.values():
+            modules |= modules_in(item.name, item.kind, item.tree, item.ties)
+        return modules
+
+    def live_modules(self) -> Modules:
+        """Return the live modules. Groups that take no part are left out: describing them may be
+        expensive."""
+        modules: Modules = {}
+        for name, provider in self._providers.items():
+            takes_part, _ = selection(self._only, name)
+            if provider.kind == "module" or (provider.kind == "group" and takes_part):
+                live = self.at(name)[1]
+                modules |= modules_in(name, provider.kind, live.tree, live.ties)
+        return modules
+
+
+def _takes_over(
+    content: Content, name: str, provider: StateProvider, rank: Rank, plan: RestorePlan
+) -> bool:
+    """Return whether this rank restores its per-rank item, given that the number of ranks may have
+    changed."""
+    stored, policy = content.commit.ranks, provider.when_ranks_change
+    if not provider.per_rank or stored == rank.ranks:
+        return True
+    if callable(policy):
+        plan.merged.append(name)
+        return False
+    if policy in ("keep", "derive") and rank.number < stored:
+        return True
+    if policy == "derive":
+        plan.derived.add(name)
+        return True
+    what = f"per-rank state was saved by {stored}, but this job has {rank.ranks}"
+    if undecided := getattr(provider, "undecided", ""):
+        plan.mismatched.append(
+            f"{name}: {what}; its parts differ in when_ranks_change ({undecided}): "
+            "make them equal, or pass them as separate items"
+        )
+    elif policy == "refuse":
+        plan.mismatched.append(
+            f"{name}: {what}; pass laststep.PerRank({name}, when_ranks_change=…) "
+            "with 'keep', 'drop' or a function"
+        )
+    elif policy == "drop":
+        log.warning("%s: %s: it is dropped", name, what)
+    else:
+        log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
+    return False
+
+
+def _hear_of_others(plan: RestorePlan, ranks: Ranks) -> bool:
+    """Exchange plans with the other ranks: a tensor is unexpected only if no rank needs it. Return
+    whether everything fits on all ranks."""
+    aliases = any(match.aliases for match in plan.matches)
+    lacks = bool(plan.missing or plan.mismatched)
+    takes = any(match.takes_something for match in plan.matches) or bool(plan.merged)
+    mine = _PlanNote(unexpected=plan.unexpected, aliases=aliases, lacks=lacks, takes=takes)
+    notes = [
+        msgspec.msgpack.decode(note, type=_PlanNote)
+        for note in ranks.all_gather(msgspec.msgpack.encode(mine))
+    ]
+    common = set(notes[0].unexpected).intersection(*(note.unexpected for note in notes[1:]))
+    plan.unexpected = [text for text in plan.unexpected if text in common]
+    plan.have_aliases = any(note.aliases for note in notes)
+    any_lacks = any(note.lacks for note in notes)
+    # Restoring nothing is only a problem if something is missing or mismatched.
+    plan.takes_something = not any_lacks or any(note.takes for note in notes)
+    return not common and not any_lacks
+
+
+class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A summary of one rank's plan for the others."""
+
+    unexpected: list[str]
+    aliases: bool
+    """True if it reads two stored tensors that are one live tensor."""
+    lacks: bool
+    """True if any of its state is missing from the checkpoint or stored differently."""
+    takes: bool
+    """True if it restores anything."""
+
+
+def _way_by_names(problems: Problems, content: Content) -> str:
+    """Return a remedy for items that were saved under other names."""
+    stored = [name for name in problems.unexpected if name in content.items]
+    live = [name for name in problems.missing if "/" not in name]
+    if not stored or not live:
+        return ""
+    return (
+        f"; where it is only the name that differs ({', '.join(live)} here, {', '.join(stored)} in "
+        "the checkpoint), pass the item by the name that it was saved under"
+    )
+
+
+def _way_by_hooks(
+    problems: Problems, content: Content, providers: Mapping[str, StateProvider], where: str
+) -> str:
+    """Return a remedy for modules whose load hooks translate the names of older checkpoints:
+    tensors that are restored in place do not pass through these hooks."""
+    named = {text.partition("/")[0] for text in (*problems.missing, *problems.unexpected)}
+    for name in sorted(named.intersection(providers)):
+        if any(loads_in_its_own_way(part) for part in providers[name].parts()):
+            stored = f"laststep.load({where!r})"
+            if set(content.items) != {VALUE}:
+                stored += f"[{name!r}]"
+            return (
+                f"; {name} has hooks for loading, which a restore in place does not run: "
+                f"its load_state_dict({stored}) does"
+            )
+    return ""
+
+
+def _warn_of_problems(problems: Problems) -> None:
+    """Warn about live state that is not restored. Unexpected stored tensors are not reported: a
+    user who leaves them out knows it."""
+    problems = msgspec.structs.replace(problems, unexpected=())
+    shown = "; ".join(problems.lines()[:3])
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    log.warning(
+        "the live state was only partly restored: %s%s (restored.problems lists all)", shown, more
+    )
+
+
+def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
+    for item, names in removed.items():
+        log.warning(
+            "%s is reset to the saved state, without %s; pass strict=False to keep them",
+            item,
+            _first(names),
+        )
+
+
+def warn_of_omitted_items(item: str, provider: StateProvider, made: object) -> None:
+    """Warn about live plain entries that are removed because the `when_ranks_change` function does
+    not return them."""
+    if provider.kind in PLAIN_KINDS:
+        state = provider.describe()
+        things = state.things
+        names = [
+            show_path(path)
+            for path in newer_entries(made, state.value, ())
+            if not lies_above(path, things) and not lies_under(path, things)
+        ]
+        if names:
+            log.warning(
+                (
+                    "%s becomes the result of its when_ranks_change function, without %s; return "
+                    "them too to keep them"
+                ),
+                item,
+                _first(names),
+            )
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _check_all_used(
+    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
+) -> None:
+    """Raise `NotFoundError` for a pattern in `only` that picks nothing, such as a misspelt name."""
+    names = {name: content.items[name].names() for name in providers if name in content.items}
+    items = f"items {', '.join(sorted(content.items))} in the checkpoint"
+    for pattern in only:
+        whose = pattern.split("/", 1)[0]
+        if pattern in providers or any(
+            pattern == item
+            or (
+                fnmatch.fnmatchcase(item, whose)
+                and any(map(_picks(pattern, item, tensors), tensors))
+            )
+            for item, tensors in names.items()
+        ):
+            continue
+        if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
+            raise NotFoundError(
+                "no item of this Checkpointer matches",
+                where=where,
+                expected=pattern,
+                found=f"live items {', '.join(sorted(providers))}, and {items}",
+                remedy=f"pass {whose}=… to the Checkpointer to restore it"
+                if whose in content.items
+                else "name one of the live items",
+            )
+        raise NotFoundError(
+            "no part of the checkpoint matches",
+            where=where,
+            expected=pattern,
+            found=items,
+            remedy="`laststep show --all` lists the names",
+        )
+
+
+def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> None:
+    """Raise `MismatchError` if a tensor to restore was rounded when it was saved."""
+    if not content.commit.lossy:
+        return
+    for match in matches:
+        for name in match.reads:
+            how = _rounded(content, match.item.name, name)
+            if how is not None:
+                raise MismatchError(
+                    "the checkpoint is not exact",
+                    where=where,
+                    expected="no tensor that was rounded, with exact=True",
+                    found=f"{match.item.name}/{name}, rounded to {how} when it was saved",
+                    remedy="restore(exact=False) takes it as it is; `laststep ls` shows which "
+                    "checkpoints are exact",
+                )
+
+
+def _rounded(content: Content, item: str, name: str) -> str | None:
+    for place in content.places(item, name):
+        stored = content.files[place.file].stored
+        for entry in stored.layout.tensors if stored.lossy else ():
+            if entry.start == place.start and entry.name in stored.lossy:
+                return stored.lossy[entry.name]
+    return None
+
+
+def refuse_partial(commit: Commit, only: Sequence[str] | None, where: str) -> None:
+    """Raise `MismatchError` if a selected item is omitted from a partial checkpoint."""
+    lacking = [item for item in commit.omitted_items if selection(only, item)[0]]
+    if lacking:
+        here = [record.name for record in commit.items]
+        error = MismatchError(
+            "the checkpoint is partial, without " + ", ".join(lacking),
+            where=where,
+            expected="all items" if only is None else f"what only={list(only)} names",
+            found=f"{', '.join(here)} of a checkpoint of the run {commit.run}",
+            remedy=(
+                f"restore(only={here}) restores the items that are here; the full checkpoint is in "
+                "the run that this was copied from"
+            ),
+        )
+        error.problems = Problems(missing=tuple(lacking))
+        raise error

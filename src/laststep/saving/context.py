@@ -1,0 +1,241 @@
+"""Check the run of a Checkpointer before anything is saved: location, memory and disk.
+
+`RunContext` holds the objects that all parts of a Checkpointer share. `look_at` only reads and
+creates nothing: a process that only restores needs no write permission, so an existing read-only
+run is just logged as a warning (docs/decisions/0008). Memory needs are estimated at construction;
+disk needs are reported before the first save.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laststep.catalog.decision import is_checkpoint
+from laststep.catalog.lineage import TERMS_FOLDER
+from laststep.catalog.listing import remedy_for_no_run
+from laststep.catalog.run import Run
+from laststep.constants import CHUNK_BYTES
+from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
+from laststep.memory.segments import available_bytes
+from laststep.ranks.rank import ranks_on_this_node
+from laststep.settings import MIN_SLOTS, Settings
+from laststep.state.items import TrainableProvider, make_deferred
+from laststep.state.tensors import is_module, is_optimizer, share_bytes
+from laststep.storage.directory import TEMPORARY
+from laststep.storage.registry import local_path, open_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from laststep.catalog.listing import Listed
+    from laststep.events import Bus
+    from laststep.ranks.rank import Rank
+    from laststep.state.provider import StateProvider
+    from laststep.storage.store import Store
+    from laststep.tiers.tier import Arranged
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """A run and the objects with which this process works on it."""
+
+    store: Store
+    """The primary of `tiers`."""
+    tiers: Arranged
+    providers: Mapping[str, StateProvider]
+    settings: Settings
+    rank: Rank
+    bus: Bus
+
+    @property
+    def is_passive(self) -> bool:
+        """True if describing the items runs no user code."""
+        return all(map(attrgetter("passive"), self.providers.values()))
+
+
+_ELSEWHERE = "choose another path for the run"
+
+
+def look_at(store: Store) -> None:
+    """Check that a run exists or can be created, and log if it is new. Raises `StorageError` if
+    there is no run and none can be created, `UsageError` if the path is a single checkpoint."""
+    local = local_path(store.url)
+    path = None if local is None else Path(local)
+    there = None if path is None else _nearest(path)
+    if there == path:
+        _refuse_checkpoint(store)
+        try:
+            Run.open(store)
+        except NotFoundError:
+            pass
+        except StorageError:
+            raise
+        except LaststepError:
+            return  # a damaged run: restore() reports the details
+        else:
+            _warn_of_read_only(path)
+            return
+    if path is not None and there is not None:
+        _check_can_be_made(path, there)
+    # A run whose first save has only begun holds nothing but this folder.
+    strangers = [entry.name for entry in store.list("") if entry.name != TERMS_FOLDER]
+    if strangers:
+        shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
+        log.warning(
+            "%s is not empty and holds no run (found %s): starting a new run there; %s",
+            store.url,
+            shown,
+            remedy_for_no_run(store) or "check the path if you meant to resume one",
+        )
+    elif path is None or TEMPORARY not in path.name:  # laststep.save's temporary is no run
+        log.info("new run at %s", store.url)
+
+
+def _warn_of_read_only(path: Path | None) -> None:
+    if path is not None and (why := _why_not_written(path)) is not None:
+        log.warning("%s can be restored, but saves to it will fail: %s", path, os.strerror(why))
+
+
+def _why_not_written(folder: Path) -> int | None:
+    """Return the errno that explains why nothing can be created in a folder; None if it is
+    writable."""
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        return None
+    return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+
+
+def _refuse_checkpoint(store: Store) -> None:
+    """Raise `UsageError` if the path is a checkpoint: a run inside it would be deleted with it by
+    the retention of the outer run."""
+    if not is_checkpoint(store):
+        return
+    try:
+        parent, name = open_parent(store.url)
+        Run.open(parent)
+    except NotFoundError:
+        remedy = f"laststep.load({store.url!r}) reads it; {_ELSEWHERE}"
+    except LaststepError:
+        remedy = _ELSEWHERE
+    else:
+        step = name.removeprefix("step-").partition(".")[0]
+        named = f"step={int(step)}" if step.isdecimal() else "step=…"
+        remedy = f"its run is {parent.url}: pass that, and restore({named})"
+    raise UsageError(
+        "this is not the folder of a run",
+        where=store.url,
+        expected="a run, or a place for one",
+        found="one checkpoint",
+        remedy=remedy,
+    )
+
+
+def refuse_to_leave(newest: Listed | None, run: str) -> None:
+    """Raise `UsageError` if saves would start a second lineage beside a checkpoint that was not
+    restored."""
+    if newest is not None:
+        raise UsageError(
+            "this save would abandon the checkpoints of the run",
+            where=run,
+            expected="restore() before the first save",
+            found=f"step {newest.step}, which was not restored",
+            remedy=(
+                "call restore() to continue from it, pass new_lineage=True to start a new "
+                "lineage, or choose another path"
+            ),
+        )
+
+
+def check_new_folder(path: Path) -> None:
+    """Raise `StorageError` if a folder that does not exist yet cannot be created."""
+    _check_can_be_made(path, _nearest(path))
+
+
+def _nearest(path: Path) -> Path:
+    """Return the folder at a path, or its nearest existing parent. Raises `StorageError` if
+    something other than a folder is in the way."""
+    for place in (path, *path.parents):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if place.is_symlink():
+                raise _unusable(
+                    path,
+                    f"{place} is a link to {place.readlink()}, which is not there",
+                    f"remove the link, or {_ELSEWHERE}",
+                ) from None
+            continue
+        except OSError as error:
+            raise _unusable(path, f"{error.strerror} ({_code(error)})", _ELSEWHERE) from error
+        if not place.is_dir():
+            raise _unusable(path, f"{place} is not a folder", f"remove it, or {_ELSEWHERE}")
+        return place
+    return Path("/")
+
+
+def _check_can_be_made(path: Path, there: Path) -> None:
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    for part in path.relative_to(there).parts:
+        if 0 < longest < len(os.fsencode(part)):
+            found = f"a name of {len(os.fsencode(part))} bytes where {longest} are the most"
+            raise _unusable(path, found, "choose a shorter name")
+    if (number := _why_not_written(there)) is not None:
+        remedy = "give this user the right to write there"
+        if number == errno.EROFS:
+            remedy = "mount it writable"
+        raise _unusable(path, f"{os.strerror(number)} in {there}", f"{remedy}, or {_ELSEWHERE}")
+
+
+def _unusable(path: Path, found: str, remedy: str) -> StorageError:
+    return StorageError(
+        "cannot keep a run",
+        where=str(path),
+        expected="a folder that can be written",
+        found=found,
+        remedy=remedy,
+    )
+
+
+def _code(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+
+def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:
+    """Return (limit of host memory, bytes of host memory to allocate now, expected bytes per
+    device). State that is replicated over ranks counts only in part, since each rank writes a part
+    of it."""
+    rank, settings = context.rank, context.settings
+    share = available_bytes() // 4 // ranks_on_this_node(rank)
+    cap = settings.host_memory_bytes or max(share, MIN_SLOTS * CHUNK_BYTES)
+    total: dict[str, int] = {}
+    for provider in context.providers.values():
+        parts = provider.parts()  # empty for a deferred item
+        trained_only = bool(parts) and isinstance(make_deferred(provider), TrainableProvider)
+        for part in parts:
+            for device, size in _estimate(part, rank.ranks, trained_only=trained_only):
+                total[device] = total.get(device, 0) + size
+    on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
+    return cap, sum(total.values()) + 4 * CHUNK_BYTES, on_device
+
+
+def _estimate(part: Any, ranks: int, *, trained_only: bool) -> list[tuple[str, int]]:
+    """Return (device, bytes) for each tensor of a module, or of an optimizer after its first step.
+    For an optimizer, assume two moments per parameter."""
+    if is_module(part):
+        tensors = (*part.parameters(), *part.buffers())
+        return [
+            (str(t.device), share_bytes(t, ranks))
+            for t in tensors
+            if t.requires_grad or not trained_only
+        ]
+    if is_optimizer(part):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        return [(str(p.device), 2 * share_bytes(p, ranks)) for p in parameters]
+    return []

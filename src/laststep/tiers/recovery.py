@@ -1,0 +1,247 @@
+"""Find the snapshots of a run in shared memory, and store those that exist nowhere else.
+
+Storing does what the snapshot's own flusher would have done: it takes the lock of the term, whose
+writer is dead, begins the attempt again and commits it, unless another job instance has continued
+without it or is about to. The steps are in the same order as for any writer (`Attempt`), so at most
+one of the two succeeds. This module knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog import decision, terms
+from laststep.catalog.attempt import Attempt
+from laststep.catalog.lineage import RUN_NAME, order, term_record_name
+from laststep.catalog.run import Run, newest_point
+from laststep.catalog.terms import Terms
+from laststep.constants import CHUNK_BYTES, align_up
+from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, NotFoundError
+from laststep.format import index as index_format
+from laststep.format.index import plain_index, written_of
+from laststep.format.manifest import Commit, WrittenIndexes
+from laststep.memory import segments
+from laststep.plan.files import index_name
+from laststep.process import signals
+from laststep.settings import WAIT_FOR_OTHERS_S
+from laststep.storage.registry import open_store, real_place
+from laststep.storage.store import write_aligned
+from laststep.tiers import snapshots
+from laststep.tiers.snapshots import records_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.memory.segments import Segment
+    from laststep.storage.store import Store
+    from laststep.tiers.snapshots import MemorySnapshot, SnapshotRecord
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+def snapshots_of(
+    store: Store, base: str, own: Segment | None = None, flusher_of: Segment | None = None
+) -> list[MemorySnapshot]:
+    """Return the snapshots of the run in a store, oldest first. The caller closes them.
+
+    They come from segments whose processes are dead and from those of this job instance, one of
+    which is `own`. If the store has lost the run, the run that saved last is used. A flusher, whose
+    trainer may have died meanwhile, passes its own segment as `flusher_of`; otherwise it would wait
+    for itself.
+    """
+    there = segments_of(store, base)
+    served = None if flusher_of is None else flusher_of.folder
+    wait_for_flushers([segment for segment in there if segment.folder != served])
+    dead = {segment.folder for segment in there if not segment.is_alive()}
+    this_start = set() if own is None else {own.folder}
+    found = [
+        parts
+        for parts in snapshots.complete(there)
+        if (folders := {segment.folder for segment, _ in parts if segment is not None}) <= dead
+        or folders & this_start
+    ]
+    run = run_id(store)
+    if found and is_lost(store):
+        run = max((parts[0][1] for parts in found), key=lambda record: record.created_s).run
+    opened = [
+        snapshot
+        for parts in found
+        if parts[0][1].run == run and _counts(store, parts[0][1])
+        for snapshot in snapshots.opened(parts)
+    ]
+    return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
+
+
+def segments_of(store: Store, base: str) -> list[Segment]:
+    """Return the segments of the run in a store: by its location, or by its id if it was moved."""
+    place, run = real_place(store.url), run_id(store)
+    return [
+        segment
+        for segment in segments.found(base)
+        if segment.owner.run == place or _has_moved(segment, run, place)
+    ]
+
+
+def _has_moved(segment: Segment, run: str | None, place: str) -> bool:
+    """Return True if a segment has snapshots of this run, which was moved to `place`. If the run
+    also still exists at the old place, one of the two is a copy, and the snapshots do not belong to
+    the copy."""
+    if not run or all(record.run != run for record in records_in(segment)):
+        return False
+    before = segment.owner.run
+    try:
+        return real_place(before) == place or run_id(open_store(before)) != run
+    except LaststepError:
+        return False  # unknown
+
+
+def run_id(store: Store) -> str | None:
+    with contextlib.suppress(NotFoundError):
+        return Run.open(store).id
+    return None
+
+
+def is_lost(store: Store) -> bool:
+    """Return True if the store has no trace of a run: the run, or its disk, is new."""
+    return run_id(store) is None and not Terms(store).numbers()
+
+
+def wait_for_flushers(there: Sequence[Segment]) -> None:
+    """Wait, for a limited time, for flushers whose trainers have died to exit; they leave complete
+    snapshots in memory."""
+    deadline = time.monotonic() + WAIT_FOR_OTHERS_S
+    for segment in there:
+        while segment.is_ending():
+            if time.monotonic() >= deadline:
+                log.warning(
+                    "the flusher of process %d does not end, and %s is left to it",
+                    segment.owner.pid,
+                    segment.folder,
+                )
+                return
+            signals.check_signals()
+            time.sleep(_POLL_S)  # another process: there is no event to wait for
+
+
+def _counts(store: Store, record: SnapshotRecord) -> bool:
+    """Return True if a snapshot is part of the run: it was committed, or no job instance has
+    continued without it. It does not matter why its own flusher could not store it."""
+    if is_of_another(store, record):
+        return False
+    with contextlib.suppress(CorruptError):  # a damaged manifest does not matter
+        if isinstance(decision.read(store, record.at.folder), Commit):
+            return True
+    return not is_left_behind(store, record)
+
+
+def is_left_behind(store: Store, record: SnapshotRecord) -> bool:
+    """Return True if the run has continued without this uncommitted snapshot: another job instance
+    has its term, or the last commit does not descend from it. A job instance without a commit does
+    not count."""
+    if is_of_another(store, record):
+        return True
+    last = newest_point(store).commit
+    return record.at.point < last and not order([record.at], Terms(store).chain(last[0]))
+
+
+def is_of_another(store: Store, record: SnapshotRecord) -> bool:
+    """Return True if the snapshot's term belongs to another job instance in this store: the run was
+    replaced by an older copy, which has continued since."""
+    term, known = record.at.term, dict(record.records)
+    with contextlib.suppress(CorruptError):  # a damaged record is no evidence
+        there, own = Terms(store).read(term), known.get(term_record_name(term))
+        if there is not None and own is not None:
+            return there != terms.decode(own, term=term, where="shared memory")
+    return False
+
+
+def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
+    """Store and commit a snapshot in its run. Return False if it is already committed. Raise
+    `AbortedError` if another job instance has continued without it."""
+    run, record, at = Run.open(store), snapshot.record, snapshot.record.at
+    if isinstance(decision.read(store, at.folder), Commit):
+        return False
+    attempt = Attempt(store, at, lambda: _check_not_gone_on(run, record))
+    _check_not_gone_on(run, record)
+    put_records(store, record)
+    with closing(run.lock_term(at.term)):
+        if isinstance(decision.read(store, at.folder), Commit):
+            return False  # another process has stored it meanwhile
+        _check_record(run, record)
+        store.delete_folder(at.folder)  # its writer left it incomplete
+        attempt.begin()
+        indexes = [plain_index(index) for index in snapshot.indexes]
+        names = [index_name(rank, len(indexes)) for rank in range(len(indexes))]
+        names += [file.name for index in indexes for file in index.files]
+        attempt.make_folders(names)
+        written = WrittenIndexes()
+        for rank, index in enumerate(indexes):
+            _write_layouts(attempt, snapshot, rank)
+            data = index_format.encode(index)
+            attempt.put(names[rank], data)
+            written = written.plus(written_of(index, data))
+        attempt.sync(names)
+        attempt.commit(msgspec.structs.replace(snapshot.commit, written=written))
+    log.warning("step %d was stored out of shared memory, as %s", at.step, at.folder)
+    return True
+
+
+def put_records(store: Store, record: SnapshotRecord) -> None:
+    """Write the records of the run and the term, in their original order, if the store has lost
+    them."""
+    for name, data in record.records:
+        if name != RUN_NAME:
+            terms.make_folder(store)
+        with contextlib.suppress(AlreadyExistsError):
+            store.create(name, data)
+
+
+def _check_record(run: Run, record: SnapshotRecord) -> None:
+    """Raise `NotFoundError` if the run has no record of the snapshot's term."""
+    if run.term(record.at.term) is None:
+        raise NotFoundError(
+            f"cannot store step {record.at.step}: the run was replaced",
+            where=run.store.url,
+            expected=f"its record of term {record.at.term}",
+            found="none",
+            remedy="restore the record from a copy of the run",
+        )
+
+
+def _check_not_gone_on(run: Run, record: SnapshotRecord) -> None:
+    """Raise `AbortedError` if another job instance has continued without the snapshot, or is alive
+    and may."""
+    known, term = Terms(run.store), record.at.term
+    living = run.live_writer()
+    if is_left_behind(run.store, record) or (living is not None and living.term > term):
+        raise known.superseded(max(known.numbers()), expected=f"abandoned {term}")
+
+
+def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> None:
+    """Write the layouts of a rank as plain data files. Raise `CorruptError` if the memory has
+    changed."""
+    # Imported late: a flusher needs it only after a job has died.
+    from laststep.read.blocks import BlockReader, refuse
+
+    buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # not closed: a traceback may reference it
+    with closing(BlockReader(snapshot, snapshot.folder, snapshot.indexes[rank]).sound()) as opened:
+        for file in opened.layouts:
+            layout = file.layout
+            size_bytes = layout.size_bytes
+            with closing(attempt.open_writer(layout.name, expected_bytes=size_bytes)) as writer:
+                write_aligned(writer, 0, layout.header())
+                for start in range(0, layout.tensor_bytes, CHUNK_BYTES):
+                    stop = min(start + CHUNK_BYTES, layout.tensor_bytes)
+                    refuse(file.blocks(start, stop).read(buffer))
+                    padded = align_up(stop - start, writer.alignment_bytes)
+                    writer.write_at(layout.header_bytes + start, buffer[:padded])
+                writer.finish(layout.size_bytes)

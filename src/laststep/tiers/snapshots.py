@@ -1,0 +1,416 @@
+"""In-memory snapshots: saves that are complete in shared memory, read as checkpoints.
+
+The flusher writes a record of each snapshot into the segment whose pool holds its chunks. The
+record contains an index like that of any checkpoint, except that its only file is the pool, in
+which a chunk is stored at its slot's offset. In a job of several ranks, each rank has a segment and
+an index; the manifest is computed from all their records, just as rank 0 would have written it.
+Ranks may be on several nodes: the nodes exchange records, and each rank reads the pools on its own
+node.
+
+This module knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog.lineage import AttemptName
+from laststep.codecs import objects as codec
+from laststep.constants import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
+from laststep.format import index as index_format
+from laststep.format import manifest
+from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, written_of
+from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes
+from laststep.memory import segments
+from laststep.plan.files import LAYOUT_NAME, index_name
+from laststep.process.system import boot, warn_once
+from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.format.layout import FileLayout
+    from laststep.memory.segments import Segment
+    from laststep.storage.store import FileReading
+
+log = logging.getLogger(__name__)
+
+_MADV_POPULATE_READ = 22
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One rank's part of a snapshot, as recorded in its segment."""
+
+    run: str
+    """The id of the run in which the save was begun."""
+    at: AttemptName
+    created_s: float
+    index: bytes
+    """The encoded index of the rank; its only file is the pool of the segment."""
+    items: tuple[ItemRecord, ...]
+    metrics: bytes
+    metadata: bytes
+    continues: str | None
+    receipt: bytes = b""
+    """With several ranks: the receipt that the rank would have sent to rank 0, without its
+    files."""
+    records: tuple[tuple[str, bytes], ...] = ()
+    """On rank 0: the names and contents of the run's record and the term's record."""
+
+    @property
+    def name(self) -> str:
+        """The name of the record in its segment."""
+        return f"{self.at.term}-{self.at.attempt}"
+
+    @property
+    def needed_slots(self) -> frozenset[int]:
+        """The slots of the pool that hold the snapshot."""
+        layouts = self.decode_index().layouts
+        return frozenset(run.offset // CHUNK_BYTES for layout in layouts for run in layout.runs)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(stored.layout.tensor_bytes for stored in self.decode_index().layouts)
+
+    def decode_index(self) -> Index:
+        """Decode and validate the index. Raise `CorruptError` if it is damaged."""
+        return index_format.decode(self.index, where=f"{self.at.folder} in shared memory")
+
+
+def pool_index(rank: int, layouts: Iterable[StoredLayout], values: Mapping[str, bytes]) -> bytes:
+    """Return the encoded index of a snapshot whose layouts are stored in the pool (see
+    `in_slots`)."""
+    stored = tuple(layouts)
+    stop = max((run.offset for layout in stored for run in layout.runs), default=-CHUNK_BYTES)
+    pool = StoredFile(name=f"pool-r{rank:05d}.pack", size_bytes=stop + CHUNK_BYTES)
+    files = (pool,) if pool.size_bytes else ()
+    return index_format.encode(Index(rank=rank, files=files, layouts=stored, values=dict(values)))
+
+
+def in_slots(
+    layout: FileLayout, slots: Sequence[int], digests: bytes, lossy: dict[str, str]
+) -> StoredLayout:
+    """Return the stored layout whose chunks are, in order, in these slots of the pool."""
+    each = CHUNK_BYTES // BLOCK_BYTES
+    runs = tuple(
+        BlockRun(min(each, layout.block_count - number * each), 0, slot * CHUNK_BYTES)
+        for number, slot in enumerate(slots)
+    )
+    return StoredLayout(layout=layout, digests=digests, runs=runs, lossy=lossy)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SnapshotRecord).decode
+
+
+def put(segment: Segment, record: SnapshotRecord) -> None:
+    """Record that a snapshot is complete in the pool of this segment."""
+    segment.put(record.name, _encode(record))
+
+
+def records_in(segment: Segment) -> list[SnapshotRecord]:
+    """Return the snapshots in a segment, oldest first; unreadable records are skipped."""
+    found = []
+    for name in segment.records():
+        try:
+            data = segment.read(name)
+            found += [] if data is None else [_decode(data)]
+        except (CorruptError, StorageError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            warn_once(log, f"skipped record {name} in {segment.folder}: {error}")
+    return found
+
+
+RankParts = Sequence[tuple["Segment | None", SnapshotRecord]]
+"""The parts of a snapshot in the order of ranks; the segment is None for a part on another node."""
+
+
+class MemorySnapshot:
+    """A snapshot presented as the files of a checkpoint: manifest, indexes, pools. Close it when
+    done."""
+
+    url: str = "shared memory"
+
+    def __init__(self, parts: RankParts) -> None:
+        """Raise `CorruptError` if the ranks' parts do not match; such a save could not have been
+        committed."""
+        self.segments = tuple(segment.folder for segment, _ in parts if segment is not None)
+        self.record = parts[0][1]
+        """The record of rank 0, which would have committed the save."""
+        self.folder = self.record.at.folder
+        self.indexes = [record.decode_index() for _, record in parts]
+        written = WrittenIndexes()
+        self._data: dict[str, bytes] = {}
+        self._pools: dict[str, tuple[_SharedMemory | None, int]] = {}
+        for rank, (segment, record) in enumerate(parts):
+            index = self.indexes[rank]
+            written = written.plus(written_of(index, record.index))
+            self._data[index_name(rank, len(parts))] = record.index
+            pool = None if segment is None else _SharedMemory(segment)
+            for file in index.files:
+                self._pools[file.name] = pool, file.size_bytes
+        self.commit = _commit([record for _, record in parts], written)
+        self._data[MANIFEST_NAME] = manifest.encode(self.commit)
+
+    def close(self) -> None:
+        self._pools.clear()  # the last reader of a pool closes it
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file."""
+        pools = {name: size_bytes for name, (_, size_bytes) in self._pools.items()}
+        return pools | {name: len(data) for name, data in self._data.items()}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of the manifest or an index; None for any other name."""
+        return self._data.get(name.removeprefix(f"{self.folder}/"))
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
+        """Open a file of the snapshot; see `Store.open_reader`."""
+        data, file = self.read(name), name.removeprefix(f"{self.folder}/")
+        if data is not None:
+            return _BytesReader(data)
+        if file not in self._pools:
+            raise NotFoundError("there is no such file", where=f"{self.url}/{name}")
+        return _PoolReader(*self._pools[file])
+
+
+def _commit(records: Sequence[SnapshotRecord], written: WrittenIndexes) -> Commit:
+    """Return the manifest that rank 0 would have written."""
+    first = records[0]
+    items, layout_groups = (first.items, ()) if len(records) == 1 else _agreed(records)
+    return Commit(
+        run=first.run,
+        step=first.at.step,
+        term=first.at.term,
+        attempt=first.at.attempt,
+        created_s=first.created_s,
+        laststep=VERSION,
+        items=items,
+        layout_groups=layout_groups,
+        written=written,
+        ranks=len(records),
+        metrics=codec.decode(first.metrics, where="metrics"),  # type: ignore[arg-type]
+        metadata=codec.decode(first.metadata, where="metadata"),
+        continues=first.continues,
+    )
+
+
+def _agreed(
+    records: Sequence[SnapshotRecord],
+) -> tuple[tuple[ItemRecord, ...], tuple[LayoutGroupRecord, ...]]:
+    """Return the items of all ranks and the layout groups, from the receipts that rank 0 would have
+    gathered."""
+    # Imported late: a flusher needs these only after a job has died.
+    from laststep.codecs.digests import digest
+    from laststep.format.spans import spans_of
+    from laststep.plan.layouts import global_layout_of
+    from laststep.plan.receipts import Receipt, items_of, layout_groups_of, objection_to, summarise
+
+    folder = records[0].at.folder
+    decode = msgspec.msgpack.Decoder(Receipt).decode
+    receipts = {rank: decode(record.receipt) for rank, record in enumerate(records)}
+    members: dict[int, list[int]] = {}
+    for rank, receipt in receipts.items():
+        members.setdefault(receipt.layout_group, []).append(rank)
+    firsts = [records[ranks[0]].decode_index() for ranks in members.values()]
+    local_layouts = [index.values.get(LAYOUT_NAME, b"") for index in firsts]
+    layout_groups = [
+        LayoutGroupRecord(local_layout=digest(local_layout).hex(), spans=spans_of(ranks))
+        for local_layout, ranks in zip(local_layouts, members.values(), strict=True)
+    ]
+    global_layout = global_layout_of(local_layouts, layout_groups, len(records), folder)
+    summary = summarise(receipts, global_layout)
+    if objection := objection_to([summary], global_layout):
+        raise CorruptError(
+            "the snapshots of the ranks in shared memory do not match",
+            where=folder,
+            found=str(objection),
+        )
+    return items_of([summary], global_layout), layout_groups_of(global_layout)
+
+
+class _SharedMemory:
+    """The memory of a segment, open for reading until its last reader is gone."""
+
+    def __init__(self, segment: Segment) -> None:
+        try:
+            self.fd = segments.open_file(segment.pool_path)
+        except FileNotFoundError:
+            raise NotFoundError(
+                "the shared memory of a save is gone", where=segment.folder
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                "cannot open the shared memory of a save", where=segment.folder, found=str(error)
+            ) from error
+        weakref.finalize(self, os.close, self.fd)
+
+    @cached_property
+    def _map(self) -> mmap.mmap | None:
+        try:
+            return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError, MemoryError):  # `ulimit -v`, or truncated to 0 bytes
+            return None
+
+    def part(self, start: int, size_bytes: int) -> memoryview | None:
+        """Return a view of these bytes, or None if they cannot be mapped. All their pages are
+        populated with one call, because a page fault maps only 16 pages, or one after the page
+        cache was dropped."""
+        if self._map is None or start + size_bytes > len(self._map):
+            return None
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # the kernel is too old
+            self._map.madvise(_MADV_POPULATE_READ, first, start + size_bytes - first)
+        return memoryview(self._map)[start : start + size_bytes]
+
+
+class _PoolReader:
+    """A pool as a file; see `store.FileReading` and `store.InPlace`."""
+
+    alignment_bytes = 1
+    at_hand = True
+
+    def __init__(self, pool: _SharedMemory | None, size_bytes: int) -> None:
+        """Read from `pool`, which is None if it is on another node."""
+        self._pool = pool
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        if self._pool is None:
+            raise CorruptError("the block is in the shared memory of another node")
+        done, size = 0, max(min(len(into), self.size_bytes - offset), 0)
+        while done < size:
+            try:
+                got = os.preadv(self._pool.fd, [into[done:size]], offset + done)
+            except OSError as error:
+                raise CorruptError("shared memory cannot be read", found=str(error)) from error
+            if not got:
+                break  # truncated by another process
+            done += got
+        return done
+
+    def in_place(self, offset: int, size_bytes: int) -> memoryview | None:
+        return None if self._pool is None else self._pool.part(offset, size_bytes)
+
+    def close(self) -> None:
+        self._pool = None
+
+
+class _BytesReader:
+    """Bytes as a file."""
+
+    alignment_bytes = 1
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        part = self._data[offset : offset + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+# --- finding the parts --------------------------------------------------------------------------
+
+
+def complete(there: Iterable[Segment]) -> list[RankParts]:
+    """Return the snapshots of which these segments hold the parts of all ranks. An attempt belongs
+    to one job instance, so all parts of it do."""
+    by_attempt: dict[tuple[str, int, AttemptName], dict[int, tuple[Segment, SnapshotRecord]]] = {}
+    for segment in there:
+        for record in records_in(segment):
+            parts = by_attempt.setdefault((record.run, segment.owner.ranks, record.at), {})
+            parts[segment.owner.rank] = segment, record
+    return [
+        [parts[rank] for rank in range(ranks)]
+        for (_, ranks, _), parts in by_attempt.items()
+        if parts.keys() == set(range(ranks))
+    ]
+
+
+def opened(parts: RankParts) -> list[MemorySnapshot]:
+    """Open the snapshot with these parts. Return an empty list, with a warning, if they are gone or
+    do not match."""
+    try:
+        return [MemorySnapshot(parts)]
+    except (LaststepError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("%s in shared memory does not count: %s", parts[0][1].at.folder, error)
+        return []
+
+
+class NodePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A rank's part of a snapshot, in a segment of one node."""
+
+    folder: str
+    rank: int
+    ranks: int
+    record: SnapshotRecord
+
+
+Readers = Mapping[int, frozenset[int]]
+"""For each rank that wrote: the ranks of this job on the node that holds its part."""
+
+
+def node_of(base: str) -> str:
+    """Return a name for this node's shared memory that is unique across nodes."""
+    try:
+        place = os.stat(base)  # noqa: PTH116 (the flusher has no pathlib)
+    except OSError:
+        return f"{boot()}/none"
+    return f"{boot()}/{place.st_dev}/{place.st_ino}"
+
+
+def parts_of_dead(there: Sequence[Segment]) -> tuple[NodePart, ...]:
+    """Return the parts of snapshots that dead processes have left in these segments."""
+    return tuple(
+        NodePart(
+            folder=segment.folder, rank=segment.owner.rank, ranks=segment.owner.ranks, record=record
+        )
+        for segment in there
+        if not segment.is_alive()
+        for record in records_in(segment)
+    )
+
+
+def complete_over_nodes(
+    nodes: Sequence[str], parts: Mapping[str, Sequence[NodePart]], this_node: str
+) -> list[tuple[RankParts, Readers]]:
+    """Return the snapshots whose parts are all on some node, with the segments that ranks of this
+    node can open. `nodes` has the node of every rank, `parts` the parts on each node."""
+    found: dict[tuple[str, str, int], dict[int, tuple[str, NodePart]]] = {}
+    for node, lying in parts.items():
+        for part in lying:
+            key = part.record.run, part.record.at.folder, part.ranks
+            found.setdefault(key, {})[part.rank] = node, part
+    by_snapshot = [parts for key, parts in found.items() if parts.keys() == set(range(key[2]))]
+    return [
+        (
+            [_local(*by_rank[rank], this_node) for rank in range(len(by_rank))],
+            {
+                writer: frozenset(rank for rank, name in enumerate(nodes) if name == node)
+                for writer, (node, _) in by_rank.items()
+            },
+        )
+        for by_rank in by_snapshot
+    ]
+
+
+def _local(node: str, part: NodePart, this_node: str) -> tuple[Segment | None, SnapshotRecord]:
+    segment = None
+    if node == this_node:
+        with contextlib.suppress(StorageError):  # removed meanwhile
+            segment = segments.opened(part.folder)
+    return segment, part.record

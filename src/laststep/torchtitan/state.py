@@ -1,0 +1,253 @@
+"""State of torchtitan's model parts, independent of how stages and shards split the model.
+
+A pipeline stage has several parts of a model, each with its own optimizers. They are described as
+one model and one optimizer, under the names that the whole model would have. The only import from
+torchtitan is the function that maps parameter names.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from laststep.state.modules import ModuleProvider
+from laststep.state.optimizers import OptimizerProvider
+from laststep.state.provider import ABSENT, State, StateProvider, handing_over
+from laststep.state.tree import Owned, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.state.tree import Path
+
+
+class Parts(StateProvider):
+    """The parts of a model on this rank. Weights are read directly: torchtitan's `state_dict()`
+    would gather fused weights from all ranks to split them."""
+
+    kind = "module"
+    cheap = True
+
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self._modules = parts
+        self._parts = [ModuleProvider(part, hooks=False) for part in parts]
+
+    def parts(self) -> tuple[object, ...]:
+        return tuple(self._modules)
+
+    def describe(self) -> State:
+        value: dict[str, object] = {}
+        volatile: set[Path] = set()
+        for part in self._parts:
+            state = part.describe()
+            entries: dict[str, object] = state.value  # type: ignore[assignment]
+            value.update(zip(_canonical(tuple(entries)), entries.values(), strict=True))
+            volatile |= {(canonical_fqn(str(name)),) for (name,) in state.volatile}
+        self.passive = all(part.passive for part in self._parts)
+        return State(value=value, volatile=frozenset(volatile), standalone=True)
+
+    def check(self, stored: object) -> list[str]:
+        return self._parts[0].check(stored)
+
+    def restore(self, value: object) -> None:
+        for part in self._parts:
+            part.restore(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _canonical(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(canonical_fqn, names))
+
+
+class Weights(StateProvider):
+    """A model that accepts weights of any dtype, under the names of its parameters or of
+    torchtitan's `state_dict()`. Used to start a run from the weights of another."""
+
+    kind = "module"
+
+    def __init__(self, parts: list[torch.nn.Module], wrapped: Any) -> None:
+        self._own = Parts(parts)
+        self._wrapped = wrapped
+
+    def describe(self) -> State:
+        return State(value=self._wrapped.state_dict(), fresh=((),), standalone=True)
+
+    def _live(self) -> list[dict[str, Any]]:
+        own: Any = self._own.describe().value
+        return [own, self._wrapped.state_dict()]
+
+    def check(self, stored: object) -> list[str]:
+        if not isinstance(stored, dict):
+            return ["is not the state of a module"]
+        lacking = [sorted(live.keys() - stored) for live in self._live()]
+        return [] if [] in lacking else [f"has no stored {', '.join(min(lacking, key=len)[:3])}"]
+
+    def destinations(self, paths: list[Path]) -> list[object]:
+        """Return the live tensors to restore into: each rank takes the part of a weight that it
+        holds."""
+        own, named = self._live()
+        known = named | own
+        return [known.get(str(path[0]), "cpu") for path in paths]
+
+    def restore(self, value: object) -> None:
+        with handing_over("the model"):
+            self._wrapped.load_state_dict(value)
+
+
+class _Joined:
+    """The optimizers of all parts, joined into the one that the whole model would have. Each has
+    one group per rule of the configuration, with the parameters of its part."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._by_kind: dict[str, list[torch.optim.Optimizer]] = {}
+        for optimizer in optimizers:
+            self._by_kind.setdefault(type(optimizer).__name__, []).append(optimizer)
+        self.kind = "+".join(sorted(self._by_kind))
+        self.param_groups: list[dict[str, Any]] = []
+        self.state = _States({})
+
+    def look(self) -> None:
+        self.param_groups = [
+            alike[0] | {key: _chained(group[key] for group in alike) for key in _LISTED}
+            for alike in self._alike()
+        ]
+        optimizers = list(chain.from_iterable(self._by_kind.values()))
+        self.state = _States(
+            {
+                id(p): one
+                for one in optimizers
+                for group in one.param_groups
+                for p in group["params"]
+            }
+        )
+        for one in optimizers:
+            self.state.update(one.state)
+
+    def hand_out(self) -> None:
+        """Copy the options of the joined groups to the groups of each optimizer."""
+        for group, alike in zip(self.param_groups, self._alike(), strict=True):
+            for one in alike:
+                one.update((key, group[key]) for key in group if key not in _LISTED)
+
+    def _alike(self) -> list[tuple[dict[str, Any], ...]]:
+        """Return the groups of each rule, one from each part."""
+        groups = [[one.param_groups for one in alike] for alike in self._by_kind.values()]
+        return [same for of_kind in groups for same in zip(*of_kind, strict=True)]
+
+
+_LISTED = ("params", "param_names")
+
+
+def _chained(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+class _States(dict[torch.Tensor, dict[str, Any]]):
+    """The state of each parameter. Entries are the same dicts as in the parameter's own
+    optimizer."""
+
+    def __init__(self, owners: dict[int, torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._owners = owners
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._owners[id(parameter)].state[parameter]
+        self[parameter] = state
+        return state
+
+
+class Optimizers(OptimizerProvider):
+    """The optimizers of all parts, by the names of the parameters."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._joined = _Joined(optimizers)
+        super().__init__(self._joined, dict)  # type: ignore[arg-type]  # it has all attributes used
+        self._all = optimizers
+
+    def parts(self) -> tuple[object, ...]:
+        return tuple(self._all)
+
+    def describe(self) -> State:
+        self._joined.look()
+        state = super().describe()
+        assert isinstance(state.value, Owned)  # noqa: S101 (always so for an optimizer)
+        return replace(state, value=Owned(self._joined.kind, state.value.state))
+
+    def restore(self, value: object) -> None:
+        super().restore(value)
+        self._joined.hand_out()
+
+
+_LENGTH = struct.Struct("<Q")
+_LEAST_BYTES = 4096
+
+
+class LoaderPlace(StateProvider):
+    """Position in the data of each data-parallel rank. Ranks that read the same data share a tensor
+    named after their data-parallel rank, so it is found again whatever other ranks there are."""
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def describe(self) -> State:
+        value = {
+            name: self._written(name, entry) if isinstance(entry, bytes) else entry
+            for name, entry in self._loader.state_dict().items()
+        }
+        return State(value=value, fresh=((),))
+
+    def _written(self, name: str, data: bytes) -> torch.Tensor:
+        """Return a tensor with the length and the bytes, with room to grow. As long as the sizes of
+        tensors stay the same, ranks need not agree on a new layout."""
+        framed = _LENGTH.pack(len(data)) + data
+        room = self._rooms.get(name)
+        if room is None or len(room) < len(framed):
+            size = max(_LEAST_BYTES, 1 << len(framed).bit_length())
+            room = self._rooms[name] = torch.zeros(size, dtype=torch.uint8)
+        room[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        return room
+
+    def check(self, stored: object) -> list[str]:
+        ours = self._loader.dp_world_size
+        theirs = stored.get("world_size") if isinstance(stored, dict) else None
+        if ours == theirs:
+            return []
+        out = "exclude_from_loading=['dataloader']"
+        what = f"was saved by {theirs} data-parallel ranks, and here are {ours}"
+        return [f"{what}: keep their number, or leave it out: {out}"]
+
+    def skips(self, stored: object) -> dict[Path, str | None]:
+        """Skip the positions of other data-parallel ranks."""
+        if not isinstance(stored, dict) or self.check(stored):
+            return {}
+        return {
+            (name,): None
+            for name, entry in stored.items()
+            if isinstance(entry, TensorSpec) and name not in self._rooms
+        }
+
+    def restore(self, value: object) -> None:
+        with handing_over(type(self._loader).__name__):
+            self._loader.load_state_dict(
+                {name: _read(entry) for name, entry in value.items() if entry is not ABSENT}  # type: ignore[attr-defined]
+            )
+            # Make the loader create its iterator now, which draws a random number. If it did so
+            # when training starts, it would advance the restored generators.
+            self._loader.state_dict()
+
+
+def _read(entry: Any) -> Any:
+    if not isinstance(entry, torch.Tensor):
+        return entry
+    data = entry.numpy().tobytes()
+    (length,) = _LENGTH.unpack_from(data)
+    return data[_LENGTH.size : _LENGTH.size + length]
