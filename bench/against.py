@@ -76,7 +76,7 @@ def measure(scenario: str, place: str) -> dict[str, float]:
         saving.save(0).wait()  # the pool and the flusher are there from now on
         for tensor in state.values():
             if scenario != "lora" or tensor is state["w0"]:
-                tensor += 1  # type: ignore[operator]
+                tensor.add_(1)  # type: ignore[attr-defined]
         time.sleep(0.3)
         began = time.perf_counter()
         handle = saving.save(1)
@@ -128,7 +128,7 @@ def main(old: Path, rounds: int) -> None:
             before, after = found[name, old], found[name, ROOT]
             ratio = statistics.median(before) / statistics.median(after)
             cells = [
-                f"{statistics.median(side):.3f} ({min(side):.3f}–{max(side):.3f})"
+                f"{statistics.median(side):.3f} ({min(side):.3f} to {max(side):.3f})"
                 for side in (before, after)
             ]
             print(f"| {scenario}: {name} | {cells[0]} | {cells[1]} | {ratio:.2f} |", flush=True)
