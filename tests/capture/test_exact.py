@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -135,3 +137,38 @@ def test_a_copy_that_would_leave_its_slot_is_refused() -> None:
             pool.land(0, CHUNK_BYTES - 63, [(source.data_ptr(), 64)])
     finally:
         pool.close()
+
+
+COPY_ON_MANY_THREADS_AFTER_A_FORK = """
+import os, sys, threading
+import torch
+from laststep.capture.exact import copy_each
+
+def copy():
+    start.wait()
+    copy_each([torch.empty(300, 300)], [torch.empty(300, 300)])
+
+torch.set_num_threads(2)
+torch.ones(100_000).sum()  # starts the threads of the pool
+sys.stderr = open(os.devnull, "w")
+failed = 0
+for _ in range(40):
+    child = os.fork()
+    if child:
+        failed += os.waitpid(child, 0)[1] != 0
+        continue
+    errors = []
+    threading.excepthook = errors.append
+    start = threading.Barrier(8)
+    threads = [threading.Thread(target=copy) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    os._exit(len(errors))
+print(failed)
+"""
+
+
+def test_threads_of_a_forked_process_can_copy_at_once() -> None:
+    command = [sys.executable, "-W", "error", "-c", COPY_ON_MANY_THREADS_AFTER_A_FORK]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "0", "torch's thread pool was renewed by several threads"

@@ -8,6 +8,7 @@ instead of failing.
 from __future__ import annotations
 
 import operator
+import os
 from typing import Final
 
 import torch
@@ -52,3 +53,15 @@ def changed(expected: tuple[object, object], found: tuple[object, object]) -> To
         found=f"{found[0]} of {found[1]}",
         remedy="let no other thread change the state while it is saved or restored",
     )
+
+
+def _renew_thread_pool() -> None:
+    """Let torch replace its thread pool, whose threads a forked child does not have.
+
+    torch would do so at the next use of the pool, but without a lock: of several threads that come
+    at once, some fail with "Invalid thread pool!".
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_renew_thread_pool)
