@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import attempts
+from disks import FailingDisk, Kind, RecordingDisk
 from laststep.catalog import listing
 from laststep.catalog.cleaning import QUIET_S, RemovalReason
 from laststep.catalog.retention import Keep, plan_prune
@@ -20,7 +21,6 @@ from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
 from laststep.testing.stores import write_file
 
 if TYPE_CHECKING:

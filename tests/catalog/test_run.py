@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import attempts
+from disks import Kind, RecordingDisk
 from expect import raises
 from laststep.catalog import terms
 from laststep.catalog.attempt import Attempt
@@ -34,7 +35,6 @@ from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.memory import MemoryStore
 from laststep.storage.store import StoreEntry
-from laststep.testing.faults import Kind, RecordingDisk
 
 Save = Callable[..., str]
 Saved = Callable[..., list[str]]

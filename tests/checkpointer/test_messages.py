@@ -12,8 +12,8 @@ from torch import nn
 import laststep
 from expect import names, raises, warned
 from laststep import events
+from laststep.events import log_event
 from laststep.settings import as_keywords
-from laststep.watching import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable

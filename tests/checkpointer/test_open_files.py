@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import laststep
+from disks import FailingDisk, Kind
 from laststep.flush import server
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.faults import FailingDisk, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

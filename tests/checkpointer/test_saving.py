@@ -17,12 +17,12 @@ from torch import nn
 
 import laststep
 from cases import long
+from disks import FailingDisk, Kind
 from expect import raises, warned
 from laststep.catalog import decision
 from laststep.flush import server as serving
 from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.faults import FailingDisk, Kind
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.testing.faults import Change, Kind
+from disks import Change, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

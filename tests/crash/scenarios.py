@@ -24,6 +24,7 @@ import crashed_disk
 import msgspec
 
 import attempts
+from disks import Change, RecordingDisk
 from laststep.catalog.indexes import read_indexes
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
@@ -38,7 +39,6 @@ from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.faults import Change, RecordingDisk
 from laststep.tiers.copying import Copier, CopyRoute
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None

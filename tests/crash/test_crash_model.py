@@ -12,8 +12,8 @@ import pytest
 import scenarios
 from scenarios import SCENARIOS, Scenario, Violated, explore, random_scenario
 
+from disks import RecordingDisk
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.faults import RecordingDisk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import attempts
 from cases import long
+from disks import FailingDisk, Kind
 from expect import raises
 from laststep.codecs.digests import block_digests
 from laststep.codecs.rounding import rounded
@@ -32,7 +33,6 @@ from laststep.format.index import RAW, BlockRun, Encoding, StoredFile
 from laststep.plan.files import MasterPair, index_name, pack_name
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
-from laststep.testing.faults import FailingDisk, Kind
 from saves_of import MODEL, History, bytes_layout, chunks_of, images_in, layout_of, write
 
 if TYPE_CHECKING:

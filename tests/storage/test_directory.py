@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from disks import FailingDisk, Kind, RecordingDisk
 from expect import raises
 from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
-from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
 from laststep.testing.stores import SharedStoreConformance, aligned, write_file, write_piece
 
 if TYPE_CHECKING:
