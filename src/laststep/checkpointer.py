@@ -20,7 +20,7 @@ from laststep import arguments
 from laststep.checks import seconds
 from laststep.commit import thread as teaming
 from laststep.errors import AbortedError, LaststepError, UsageError, brief
-from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
+from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
 from laststep.flush.saves import Save, SaveState
 from laststep.process import signals, system
 from laststep.process import threads as single
@@ -36,7 +36,6 @@ from laststep.settings import DEFAULTS, FlushIn, OnBusy
 from laststep.state.items import Deferred, providers_for
 from laststep.storage.registry import open_store
 from laststep.tiers.tier import Tier, arranged
-from laststep.watching import watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,18 +1,29 @@
-"""The events of a Checkpointer, as typed values for subscribers.
+"""The events of a Checkpointer, as typed values for subscribers; the log and the progress bar.
 
-The log and the progress bar are subscribers; the library never configures a log handler. A
-subscriber is called on the thread where the event occurs and MUST return quickly. An exception in a
-subscriber is logged and otherwise ignored, because a display must never cost a checkpoint. Only
-exceptions that end the user's own thread (Ctrl-C, `sys.exit()`) propagate there.
+A subscriber is called on the thread where the event occurs and MUST return quickly. An exception in
+a subscriber is logged and otherwise ignored, because a display must never cost a checkpoint. Only
+exceptions that end the user's own thread (Ctrl-C, `sys.exit()`) propagate there. The library never
+configures a log handler.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
+
+from laststep.constants import listed
 from laststep.process import threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.progress import TaskID
 
 __all__ = [
     "Captured",
@@ -37,7 +48,7 @@ __all__ = [
     "Written",
 ]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("laststep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,3 +291,170 @@ class Bus:
         for subscriber in self._subscribers:
             with threads.outlasting(log, "a subscriber failed on %s", type(event).__name__):
                 subscriber(event)
+
+
+human = functools.partial(decimal, precision=2)
+"""Format a number of bytes for people, in decimal units, as disks are sold."""
+
+
+def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
+    """Subscribe the log and the user's subscribers, and the progress bar if it is requested or,
+    with None, if stderr is a terminal."""
+    for subscriber in (log_event, *subscribers):
+        bus.subscribe(subscriber)
+    if progress is None:
+        progress = sys.stderr is not None and sys.stderr.isatty()
+    if progress:
+        bus.subscribe(ProgressBar())
+
+
+def log_event(event: Event) -> None:
+    """Log one line per change of state, with step, bytes and seconds."""
+    if isinstance(event, Preflight):
+        _log_preflight(event)
+        return
+    level, text = _about_save(event) or _about_run(event) or (logging.NOTSET, "")
+    if text:
+        log.log(level, "%s", text)
+
+
+_Line = tuple[int, str]
+"""A level of the log, and the text."""
+
+
+def _about_save(event: Event) -> _Line | None:
+    match event:
+        case SaveStarted():
+            return logging.INFO, f"step {event.step}: saving {human(event.size_bytes)}"
+        case Captured():
+            return logging.INFO, (
+                f"step {event.step}: captured {human(event.size_bytes)} in {event.seconds:.3f} s, "
+                f"training was held for {event.blocked_s:.4f} s"
+            )
+        case Durable():
+            rate = human(int(event.written_bytes / max(event.seconds, 1e-9)))
+            shared = f", {human(event.shared_bytes)} shared" if event.shared_bytes else ""
+            return logging.INFO, (
+                f"step {event.step}: durable after {event.seconds:.3f} s: "
+                f"{human(event.written_bytes)} written ({rate}/s){shared}"
+            )
+        case Committed():
+            return logging.INFO, (
+                f"step {event.step}: committed as {event.folder} after {event.seconds:.3f} s"
+            )
+        case SaveFailed():
+            return logging.ERROR, f"step {event.step}: the save failed: {event.reason}"
+        case SaveSkipped():
+            return logging.WARNING, f"step {event.step}: not saved: {event.reason}"
+        case TierHolds():
+            what = "it" if event.items is None else f"{', '.join(event.items)} of it"
+            return logging.INFO, (
+                f"step {event.step}: {event.tier} has {what} after {event.seconds:.3f} s"
+            )
+        case TierLags():
+            return logging.WARNING, (
+                f"step {event.step}: {event.tier} does not have it yet: {event.reason}"
+            )
+        case _:
+            return None
+
+
+def _about_run(event: Event) -> _Line | None:
+    match event:
+        case Restored():
+            return logging.INFO, (
+                f"restored step {event.step} from {event.folder}: {human(event.size_bytes)} read "
+                f"in {event.seconds:.3f} s"
+            )
+        case PassedOver():
+            return logging.WARNING, f"skipped step {event.step} ({event.folder}): {event.reason}"
+        case Pruned():
+            return logging.INFO, f"pruned step {event.step} ({event.folder})"
+        case MetricMissing():
+            return logging.WARNING, f"{event.reason}; until one has it, all are kept"
+        case ReplicasDiffer():
+            ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
+            more = f" and {event.more_ranks} more" if event.more_ranks else ""
+            return logging.WARNING, (
+                f"step {event.step}: {listed(event.tensors) or 'tensors'} differ on {ranks}{more} "
+                f"from rank {event.stored}, whose copy is stored: replicas have diverged"
+            )
+        case PreemptionSeen():
+            return logging.WARNING, (
+                f"the job will be preempted: {event.cause}, within {event.grace_s:g} s"
+            )
+        case PreemptionEnded():
+            after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
+            held = listed(event.tiers)
+            if event.committed:
+                return logging.WARNING, (
+                    f"the job ends: step {event.step} is committed, {after}; it is at {held}; "
+                    "nothing is lost"
+                )
+            return logging.ERROR, (
+                f"the job ends: step {event.step} is not committed, {after}: {event.problem}; "
+                f"it is at {held or 'no tier'}; at risk: {event.at_risk}"
+            )
+        case _:
+            return None
+
+
+def _log_preflight(event: Preflight) -> None:
+    kept, needed = event.kept_checkpoints, human(event.needed_disk_bytes)
+    free = "free room unknown"
+    if event.free_disk_bytes is not None:
+        free = f"{human(event.free_disk_bytes)} free"
+    room = "stored bytes grow with the run" if kept is None else f"{needed} needed to keep {kept}"
+    log.info(
+        "every save: %s; host memory up to %s; disk: %s, %s%s",
+        human(event.state_bytes),
+        human(event.host_memory_bytes),
+        free,
+        room,
+        "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s",
+    )
+    if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
+        count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
+        log.warning(
+            "the disk is short: %s, %s needed for %s and one on its way", free, needed, count
+        )
+
+
+class ProgressBar:
+    """A rich progress bar on stderr while a save is flushed."""
+
+    def __init__(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self._progress = progress.Progress(
+            progress.TextColumn("step {task.fields[step]}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TextColumn("{task.fields[state]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._tasks: dict[int, TaskID] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case SaveStarted():
+                if not self._tasks:
+                    self._progress.start()
+                self._tasks[event.step] = self._progress.add_task(
+                    "", total=max(event.size_bytes, 1), step=event.step, state="capturing"
+                )
+            case Written() if event.step in self._tasks:
+                self._progress.update(
+                    self._tasks[event.step], completed=event.done_bytes, state="flushing"
+                )
+            case Committed() | SaveFailed():
+                task = self._tasks.pop(event.step, None)
+                if task is not None:
+                    self._progress.remove_task(task)
+                if not self._tasks:
+                    self._progress.stop()
+            case _:
+                pass

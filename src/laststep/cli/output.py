@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laststep.errors import UsageError
-from laststep.watching import human
+from laststep.events import human
 
 SCHEMA = 1
 """Incremented when a document changes in a way that could break its readers; adding fields does

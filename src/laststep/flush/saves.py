@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from laststep.checks import seconds
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, StorageError
-from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds
+from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, human
 from laststep.flush.protocol import Begin, CaptureDone, Chunks, Decide, Role, Unchanged
 from laststep.format.manifest import ItemRecord, WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
 from laststep.settings import MAX_UNCOMMITTED
-from laststep.watching import human
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.constants import duration_text
-from laststep.watching import human
+from laststep.events import human
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
