@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import threading
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.attempt import Attempt
     from laststep.catalog.run import Run
-    from laststep.catalog.terms import TermRecord, Trainer
+    from laststep.catalog.terms import Trainer
     from laststep.format.manifest import Commit
     from laststep.storage.store import Store
 
@@ -65,7 +66,7 @@ class DcpSave:
 
     def abort(self, reason: str) -> None:
         """Abort the attempt and delete its files. Errors of the store are only logged."""
-        if self.writer.is_under_way(self) and os.getpid() == self._pid:  # not a forked child
+        if self in self.writer.under_way and os.getpid() == self._pid:  # not a forked child
             try:
                 with _only_logged("clean up after a failed save"):
                     self.attempt.abort(reason)
@@ -87,7 +88,7 @@ class DcpWriter(RunWriter):
     def __init__(self, path: str, trainer: Trainer) -> None:
         super().__init__(open_store(path), trainer)
         self._mutex = threading.RLock()  # the finalizer of a Writer may abort during any call
-        self._under_way: list[DcpSave] = []
+        self.under_way: list[DcpSave] = []
 
     def begin_save(self, step: int, *, overwrite: bool, sole: bool) -> DcpSave:
         """Begin an attempt. Raise `AlreadyExistsError` if the step exists, `AbortedError` if
@@ -103,7 +104,9 @@ class DcpWriter(RunWriter):
                 _check_sole(run, step)
             if self.term is not None:
                 run.check_newest(self.term)
-                self._end_given_up()
+                for save in tuple(self.under_way):
+                    if isinstance(decision.read(self.store, save.attempt.folder), Abort):
+                        save.abort("another rank aborted it")
             if not overwrite:
                 _check_step_free(run, step, sole=sole)
             if self.term is None:
@@ -121,31 +124,18 @@ class DcpWriter(RunWriter):
                 overwrite=overwrite,
                 sole=sole,
             )
-            self._under_way.append(save)
+            self.under_way.append(save)
             return save
-
-    def _end_given_up(self) -> None:
-        """End the saves in progress that another rank has aborted. Called when a new save
-        begins."""
-        for save in tuple(self._under_way):
-            if isinstance(decision.read(self.store, save.attempt.folder), Abort):
-                save.abort("another rank aborted it")
-
-    def is_under_way(self, save: DcpSave) -> bool:
-        return save in self._under_way
 
     def ended(self, save: DcpSave) -> None:
         """Remove a finished save; after the last one, release the lock of the term."""
         with self._mutex:
             with contextlib.suppress(ValueError):
-                self._under_way.remove(save)
+                self.under_way.remove(save)
             self._close_if_idle()
 
-    def is_idle(self) -> bool:
-        return not self._under_way
-
     def _close_if_idle(self) -> None:
-        if self.is_idle():
+        if not self.under_way:
             self.close()
 
     def _look_round(self, term: int) -> None:
@@ -156,9 +146,9 @@ class DcpWriter(RunWriter):
         newest = max(known.numbers(), default=0)
         is_deleted = newest < term
         record = known.read(newest) if newest > term else None
-        if not is_deleted and (record is None or not _same(record, self._trainer)):
+        if not is_deleted and (record is None or _PROCESS(record) != _PROCESS(self._trainer)):
             return
-        if self._under_way:
+        if self.under_way:
             raise AbortedError(
                 "cannot save while a save of an older term is in progress",
                 where=self.store.url,
@@ -215,13 +205,7 @@ def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
         ) from error
 
 
-def _same(record: TermRecord, trainer: Trainer) -> bool:
-    return (record.host, record.pid, record.boot, record.process_started) == (
-        trainer.host,
-        trainer.pid,
-        trainer.boot,
-        trainer.process_started,
-    )
+_PROCESS = operator.attrgetter("host", "pid", "boot", "process_started")
 
 
 class _Writers:
@@ -246,7 +230,7 @@ def writer_of(path: str, trainer: Trainer) -> DcpWriter:
         known = _writers.known.pop((path, trainer), None) or DcpWriter(path, trainer)
         if len(_writers.known) >= _MOST_WRITERS:
             # Drop the least recently used idle one; its next save claims a new term.
-            for key in [key for key, writer in _writers.known.items() if writer.is_idle()][:1]:
+            for key in [key for key, writer in _writers.known.items() if not writer.under_way][:1]:
                 del _writers.known[key]
         _writers.known[path, trainer] = known
         return known

@@ -1,15 +1,14 @@
 """A checkpoint as DCP sees it: flat metadata, values as bytes, and chunks of tensors.
 
 A checkpoint that a `Writer` wrote appears as the state that was saved. Any other appears as one
-nested state of all items by name, flattened as DCP does it. Everything read is verified. Of a chunk
-only the rows that contain requested data are read, each block once, a few reads ahead. The planner
-is called only on the calling thread.
+nested state of all items by name, flattened as DCP does it. Everything read is verified. Only the
+blocks that contain requested elements are read, each once, a few reads ahead. The planner is called
+only on the calling thread.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import operator
 import weakref
 from contextlib import closing
@@ -33,15 +32,15 @@ from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.dcp import record as dcp_record
 from laststep.dcp import typed
 from laststep.dcp import values as dcp_values
-from laststep.dcp.record import tensor_name
+from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, UsageError
 from laststep.memory.slots import SLOT_BYTES
-from laststep.plan.reads import Read, ReadRequest, plan_reads
+from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads
 from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
 from laststep.read.reader import read_ahead
-from laststep.state.boxes import Box, whole
-from laststep.state.tensors import TORCH_DTYPES, open_view, revive
+from laststep.state.boxes import Box, row_major, whole
+from laststep.state.tensors import TORCH_DTYPES, box_of, open_view, revive
 from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.state.tree import rebuild
 
@@ -56,127 +55,80 @@ if TYPE_CHECKING:
     from laststep.dcp.record import Kind
     from laststep.format.manifest import Commit
     from laststep.read.blocks import LayoutBlocks
-    from laststep.read.content import Place
     from laststep.storage.store import Store
 
 _THREADS = 4
 
 
-class ChunkRead(NamedTuple):
-    """A request, the place of the chunk that it reads from, and the chunk's dtype."""
+class _Wanted(NamedTuple):
+    """A request, the stored chunk that it reads from, and the wanted box of the tensor."""
 
     request: ReadItem
-    place: Place
-    dtype: str
+    stored: FileBox
+    dtype: torch.dtype
+    box: Box
 
-
-class _Rows(NamedTuple):
-    """Rows of one read's chunk, and their byte range in the tensor area of the file."""
-
-    read: int
-    first: int
-    number: int
-    start: int
-    stop: int
+    @property
+    def range(self) -> tuple[int, int]:
+        """The bytes of the file from the first to the last wanted element."""
+        if self.box == self.stored.box:
+            return self.stored.start, self.stored.stop
+        shape, inner = self.stored.box.shape, self.box.within(self.stored.box)
+        first = row_major(shape, inner.start)
+        last = row_major(shape, (stop - 1 for stop in inner.stop)) + 1
+        itemsize = self.stored.itemsize
+        return self.stored.start + first * itemsize, self.stored.start + last * itemsize
 
 
 def put_whole(tensor: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> None:
     """Copy the requested part of a tensor that has been read to the planner's target."""
     target = _target(request, planner)
-    target.copy_(_narrowed(tensor, request.storage_offsets, request.lengths))
+    box = whole(tuple(request.lengths)).moved(request.storage_offsets)
+    target.copy_(box_of(tensor, box))
     planner.commit_tensor(request, target)
 
 
-def copy_chunks(
-    files: Sequence[LayoutBlocks], reads: Sequence[ChunkRead], planner: LoadPlanner
+def _copy_chunks(
+    files: Sequence[LayoutBlocks], wanted: Sequence[_Wanted], planner: LoadPlanner
 ) -> None:
-    """Read, verify and copy the requested chunks, in the order of the files."""
-    used = {read.place.file for read in reads}
+    """Read, verify and copy the wanted boxes, in the order of the files. Raise `CorruptError` for
+    bytes that have changed."""
+    used = {want.stored.file for want in wanted}
     # Small reads are still in the CPU caches when they are verified and copied. Requests to a
     # server cost more than reads from a disk, so those are larger.
     most_bytes = SLOT_BYTES if all(files[file].prefer_cached() for file in used) else CHUNK_BYTES
-    missing = [0] * len(reads)
-    wanted: list[_Rows] = []
-    for number, read in enumerate(reads):
-        before = len(wanted)
-        wanted += _rows_of(number, read, most_bytes)
-        missing[number] = len(wanted) - before
-        if not missing[number]:
-            planner.commit_tensor(read.request, _target(read.request, planner))
-    targets: dict[int, torch.Tensor] = {}
-    for rows, data in _read_rows(files, reads, wanted, most_bytes):
-        read = reads[rows.read]
-        if rows.read not in targets:
-            targets[rows.read] = _target(read.request, planner)
-        _copy_rows(torch.frombuffer(data, dtype=torch.uint8), rows, read, targets[rows.read])
-        missing[rows.read] -= 1
-        if not missing[rows.read]:
-            planner.commit_tensor(read.request, targets.pop(rows.read))
-
-
-def _rows_of(number: int, read: ChunkRead, most_bytes: int) -> Iterator[_Rows]:
-    """Yield the rows that contain requested data; none if the request is empty. Rows within the
-    same `most_bytes` of the file are grouped; a row that crosses such a boundary is yielded
-    alone."""
-    request, place, dtype = read
-    if 0 in request.lengths:
-        return
-    row_bytes = math.prod(place.box.shape[1:]) * DTYPES[dtype].size_bytes
-    row, last = 0, 1
-    if place.box.shape:
-        row, last = request.storage_offsets[0], request.storage_offsets[0] + request.lengths[0]
-    while row < last:
-        start = place.start + row * row_bytes
-        count = min(max((most_bytes - start % most_bytes) // row_bytes, 1), last - row)
-        yield _Rows(number, row, count, start, start + count * row_bytes)
-        row += count
-
-
-def _read_rows(
-    files: Sequence[LayoutBlocks],
-    reads: Sequence[ChunkRead],
-    wanted: Sequence[_Rows],
-    most_bytes: int,
-) -> Iterator[tuple[_Rows, memoryview | bytearray]]:
-    """Yield all rows with their bytes, which are valid only until the next iteration. Raise
-    `CorruptError` for bytes that have changed."""
     requests: dict[int, list[ReadRequest]] = {}
-    for number, rows in enumerate(wanted):
-        file = reads[rows.read].place.file
-        requests.setdefault(file, []).append(ReadRequest(rows.start, rows.stop, number))
+    for number, want in enumerate(wanted):
+        if want.box.volume:
+            of_file = requests.setdefault(want.stored.file, [])
+            of_file.append(ReadRequest(*want.range, number))
+        else:
+            planner.commit_tensor(want.request, _target(want.request, planner))
     planned: list[Read] = []
     for file in sorted(requests):
         planned += plan_reads(file, files[file].layout.tensor_bytes, requests[file], most_bytes)
     extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
-    cut: dict[int, bytearray] = {}  # rows that have been read in part
+    missing = [want.box.volume for want in wanted]
+    targets: dict[int, torch.Tensor] = {}
     with closing(read_ahead(extents, threads=_THREADS, buffer_bytes=most_bytes)) as ahead:
         for read, (data, damage) in zip(planned, ahead, strict=True):
             refuse(damage)
-            for part in read.parts:
-                rows, piece = wanted[part.target], data[part.at : part.at + part.size_bytes]
-                size = rows.stop - rows.start
-                if part.size_bytes == size:
-                    yield rows, piece
+            stored = tuple(wanted[part.target].stored for part in read.parts)
+            image = torch.frombuffer(data, dtype=torch.uint8)
+            for source, box, at in Chunk(read.file, read.start, read.stop, stored).boxes():
+                number = source.tensor
+                request, _, dtype, wanted_box = wanted[number]
+                common = box.meet(wanted_box)
+                if common is None:
                     continue
-                if part.target not in cut:
-                    cut[part.target] = bytearray(size)
-                stop = part.target_at + part.size_bytes
-                cut[part.target][part.target_at : stop] = piece
-                if stop == size:
-                    yield rows, cut.pop(part.target)
-
-
-def _copy_rows(data: torch.Tensor, rows: _Rows, read: ChunkRead, target: torch.Tensor) -> None:
-    request, place, dtype = read
-    stored = data.view(TORCH_DTYPES[dtype])
-    if not place.box.shape:
-        _copy(stored.view(()), target)
-        return
-    stored = stored.view(rows.number, *place.box.shape[1:])
-    offsets, lengths = request.storage_offsets[1:], request.lengths[1:]
-    at = rows.first - request.storage_offsets[0]
-    part = _narrowed(stored, (0, *offsets), (rows.number, *lengths))
-    _copy(part, target[at : at + rows.number])
+                if number not in targets:
+                    targets[number] = _target(request, planner)
+                part = image[at : at + box.volume * source.itemsize].view(dtype).view(box.shape)
+                into = box_of(targets[number], common.within(wanted_box))
+                _copy(box_of(part, common.within(box)), into)
+                missing[number] -= common.volume
+                if not missing[number]:
+                    planner.commit_tensor(request, targets.pop(number))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -187,12 +139,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
 
 
 def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
@@ -206,9 +152,6 @@ def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-_VALUES = ("value", "typed", "raw")
-
-
 class DcpStorageInfo(NamedTuple):
     """The storage info of an entry in DCP's metadata: its item, the tensor's name there and, for a
     tensor, the box."""
@@ -218,16 +161,15 @@ class DcpStorageInfo(NamedTuple):
     box: Box | None
 
 
-class _DcpLeaf(NamedTuple):
-    """An entry of the flat state: a tensor of an item, a part of a tensor of the given `shape` that
-    begins at `start`, or any other node of the item's tree."""
+class _Leaf(NamedTuple):
+    """An entry of the flat state, and its node in the tree of its item."""
 
-    fqn: str
-    item: str
+    entry: RecordEntry
     node: object
-    kind: Kind
-    start: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
+
+    @property
+    def item(self) -> str:
+        return str(self.entry.location[0])
 
 
 class DcpContent:
@@ -245,22 +187,17 @@ class DcpContent:
     ) -> None:
         """Open a checkpoint. Of per-rank items, those of `rank` are shown. Objects of user classes
         are created only if the class is in `types` or occurs in the state to load into."""
-        self._classes = typed.classes_in(tuple(types))
+        self._classes = typed.classes_in(types)
         self.folder = folder
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
         self._content = Content(store, folder, commit, rank=rank)
-        self._closing = weakref.finalize(self, close_files, self._content.files)
+        self.close = weakref.finalize(self, close_files, self._content.files)
         self._planner_data: object = None
         self.save_id: str | None = None
         """DCP's id of the save, if DCP saved the checkpoint."""
         self._leaves = list(self._find_leaves())
-        self._values = {leaf.fqn: leaf for leaf in self._leaves if leaf.kind in _VALUES}
-
-    def close(self) -> None:
-        self._closing()
-
-    # Metadata
+        self._by_fqn = {leaf.entry.fqn: leaf for leaf in self._leaves}
 
     def metadata(self) -> Metadata:
         """Return the metadata for DCP's planners."""
@@ -269,44 +206,45 @@ class DcpContent:
         )
         metadata.version = CURRENT_DCP_VERSION
         for leaf in self._leaves:
-            if leaf.kind == "tensor" and type(leaf.node) is TensorRef:
-                self._tell_tensor(leaf, leaf.node.name, metadata)
-            elif leaf.kind == "part" and type(leaf.node) is TensorRef:
-                self._tell_part(leaf, leaf.node.name, metadata)
+            fqn, kind, node = leaf.entry.fqn, leaf.entry.kind, leaf.node
+            if kind == "tensor" and type(node) is TensorRef:
+                self._tell_tensor(leaf, node.name, metadata)
+            elif kind == "part" and type(node) is TensorRef:
+                self._tell_part(leaf, node.name, metadata)
             else:
-                metadata.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
-                index = MetadataIndex(leaf.fqn)
-                metadata.storage_data[index] = DcpStorageInfo(leaf.item, "", None)
+                metadata.state_dict_metadata[fqn] = BytesStorageMetadata()
+                metadata.storage_data[MetadataIndex(fqn)] = DcpStorageInfo(leaf.item, "", None)
         return metadata
 
-    def _tell_tensor(self, leaf: _DcpLeaf, name: str, into: Metadata) -> None:
+    def _tell_tensor(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+        fqn = leaf.entry.fqn
         dtype, shape = self._content.item(leaf.item).spec_of(name)
-        boxes = [place.box for place in self._places(leaf.item, name)] or [whole(shape)]
-        boxes.sort()
+        boxes = sorted(place.box for place in self._places(leaf.item, name)) or [whole(shape)]
         chunks = [
             ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
             for box in boxes
         ]
-        into.state_dict_metadata[leaf.fqn] = tensor_metadata(dtype, shape, chunks)
+        into.state_dict_metadata[fqn] = tensor_metadata(dtype, shape, chunks)
         for number, box in enumerate(boxes):
-            index = MetadataIndex(leaf.fqn, box.start, number)
+            index = MetadataIndex(fqn, box.start, number)
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
 
-    def _tell_part(self, leaf: _DcpLeaf, name: str, into: Metadata) -> None:
+    def _tell_part(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+        entry = leaf.entry
         dtype, shape = self._content.item(leaf.item).spec_of(name)
-        fresh = tensor_metadata(dtype, leaf.shape, [])
-        whole_of = into.state_dict_metadata.setdefault(leaf.fqn, fresh)
-        ends = map(operator.add, leaf.start, shape)
+        fresh = tensor_metadata(dtype, entry.shape, [])
+        whole_of = into.state_dict_metadata.setdefault(entry.fqn, fresh)
+        ends = map(operator.add, entry.start, shape)
         if (
             not isinstance(whole_of, TensorStorageMetadata)
-            or len(shape) != len(leaf.shape)
+            or len(shape) != len(entry.shape)
             or any(map(operator.gt, ends, whole_of.size))
         ):
             raise CorruptError(
                 "a shard lies outside its tensor", where=self._where, found=repr(leaf)[:200]
             )
-        start = torch.Size(leaf.start)
-        index = MetadataIndex(leaf.fqn, start, len(whole_of.chunks))
+        start = torch.Size(entry.start)
+        index = MetadataIndex(entry.fqn, start, len(whole_of.chunks))
         whole_of.chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(shape)))
         into.storage_data[index] = DcpStorageInfo(leaf.item, name, whole(shape))
 
@@ -317,68 +255,78 @@ class DcpContent:
             return ()
         return self._content.places(item, stored.ties.get(name, name))
 
-    def _find_leaves(self) -> Iterator[_DcpLeaf]:
-        record = self._record()
-        if record is None:
-            yield from self._leaves_of_items()
-            return
-        self._planner_data, self.save_id = record.planner_data, record.save_id
-        for entry in record.entries:
-            item = str(entry.location[0])
-            node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)
-            if entry.kind in ("tensor", "part") and node != TensorRef(tensor_name(entry.location)):
-                raise CorruptError(
-                    "the DCP record of a checkpoint contradicts its trees",
-                    where=self._where,
-                    found=repr(entry)[:200],
-                )
-            yield _DcpLeaf(entry.fqn, item, node, entry.kind, entry.start, entry.shape)
-
-    def _record(self) -> dcp_record.DcpRecord | None:
+    def _find_leaves(self) -> Iterator[_Leaf]:
         for data, where in self._content.values(dcp_record.OBJECT_NAME):
-            return dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
-        return None
-
-    def _leaves_of_items(self) -> Iterator[_DcpLeaf]:
+            record = dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
+            self._planner_data, self.save_id = record.planner_data, record.save_id
+            yield from map(self._leaf_at, record.entries)
+            return
         trees = {item.name: item.tree for item in self._content.items.values()}
-        remedy = "load the run with laststep instead"
-        by_item = leaves_by_item(trees, where=self._where, remedy=remedy)
+        by_item = leaves_by_item(
+            trees, where=self._where, remedy="load the run with laststep instead"
+        )
         self._planner_data = {leaf.name: leaf.path for own in by_item.values() for leaf in own}
-        for item, leaves in by_item.items():
+        for leaves in by_item.values():
             for leaf in leaves:
-                yield _DcpLeaf(leaf.name, item, leaf.node, "tensor" if leaf.is_tensor else "value")
+                kind: Kind = "tensor" if leaf.is_tensor else "value"
+                yield _Leaf(RecordEntry(fqn=leaf.name, location=leaf.path, kind=kind), leaf.node)
 
-    # Reading
+    def _leaf_at(self, entry: RecordEntry) -> _Leaf:
+        leaf = _Leaf(entry, None)
+        leaf = leaf._replace(node=self._node_at(self._content.item(leaf.item).tree, entry.location))
+        is_tensor = entry.kind in ("tensor", "part")
+        if is_tensor and leaf.node != TensorRef(tensor_name(entry.location)):
+            raise self._contradiction(repr(entry)[:200])
+        return leaf
+
+    def _node_at(self, tree: object, location: Path) -> object:
+        for part in location[1:]:
+            match tree:
+                case dict() if part in tree:
+                    tree = tree[part]
+                case list() if isinstance(part, int) and part < len(tree):
+                    tree = tree[part]
+                case _:
+                    raise self._contradiction(f"nothing at {list(location[1:])}")
+        return tree
+
+    def _contradiction(self, found: str) -> CorruptError:
+        return CorruptError(
+            "the DCP record of a checkpoint contradicts its trees", where=self._where, found=found
+        )
 
     def read(
         self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, DcpStorageInfo]
     ) -> None:
         """Deliver everything that the plan requests to the planner; tensors in the order of their
         files."""
-        chunks: list[ChunkRead] = []
+        wanted: list[_Wanted] = []
         for request in plan.items:
-            place = stored[request.storage_index]
+            item, name, box = stored[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
                 live = getattr(planner, "state_dict", {}).get(request.dest_index.fqn)
-                fqn = request.storage_index.fqn
-                planner.load_bytes(request, self._bytes(fqn, typed.classes_in(live)))
-            elif place.box is None:
+                leaf = self._by_fqn[request.storage_index.fqn]
+                planner.load_bytes(request, self._bytes(leaf, typed.classes_in(live)))
+            elif box is None:
                 raise UsageError(
                     f"cannot load {request.storage_index.fqn} into a tensor: it is a plain value"
                 )
-            elif self._content.item(place.item).view_of(place.name) is not None:
-                put_whole(self._whole(place.item, place.name), request, planner)
+            elif self._content.item(item).view_of(name) is not None:
+                put_whole(self._whole(item, name), request, planner)
             else:
-                [at] = [p for p in self._places(place.item, place.name) if p.box == place.box]
-                dtype, _ = self._content.item(place.item).spec_of(place.name)
-                chunks.append(ChunkRead(request, at, dtype))
-        copy_chunks(self._content.files, chunks, planner)
+                [at] = [place for place in self._places(item, name) if place.box == box]
+                dtype, _ = self._content.item(item).spec_of(name)
+                size = DTYPES[dtype].size_bytes
+                chunk = FileBox(len(wanted), size, at.file, at.start, at.stop, box)
+                first = map(operator.add, request.storage_offsets, box.start)
+                part = whole(tuple(request.lengths)).moved(tuple(first))
+                wanted.append(_Wanted(request, chunk, TORCH_DTYPES[dtype], part))
+        _copy_chunks(self._content.files, wanted, planner)
 
-    def _bytes(self, fqn: str, classes: dict[str, type]) -> BytesIO:
+    def _bytes(self, leaf: _Leaf, classes: dict[str, type]) -> BytesIO:
         """Return a value as the bytes that a planner loads. Objects of user classes may be created
         from `classes`."""
-        leaf = self._values[fqn]
-        where = f"{self._where}, {fqn}"
+        fqn, where = leaf.entry.fqn, f"{self._where}, {leaf.entry.fqn}"
 
         def revived(tagged: Tagged) -> object:
             return revive(tagged, where=where, allow_pickle=self._allow_pickle)
@@ -386,34 +334,17 @@ class DcpContent:
         value = rebuild(
             leaf.node, leaf=lambda ref: self._whole(leaf.item, ref.name), revive=revived
         )
-        if leaf.kind == "raw" and isinstance(value, bytes):
+        if leaf.entry.kind == "raw" and isinstance(value, bytes):
             return dcp_values.raw_bytes(value, fqn=fqn, allow_pickle=self._allow_pickle)
-        if leaf.kind == "typed":
+        if leaf.entry.kind == "typed":
             value = typed.rebuilt(value, {**self._classes, **classes}, fqn=fqn)
         return dcp_values.put_together(value)
 
     def _whole(self, item: str, name: str) -> torch.Tensor:
         """Return a tensor that is inside a value or is a view of another tensor."""
         stored = self._content.item(item)
-        view = stored.view_of(name)
-        source = stored.source_of(name)
+        view, source = stored.view_of(name), stored.source_of(name)
         places = self._content.places(item, source)
         full_name = f"{item}/{name}"
         tensor = StoredTensor(self._content, full_name, stored.tensors[source], places)[()]
         return tensor if view is None else open_view(tensor, view)
-
-
-def _node_at(tree: object, path: Path, where: str) -> object:
-    for part in path:
-        match tree:
-            case dict() if part in tree:
-                tree = tree[part]
-            case list() if isinstance(part, int) and part < len(tree):
-                tree = tree[part]
-            case _:
-                raise CorruptError(
-                    "the DCP record of a checkpoint contradicts its trees",
-                    where=where,
-                    found=f"nothing at {list(path)}",
-                )
-    return tree

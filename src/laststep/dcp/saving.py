@@ -12,12 +12,14 @@ commit.
 from __future__ import annotations
 
 import mmap
-import operator
 import queue
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -46,7 +48,7 @@ from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -57,16 +59,6 @@ if TYPE_CHECKING:
     from laststep.plan.files import SavePlan
 
 KIND = "value"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
-    """Options of a rank's write. With `own` the rank saves separately: no other rank writes the
-    rest of a tensor, so its part is stored as a tensor by itself."""
-
-    allow_pickle: bool
-    own: bool
-    threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +94,22 @@ class _WrittenItem:
     """The pieces of one item that this rank writes, and the source of each: an entry of the plan,
     which is resolved just before it is written, or a tensor of a value."""
 
-    pieces: list[Piece]
-    sources: list[WriteItem | torch.Tensor]
+    pieces: list[Piece] = field(default_factory=list)
+    sources: list[WriteItem | torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        size_bytes: int,
+        source: WriteItem | torch.Tensor,
+        part: BoxPart | None = None,
+    ) -> None:
+        self.pieces.append(
+            Piece(name, dtype, shape, size_bytes, "cpu", contiguous=True, volatile=False, part=part)
+        )
+        self.sources.append(source)
 
 
 def write_items(
@@ -113,9 +119,12 @@ def write_items(
     *,
     attempt: Attempt,
     rank: tuple[int, int],
-    how: WriteOptions,
+    own: bool,
+    allow_pickle: bool,
+    threads: int,
 ) -> list[WriteResult]:
-    """Write all items durably. `rank` is (number, count).
+    """Write all items durably. `rank` is (number, count). With `own` the rank saves separately: no
+    other rank writes the rest of a tensor, so its part is stored as a tensor by itself.
 
     A rank without items writes no index; the coordinator writes it instead, because without results
     the rank could not report it.
@@ -126,17 +135,17 @@ def write_items(
     entries: list[WrittenEntry] = []
     for item in items:
         location = locations[item.index.fqn]
-        into = work.setdefault(str(location[0]), _WrittenItem(pieces=[], sources=[]))
+        into = work.setdefault(str(location[0]), _WrittenItem())
         if item.type is WriteItemType.BYTE_IO:
-            entries.append(_add_value(item, planner, location, into, allow_pickle=how.allow_pickle))
+            entries.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
         else:
-            entries.append(_add_tensor(item, location, into, own=how.own))
+            entries.append(_add_tensor(item, location, into, own=own))
     specs = tuple(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
         for name, item in work.items()
     )
     plan = plan_save(specs, rank=rank, values=())
-    written = _write_files(plan, list(work.values()), planner, attempt, rank, how.threads)
+    written = _write_files(plan, list(work.values()), planner, attempt, rank, threads)
     files = Files(folder=attempt.folder, rank=rank[0], written=written)
     if entries:
         entries[0] = replace(entries[0], files=files)
@@ -153,24 +162,12 @@ def write_items(
 def _add_value(
     item: WriteItem, planner: SavePlanner, location: Path, into: _WrittenItem, *, allow_pickle: bool
 ) -> WrittenEntry:
-    fqn = item.index.fqn
-    given = planner.resolve_data(item)
+    fqn, given = item.index.fqn, planner.resolve_data(item)
     if isinstance(given, torch.Tensor):
         raise UsageError(f"cannot save {fqn}", expected="bytes from the planner", found="a tensor")
     value = take_apart(given.getvalue(), location, fqn=fqn, allow_pickle=allow_pickle)
     for name, tensor in value.tensors.items():
-        into.pieces.append(
-            Piece(
-                name,
-                DTYPE_NAMES[tensor.dtype],
-                tuple(tensor.shape),
-                tensor.nbytes,
-                "cpu",
-                tensor.is_contiguous(),
-                volatile=False,
-            )
-        )
-        into.sources.append(tensor)
+        into.add(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, tensor)
     return WrittenEntry(
         location=location,
         tree=value.tree,
@@ -195,7 +192,7 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: boo
         )
     dtype, shape = DTYPE_NAMES[data.properties.dtype], tuple(data.size)
     start, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    box = Box(start, tuple(map(operator.add, start, sizes)))
+    box = whole(sizes).moved(start)
     size = box.volume * DTYPES[dtype].size_bytes
     is_part = own and box != whole(shape)
     if is_part:
@@ -205,10 +202,7 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: boo
         if not is_part and box != whole(shape):
             # The same name that a Checkpointer uses; `~6` never occurs in a tensor's path.
             name, part = f"{name}~6at{','.join(map(str, start))}", BoxPart(name, shape, start)
-        into.pieces.append(
-            Piece(name, dtype, sizes, size, "cpu", contiguous=True, volatile=False, part=part)
-        )
-        into.sources.append(item)
+        into.add(name, dtype, sizes, size, item, part)
     return WrittenEntry(location=location, box=box, dtype=dtype, tensor_bytes=size, is_part=is_part)
 
 
@@ -310,23 +304,6 @@ def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 _SHARED = f"{SHARED_FILE}.safetensors"
 
 
-@dataclass(slots=True)
-class _ManifestItem:
-    """The size of an item, for the manifest."""
-
-    tensors: int = 0
-    size_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _WrittenByAll:
-    """The files and entries of all ranks."""
-
-    written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
-    by_rank: dict[int, WrittenIndexes] = field(default_factory=dict)
-    items: dict[str, _ManifestItem] = field(default_factory=dict)
-
-
 def make_commit(
     save: DcpSave,
     metadata: Metadata,
@@ -337,14 +314,21 @@ def make_commit(
 ) -> Commit:
     """Write the remaining files into the attempt's folder and return the commit. Raise `UsageError`
     if the ranks' results do not match the metadata."""
-    attempt, at = save.attempt, save.attempt.name
-    gathered = _gather(results, attempt.folder)
+    attempt, at, ranks = save.attempt, save.attempt.name, len(results)
+    written: dict[str, list[WrittenEntry]] = {}
+    indexes: dict[int, WrittenIndexes] = {}
+    for result in chain.from_iterable(results):
+        part: WrittenEntry = result.storage_data
+        written.setdefault(result.index.fqn, []).append(part)
+        if part.files is not None:
+            _check_same_save(part.files, attempt.folder)
+            indexes[part.files.rank] = part.files.written
     entries = [
         entry
         for fqn, content in metadata.state_dict_metadata.items()
-        for entry in _checked(fqn, gathered, content)
+        for entry in _checked(fqn, written.get(fqn, []), content)
     ]
-    unknown = sorted(gathered.written.keys() - metadata.state_dict_metadata.keys())
+    unknown = sorted(written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
         raise UsageError(
             "the planner's metadata does not list everything that was written",
@@ -352,20 +336,18 @@ def make_commit(
         )
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     trees = nest(
-        ((entry.location, _node(entry, gathered)) for entry in entries), where=attempt.folder
+        ((entry.location, _node(entry, written)) for entry in entries), where=attempt.folder
     )
     values = {
         item: objects.encode({"tree": tree, "ties": {}, "views": {}})
         for item, tree in trees.items()
     }
     values[dcp_record.OBJECT_NAME] = dcp_record.encode(record, allow_pickle=allow_pickle)
-    ranks = len(results)
-    written = WrittenIndexes()
-    for rank in range(ranks):
-        written = written.plus(gathered.by_rank.get(rank) or _nothing(attempt, rank, ranks))
-    written = written.plus(
-        _write_shared(attempt, _empty_tensors(gathered, metadata), values, ranks)
-    )
+    for rank in range(ranks):  # a rank without results has written nothing
+        indexes[rank] = indexes.get(rank) or _write_index(attempt, (rank, ranks))
+    # What belongs to no rank has an index of the coordinator, after those of the ranks.
+    empty = _empty_tensors(written, metadata)
+    indexes[ranks] = _write_index(attempt, (ranks, ranks), empty, values)
     return Commit(
         run=save.writer.run.id,
         step=at.step,
@@ -373,42 +355,39 @@ def make_commit(
         attempt=at.attempt,
         created_s=time.time(),
         laststep=VERSION,
-        written=written,
-        items=tuple(
-            ItemRecord(name=name, kind=KIND, tensors=item.tensors, size_bytes=item.size_bytes)
-            for name, item in gathered.items.items()
-        ),
+        written=reduce(WrittenIndexes.plus, (indexes[n] for n in range(ranks + 1))),
+        items=_item_records(written),
         continues=save.continues,
         ranks=ranks,
     )
 
 
-def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenByAll:
-    gathered = _WrittenByAll()
-    for result in chain.from_iterable(results):
-        written: WrittenEntry = result.storage_data
-        known = gathered.written.setdefault(result.index.fqn, [])
-        item = gathered.items.setdefault(str(written.location[0]), _ManifestItem())
-        if written.tree is not None or not known:  # a tensor counts once, not per chunk
-            item.tensors += written.tensors
-        item.size_bytes += written.tensor_bytes
-        known.append(written)
-        if written.files is not None:
-            if written.files.folder != folder:
-                raise AbortedError(
-                    "the Writer was used for another save before this one finished",
-                    expected=f"files in {folder}",
-                    found=f"files in {written.files.folder}",
-                    remedy="make a Writer for each of the saves that run at once",
-                )
-            gathered.by_rank[written.files.rank] = written.files.written
-    return gathered
+def _check_same_save(files: Files, folder: str) -> None:
+    if files.folder != folder:
+        raise AbortedError(
+            "the Writer was used for another save before this one finished",
+            expected=f"files in {folder}",
+            found=f"files in {files.folder}",
+            remedy="make a Writer for each of the saves that run at once",
+        )
 
 
-def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> list[RecordEntry]:
+def _item_records(written: Mapping[str, Sequence[WrittenEntry]]) -> tuple[ItemRecord, ...]:
+    tensors: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for parts in written.values():
+        item = str(parts[0].location[0])
+        tensors[item] += parts[0].tensors  # a tensor counts once, not per chunk
+        sizes[item] += sum(part.tensor_bytes for part in parts)
+    return tuple(
+        ItemRecord(name=item, kind=KIND, tensors=tensors[item], size_bytes=size)
+        for item, size in sizes.items()
+    )
+
+
+def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list[RecordEntry]:
     """Check that an entry of the metadata was written completely and only once, and return its
     records. If a rank saves separately, each part of a tensor is an entry."""
-    written = gathered.written.get(fqn)
     if not written:
         raise UsageError(f"no rank has written {fqn}, which is in the planner's metadata")
     first = written[0]
@@ -447,47 +426,37 @@ def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> list[RecordE
     return [RecordEntry(fqn=fqn, location=first.location, kind="tensor")]
 
 
-def _node(entry: RecordEntry, gathered: _WrittenByAll) -> object:
+def _node(entry: RecordEntry, written: Mapping[str, Sequence[WrittenEntry]]) -> object:
     if entry.kind in ("tensor", "part"):
         return TensorRef(tensor_name(entry.location))
-    tree = gathered.written[entry.fqn][0].tree
-    return objects.decode(tree or b"", where=entry.fqn)
+    return objects.decode(written[entry.fqn][0].tree or b"", where=entry.fqn)
 
 
-def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorEntry, ...]:
+def _empty_tensors(
+    written: Mapping[str, Sequence[WrittenEntry]], metadata: Metadata
+) -> tuple[TensorEntry, ...]:
     """Return the tensors without elements, of which no rank has written a chunk."""
     entries: dict[str, TensorEntry] = {}
     for fqn, content in metadata.state_dict_metadata.items():
-        for written in gathered.written[fqn]:
-            if not isinstance(content, TensorStorageMetadata) or written.box is None:
+        for part in written[fqn]:
+            if not isinstance(content, TensorStorageMetadata) or part.box is None:
                 continue
-            shape = written.box.shape if written.is_part else tuple(content.size)
+            shape = part.box.shape if part.is_part else tuple(content.size)
             if 0 in shape:
-                name = f"{written.location[0]}/{tensor_name(written.location)}"
-                entries[name] = TensorEntry(name, written.dtype or "", shape, 0, 0)
+                name = f"{part.location[0]}/{tensor_name(part.location)}"
+                entries[name] = TensorEntry(name, part.dtype or "", shape, 0, 0)
     return tuple(entries.values())
 
 
-def _nothing(attempt: Attempt, rank: int, ranks: int) -> WrittenIndexes:
-    """Write the index of a rank that had nothing to write."""
-    with closing(SaveWriter(attempt, (), rank=(rank, ranks))) as writer:
-        return writer.finish({})
-
-
-def _write_shared(
-    attempt: Attempt, tensors: tuple[TensorEntry, ...], values: dict[str, bytes], ranks: int
+def _write_index(
+    attempt: Attempt,
+    rank: tuple[int, int],
+    empty: tuple[TensorEntry, ...] = (),
+    values: Mapping[str, bytes] = MappingProxyType({}),
 ) -> WrittenIndexes:
-    """Write the data that belongs to no rank, with an index of the coordinator after those of the
-    ranks."""
-    layouts = []
-    if tensors:
-        layout = FileLayout(
-            name=_SHARED,
-            item=None,
-            header_bytes=header_bytes_of(tensors),
-            tensor_bytes=0,
-            tensors=tensors,
-        )
-        layouts.append(layout)
-    with closing(SaveWriter(attempt, layouts, rank=(ranks, ranks))) as writer:
+    """Write an index without tensor bytes."""
+    layout = FileLayout(
+        name=_SHARED, item=None, header_bytes=header_bytes_of(empty), tensor_bytes=0, tensors=empty
+    )
+    with closing(SaveWriter(attempt, (layout,) if empty else (), rank=rank)) as writer:
         return writer.finish(values)

@@ -38,7 +38,7 @@ from laststep.catalog.terms import this_writer
 from laststep.dcp.address import SOLE_STEP, Address, is_address, is_alone, own_path, this_rank
 from laststep.dcp.attempts import writer_of
 from laststep.dcp.record import entries_of, locate
-from laststep.dcp.saving import WriteOptions, make_commit, write_items
+from laststep.dcp.saving import make_commit, write_items
 from laststep.errors import AbortedError, LaststepError, NotFoundError, UsageError
 from laststep.storage.registry import open_store
 
@@ -69,19 +69,17 @@ class StockOptions(TypedDict, total=False):
     _extensions: Sequence[StreamTransformExtension] | None
 
 
-_SAME: dict[str, object] = {
-    "single_file_per_rank": True,
-    "sync_files": True,
-    "cache_staged_state_dict": False,
-    "serialization_format": SerializationFormat.SAFETENSORS,
+_NO_EFFECT: dict[str, tuple[object, str]] = {
+    "single_file_per_rank": (True, "a rank writes a file for each item, of small ones one for all"),
+    "sync_files": (True, "what is committed is always on the disk"),
+    "per_thread_copy_ahead": (None, "tensors are copied through a few buffers of 16 MiB"),
+    "cache_staged_state_dict": (
+        False,
+        "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
+    ),
+    "serialization_format": (SerializationFormat.SAFETENSORS, "all files are safetensors"),
 }
-_INSTEAD = {
-    "single_file_per_rank": "a rank writes a file for each item, of small ones one for all",
-    "sync_files": "what is committed is always on the disk",
-    "per_thread_copy_ahead": "tensors are copied through a few buffers of 16 MiB",
-    "cache_staged_state_dict": "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
-    "serialization_format": "all files are safetensors",
-}
+"""Arguments without effect: the value that says what happens anyway, and the reason."""
 _told: set[str] = set()
 
 
@@ -96,19 +94,11 @@ def _accept(options: Mapping[str, object]) -> None:
                     found=repr(value)[:200],
                     remedy="leave _extensions out, or keep torch's FileSystemWriter",
                 )
-        elif name not in _INSTEAD:
+        elif name not in _NO_EFFECT:
             raise TypeError(f"Writer() got an unexpected keyword argument {name!r}")
-        elif (name not in _SAME or value != _SAME[name]) and name not in _told:
+        elif value != _NO_EFFECT[name][0] and name not in _told:
             _told.add(name)
-            _log.warning("%s=%r has no effect on a run: %s", name, value, _INSTEAD[name])
-
-
-def _checked_threads(count: object) -> int:
-    if type(count) is not int or count < 1:
-        raise UsageError(
-            "thread_count is a number of threads", expected="at least 1", found=repr(count)
-        )
-    return count
+            _log.warning("%s=%r has no effect on a run: %s", name, value, _NO_EFFECT[name][1])
 
 
 _CACHES = (
@@ -131,8 +121,6 @@ def _forget_other_plans(is_ours: Callable[[object], bool]) -> None:
 
 
 T = TypeVar("T")
-
-_THREADS = 2
 
 
 @dataclass(kw_only=True)
@@ -168,13 +156,19 @@ class Writer(StorageWriter):
         step: int | None = None,
         overwrite: bool | None = None,
         allow_pickle: bool = False,
-        thread_count: int = _THREADS,
+        thread_count: int = 2,
         **stock: Unpack[StockOptions],
     ) -> None:
         self._address = Address.of(path, step)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
-        self._threads = _checked_threads(thread_count)
+        if type(thread_count) is not int or thread_count < 1:
+            raise UsageError(
+                "thread_count is a number of threads",
+                expected="at least 1",
+                found=repr(thread_count),
+            )
+        self._threads = thread_count
         _accept(stock)
         self._own = False
         self._trainer = this_writer()  # torch's background process saves on its behalf
@@ -193,8 +187,7 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state that another process needs to save on behalf of this one."""
-        under_way = ("_giving_up", "_save")
-        return {**self.__dict__, **dict.fromkeys(under_way)}
+        return {**self.__dict__, "_giving_up": None, "_save": None}
 
     # Called by DCP, in this order
 
@@ -214,8 +207,10 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt and add its location to each rank's plan."""
         locations = locate(entries_of(plans))
+        sole = self._address.step is None
+        overwrite = sole if self._overwrite is None else self._overwrite
         save = writer_of(self._path, self._trainer).begin_save(
-            self._step, overwrite=self._overwrites, sole=self._address.step is None
+            self._step, overwrite=overwrite, sole=sole
         )
         self._save, self._ranks = save, len(plans)
         # DCP does not report the failure of another rank: it just drops this object.
@@ -240,7 +235,6 @@ class Writer(StorageWriter):
         assigned: _WriteSlot = plan.storage_data
         attempt = self._attempt(assigned)
         assigned.spent = True
-        how = WriteOptions(allow_pickle=self._allow_pickle, own=self._own, threads=self._threads)
         try:
             with _folder_there(f"{self._path}/{attempt.folder}"):
                 results = write_items(
@@ -249,7 +243,9 @@ class Writer(StorageWriter):
                     assigned.locations,
                     attempt=attempt,
                     rank=(assigned.rank, assigned.ranks),
-                    how=how,
+                    own=self._own,
+                    allow_pickle=self._allow_pickle,
+                    threads=self._threads,
                 )
         except BaseException as error:
             self._give_up(attempt, f"rank {assigned.rank} failed: {error!r}")
@@ -273,18 +269,18 @@ class Writer(StorageWriter):
         finally:
             self._giving_up.detach()
             self._giving_up = self._save = None
-        written = chain.from_iterable(results)
-        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_data = {
+            result.index: result.storage_data for result in chain.from_iterable(results)
+        }
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
-        seconds = time.monotonic() - self._began_s
         _log.info(
             "step %d of %s: %d bytes of %d ranks committed in %.2f s",
             commit.step,
             self._path,
             commit.size_bytes,
             commit.ranks,
-            seconds,
+            time.monotonic() - self._began_s,
         )
 
     # Queried by DCP
@@ -310,10 +306,6 @@ class Writer(StorageWriter):
     @property
     def _step(self) -> int:
         return SOLE_STEP if self._address.step is None else self._address.step
-
-    @property
-    def _overwrites(self) -> bool:
-        return self._address.step is None if self._overwrite is None else self._overwrite
 
     def _attempt(self, assigned: _WriteSlot) -> Attempt:
         if self._save is not None:
