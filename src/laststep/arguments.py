@@ -75,20 +75,39 @@ def plain_step(step: SupportsIndex) -> int:
 
 
 class SaveRequest(NamedTuple):
-    """The arguments of a call of `save()`."""
+    """The checked arguments of a call of `save()`."""
 
-    step: SupportsIndex
-    metrics: Mapping[str, object] | None
+    step: int
+    metrics: Mapping[str, object]
     metadata: object
     overwrite: bool
     streams: Sequence[torch.cuda.Stream]
 
-    def plain(self) -> tuple[int, SaveRequest]:
-        """Check all arguments; return the step as an int and the normalised request."""
-        step = plain_step(self.step)
-        check_metrics(self.metrics)
-        overwrite = true_or_false("overwrite", self.overwrite)
-        return step, self._replace(overwrite=overwrite, streams=cuda_streams(self.streams))
+
+def save_request(
+    step: SupportsIndex, metrics: object, metadata: object, overwrite: object, streams: object
+) -> SaveRequest:
+    """Return the checked arguments of `save()`."""
+    number = plain_step(step)
+    if metrics is None:
+        metrics = {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            "metrics is not a mapping",
+            expected="names and numbers",
+            found=with_article(type(metrics)),
+            remedy="pass metrics={'loss': loss}",
+        )
+    overwrites = true_or_false("overwrite", overwrite)
+    if streams != ():
+        streams = _all_of(
+            streams,
+            lambda one: hasattr(one, "cuda_stream"),
+            "invalid value of streams",
+            expected="a sequence of torch.cuda.Stream",
+            remedy="pass streams=[stream]",
+        )
+    return SaveRequest(number, metrics, metadata, overwrites, streams)
 
 
 def refuse_unnamed(values: tuple[object, ...]) -> None:
@@ -177,19 +196,6 @@ def true_or_false(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     return bool(checked(name, value, bool))
-
-
-def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
-    """Return the streams as a tuple; raise `UsageError` if one is not a CUDA stream."""
-    if streams == ():
-        return ()
-    return _all_of(
-        streams,
-        lambda one: hasattr(one, "cuda_stream"),
-        "invalid value of streams",
-        expected="a sequence of torch.cuda.Stream",
-        remedy="pass streams=[stream]",
-    )
 
 
 def all_settings(options: object, items: Iterable[str], **own: object) -> Settings:
@@ -312,17 +318,6 @@ def restore_request(
         threads=settings.readers(ranks_here, remote=remote),
         tiers=tiers,
     )
-
-
-def check_metrics(metrics: object) -> None:
-    """Raise `UsageError` unless metrics are a mapping or None."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise UsageError(
-            "metrics is not a mapping",
-            expected="names and numbers",
-            found=with_article(type(metrics)),
-            remedy="pass metrics={'loss': loss}",
-        )
 
 
 def patterns(only: object) -> tuple[str, ...] | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 from laststep import arguments
 from laststep.checks import seconds
 from laststep.commit import thread as teaming
+from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, UsageError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
 from laststep.flush.saves import Save, SaveState
@@ -26,12 +27,11 @@ from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import waiting
-from laststep.resuming import Resuming
-from laststep.running import RunningParts, start_parts
+from laststep.running import Resuming, RunningParts, start_parts
 from laststep.saving import preempting
 from laststep.saving import schedule as scheduling
 from laststep.saving.context import RunContext, look_at
-from laststep.saving.describe import Preparer, rehearse, take_state, without_collection
+from laststep.saving.describe import Preparer, take_state, without_collection
 from laststep.settings import DEFAULTS, FlushIn, OnBusy
 from laststep.state.items import Deferred, providers_for
 from laststep.storage.registry import open_store
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from laststep.ranks.key_value import KeyValueStore
     from laststep.ranks.rank import Rank
     from laststep.restoring.restore import Peeked, Restored, RestoreRequest
+    from laststep.saving.describe import TakenState
     from laststep.settings import Options, Preemption
     from laststep.state.tensors import CollectCache
 
@@ -201,33 +202,29 @@ class Checkpointer(single.OnlyOne):
             joined yet.
         """
         system.check_process("save", self._pid)  # before a lock that a fork may have copied
-        asked = arguments.SaveRequest(step, metrics, metadata, overwrite, streams)
         with signals.defer_signals(), self._turn.of("save"), system.translate_oom("save"):
-            handle = self._save(asked)
+            began = time.perf_counter()
+            self._check_usable("save")
+            self._saves.take_over()
+            if self._team is None:  # else ranks learn of it at different saves, but must all save
+                self._saves.raise_failed()
+            try:
+                asked = arguments.save_request(step, metrics, metadata, overwrite, streams)
+                handle = self._begin_save(asked, began)
+            except BaseException:
+                self._schedule.refused()
+                raise
         if self._ending is not None and self._team is not None:
             self._ending.reached(handle.step, self._meet_to_stop)
         return handle
 
-    def _save(self, asked: arguments.SaveRequest) -> SaveHandle:
-        began = time.perf_counter()
-        self._check_usable("save")
-        self._saves.take_over()
-        if self._team is None:  # else ranks learn of it at different saves, but must all save
-            self._saves.raise_failed()
-        try:
-            return self._begin_save(asked, began)
-        except BaseException:
-            self._schedule.refused()
-            raise
-
     def _begin_save(self, asked: arguments.SaveRequest, began: float) -> SaveHandle:
-        step, asked = asked.plain()
         self._work.revive(self._context.settings)
-        overwrite = self._saves.check_new(step, self.path, overwrite=asked.overwrite)
+        overwrite = self._saves.check_new(asked.step, self.path, overwrite=asked.overwrite)
         role: Role = (
             "alone" if self._team is None else "first" if self._context.rank.is_first else "member"
         )
-        save = Save(self._client, step, overwrite=overwrite, role=role)
+        save = Save(self._client, asked.step, overwrite=overwrite, role=role)
         waited = self._make_room(save)
         if save.state is not SaveState.SKIPPED:
             with without_collection():
@@ -248,13 +245,7 @@ class Checkpointer(single.OnlyOne):
             early = self._capturer.start_early(last.copies)
         try:
             self._resuming.saves()
-            taken = take_state(
-                self._context.providers,
-                self._caches,
-                asked.metrics,
-                asked.metadata,
-                allow_pickle=self._context.settings.allow_pickle,
-            )
+            taken = self._take(asked.metrics, asked.metadata)
             if self._deferred:
                 self._look_at_late()
             agree = None
@@ -528,8 +519,9 @@ class Checkpointer(single.OnlyOne):
         return 0.0
 
     def _rehearse(self) -> bool:
-        """Prepare the first save at an early optimizer step; return False if it is too early. With
-        several ranks, only memory for deferred items is prepared."""
+        """Prepare the first save at an early optimizer step, while the device is busy; return False
+        if it is too early. With several ranks, only memory for deferred items is prepared. Ignores
+        all errors: the first save will report them."""
         if self._closed or self._work.has_saved or os.getpid() != self._pid:
             return True
         if self._deferred:
@@ -540,8 +532,20 @@ class Checkpointer(single.OnlyOne):
         if self._team is not None or not all(
             provider.cheap for provider in self._context.providers.values()
         ):
-            return True
-        return rehearse(self._context, self._caches, self._preparer, self._pool, self._capturer)
+            return True  # an expensive item is described only by a real save
+        if not self._capturer.is_ready():
+            return False
+        with signals.defer_signals(), without_collection(), contextlib.suppress(Exception):
+            prepared, sources = self._preparer.prepare(self._take({}, None))
+            self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
+            self._capturer.prepare(prepared.copies, sources)
+        return True
+
+    def _take(self, metrics: Mapping[str, object], metadata: object) -> TakenState:
+        allow_pickle = self._context.settings.allow_pickle
+        return take_state(
+            self._context.providers, self._caches, metrics, metadata, allow_pickle=allow_pickle
+        )
 
 
 class Turn:

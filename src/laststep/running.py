@@ -1,7 +1,11 @@
-"""The running parts of a Checkpointer: memory, capture thread, flusher, and saves in progress.
+"""The background parts of a Checkpointer, and the checkpoint that its saves continue.
 
-This module does not know the Checkpointer, which may disappear first: dropped without close(), or
-at the end of the program. Saves that have begun are then finished and all resources released.
+`RunningParts` owns memory, capture thread, flusher and the saves in progress. It does not know the
+Checkpointer, which may disappear first: dropped without close(), or at the end of the program.
+Saves that have begun are then finished and all resources released.
+
+`Resuming` belongs to the training thread. It detects a live state that mixes several checkpoints,
+and records whether it is decided which checkpoint the first save follows.
 """
 
 from __future__ import annotations
@@ -14,14 +18,15 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.capture.capture import Capturer
 from laststep.catalog.instances import Start
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.lineage import AttemptName, Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
-from laststep.errors import AbortedError, LaststepError, StorageError
+from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
 from laststep.flush.protocol import Continue, Orders
@@ -29,28 +34,33 @@ from laststep.flush.saves import SaveState
 from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import signals, system, threads
+from laststep.ranks.group import collective
 from laststep.ranks.rank import ranks_on_this_node
-from laststep.saving.context import memory_for
+from laststep.restoring import waiting
+from laststep.restoring.plan import selection
+from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
+from laststep.saving.context import memory_for, refuse_to_leave
+from laststep.saving.describe import without_collection
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path, real_place
 from laststep.storage.shared_memory import BASE
+from laststep.tiers.nearest import NearestStore
 from laststep.tiers.replicating import ReplicaOrder
 from laststep.tiers.snapshots import records_in
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from laststep.catalog.lineage import Seen
     from laststep.commit.thread import CommitThread
     from laststep.flush.launch import Helper
     from laststep.flush.saves import SaveHandle, Saves
     from laststep.memory.segments import Segment
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Ranks
+    from laststep.restoring.restore import Outcome, Peeked, RestoreRequest
     from laststep.saving.context import RunContext
     from laststep.settings import Settings
-    from laststep.tiers.tier import Arranged
-
+    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +70,43 @@ _LEAVE_S = 1.0
 """Longest wait for copies whose result is no longer needed."""
 
 
-def pool_in(
-    base: str | None, cap_bytes: int, *, pinned: bool, run: str, rank: Rank
-) -> tuple[Pool, Segment | None]:
-    """Create the memory for saves: private to this process and its flusher or, with `base`, a
-    segment of shared memory there that outlives both."""
+def start_parts(context: RunContext) -> RunningParts:
+    """Start all parts of a new Checkpointer."""
+    store, settings, rank = context.store, context.settings, context.rank
+    cap, expected, on_device = memory_for(context)
+    pool, segment = _pool(context, cap, pinned=bool(on_device))
+    capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
+    client = _client(context, pool, segment)
+    parts = RunningParts(store.url, pool, capturer, client, segment)
+    staged = capturer.start(on_device)
+    if segment is not None:
+        left_behind = functools.partial(_left_behind, segment, ranks_on_this_node(rank))
+        pool.share(left_behind, least_bytes=expected)
+    pool.want(parts.sets * expected, without_pauses=not staged)
+    try:
+        signals.check_signals()
+        if rank.ranks > 1:
+            parts.join(teaming.gather(context, client))
+    except BaseException:
+        # A Checkpointer that fails to start must leave no hook, thread or memory behind.
+        capturer.close()
+        pool.close()
+        if segment is not None:
+            segment.remove()
+        raise
+    return parts
+
+
+def _pool(context: RunContext, cap_bytes: int, *, pinned: bool) -> tuple[Pool, Segment | None]:
+    """Create the memory for saves: private to this process and its flusher or, with a memory tier,
+    a segment of shared memory that outlives both."""
+    base, rank = context.tiers.memory, context.rank
     if base is None:
         return Pool(cap_bytes, pinned=pinned), None
     if pinned:
         segments.refuse_disks(base)
     size = max(cap_bytes // CHUNK_BYTES, 1) * CHUNK_BYTES
+    run = real_place(context.store.url)
     segment, fd = segments.make(base, run, rank=rank.number, ranks=rank.ranks, size_bytes=size)
     try:
         return Pool(size, pinned=pinned, fd=fd), segment
@@ -78,31 +115,28 @@ def pool_in(
         raise
 
 
-def place_of(url: str) -> str:
-    """Return a tier's path or URL in a form that every process can open, whatever its working
-    directory."""
-    return local_path(url) or url
+def _left_behind(segment: Segment, ranks_here: int) -> int:
+    """Return this rank's share of the shared memory that earlier job instances left on this node,
+    which is freed after this job's first commit."""
+    dead = segments.of_dead_processes(segment.base, segment.owner.run)
+    return sum(earlier.size_bytes for earlier in dead) // ranks_here
 
 
-def replica_orders(tiers: Arranged) -> tuple[ReplicaOrder, ...]:
-    """Return the description of the replicas for a flusher."""
-    return tuple(
+def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
+    """Return the client of the flusher of a new job instance. The flusher is not started yet."""
+    start, settings, rank = Start(context.store), context.settings, context.rank
+    run = context.store.url
+    replicas = tuple(
         ReplicaOrder(
-            url=place_of(tier.url),
+            url=local_path(tier.url) or tier.url,  # whatever a process's working directory is
             opener=import_path(tier.url),
             every=tier.every,
             keep=tier.keep,
             bytes_per_s=tier.limit_bytes_per_s,
             items=tier.items,
         )
-        for tier in tiers.replicas
+        for tier in context.tiers.replicas
     )
-
-
-def client_of(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
-    """Return the client of the flusher of a new job instance. The flusher is not started yet."""
-    start, settings, rank = Start(context.store), context.settings, context.rank
-    run, replicas = context.store.url, replica_orders(context.tiers)
     orders = Orders(
         writers=settings.writers,
         keep=context.tiers.keep,
@@ -135,61 +169,6 @@ def client_of(context: RunContext, pool: Pool, segment: Segment | None) -> Clien
     return Client(launch, pool, context.bus, start, kept, replicas if rank.is_first else ())
 
 
-def continuing(
-    found: AttemptName | None, seen: Seen, *, resumed: bool = True, was_read: bool = True
-) -> Continue:
-    """Return the message that sets which checkpoint saves continue: `found`, restored while `seen`
-    was the newest, or none."""
-    if found is None:
-        return Continue(seen=seen)
-    return Continue(
-        after=AttemptName(step=found.step, term=found.term, attempt=found.attempt),
-        seen=seen,
-        resumed_from=found.folder if resumed else None,
-        was_read=was_read,
-    )
-
-
-def _sets(segment: Segment | None) -> int:
-    """Return how many saves must fit into memory: two if the last one is kept there, else one."""
-    return 1 if segment is None else 2
-
-
-def _left_behind(segment: Segment, ranks_here: int) -> int:
-    """Return this rank's share of the shared memory that earlier job instances left on this node,
-    which is freed after this job's first commit."""
-    dead = segments.of_dead_processes(segment.base, segment.owner.run)
-    return sum(earlier.size_bytes for earlier in dead) // ranks_here
-
-
-def start_parts(context: RunContext) -> RunningParts:
-    """Start all parts of a new Checkpointer."""
-    store, settings, rank = context.store, context.settings, context.rank
-    cap, expected, on_device = memory_for(context)
-    pool, segment = pool_in(
-        context.tiers.memory, cap, pinned=bool(on_device), run=real_place(store.url), rank=rank
-    )
-    capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
-    staged = capturer.start(on_device)
-    if segment is not None:
-        left_behind = functools.partial(_left_behind, segment, ranks_on_this_node(rank))
-        pool.share(left_behind, least_bytes=expected)
-    pool.want(_sets(segment) * expected, without_pauses=not staged)
-    client, team = client_of(context, pool, segment), None
-    try:
-        signals.check_signals()
-        if rank.ranks > 1:
-            team = teaming.gather(context, client)
-    except BaseException:
-        # A Checkpointer that fails to start must leave no hook, thread or memory behind.
-        capturer.close()
-        pool.close()
-        if segment is not None:
-            segment.remove()
-        raise
-    return RunningParts(store.url, pool, capturer, client, team, segment)
-
-
 class RunningParts:
     """The running parts of a Checkpointer, until `close`. They hold no reference to the items of
     the state: an item may refer to the Checkpointer, which could then never be collected."""
@@ -200,7 +179,6 @@ class RunningParts:
         pool: Pool,
         capturer: Capturer,
         client: Client,
-        team: CommitThread | None = None,
         segment: Segment | None = None,
     ) -> None:
         self._run = run
@@ -209,19 +187,25 @@ class RunningParts:
         self._is_closing = False
         self.ends_well = False
         """True if training ended normally: then the shared memory is no longer needed."""
-        self.pool, self.capturer, self.client, self.team = pool, capturer, client, team
-        self.segment = segment
+        self.pool, self.capturer, self.client, self.segment = pool, capturer, client, segment
+        self.team: CommitThread | None = None
+        """The thread that commits together with other ranks."""
+        self.saves: Saves = client.saves
         self.has_saved = False
         """True once a save has begun."""
         self._is_over: Callable[[], bool] = bool  # never
         ends = [capturer.close, client.close, pool.close]
         if segment is not None:
             ends.append(self._free_segment)
-        if team is not None:
-            ends.insert(1, team.close)
         self._ends = collections.deque(ends)
         """The functions still to be called to end everything, in order."""
         self._starter: threads.Worker | None = None
+        self.sets = 1 if segment is None else 2
+        """How many saves must fit into memory: two if the last one is kept there."""
+
+    def join(self, team: CommitThread) -> None:
+        self.team = team
+        self._ends.insert(1, team.close)
 
     def start_early(self) -> bool:
         """Start the flusher in the background, because training has begun or a restore precedes it,
@@ -253,7 +237,7 @@ class RunningParts:
             self.client.up.set()  # it will not start: wake the waiters
 
     def under_way(self) -> tuple[SaveHandle, ...]:
-        return tuple([save.handle for save in self.saves.under_way()])
+        return tuple(save.handle for save in self.saves.under_way())
 
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until all saves are over, whatever their outcome; return False at the timeout."""
@@ -268,12 +252,12 @@ class RunningParts:
         """Allocate memory for items that were created after construction."""
         _cap, expected, on_device = memory_for(context)
         staged = self.capturer.expect(on_device)
-        self.pool.want(_sets(self.segment) * expected, without_pauses=not staged)
+        self.pool.want(self.sets * expected, without_pauses=not staged)
 
     def prepare_for(self, size_bytes: int) -> None:
         """Allocate memory for a save of this size, plus the previous one if that is kept in
         memory."""
-        self.pool.want(_sets(self.segment) * size_bytes + CHUNK_BYTES)
+        self.pool.want(self.sets * size_bytes + CHUNK_BYTES)
         self.has_saved = True
 
     def wait(self) -> None:
@@ -304,11 +288,6 @@ class RunningParts:
             log.warning("starting a new flusher: %s", dead)
             self.capturer.settle()
             self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
-
-    @property
-    def saves(self) -> Saves:
-        """The saves in progress."""
-        return self.client.saves
 
     def hurry(self, is_over: Callable[[], bool]) -> None:
         """Stop all waits in this object once `is_over` returns True: the program must end."""
@@ -390,7 +369,7 @@ class RunningParts:
 
     @property
     def closes(self) -> bool:
-        """True if everything has ended or is being ended now."""
+        """True if everything has ended, or is being ended now."""
         return self._is_closing or not self._ends
 
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
@@ -430,3 +409,239 @@ class RunningParts:
     def abandon(self) -> None:
         """Leave everything to the parent process. Called in a forked child."""
         self.client.abandon()
+
+
+class _Peek(NamedTuple):
+    """The checkpoint that `peek()` returned."""
+
+    peeked: Peeked
+    elsewhere: set[str]
+    """The items that were not, or not completely, read from the primary."""
+
+
+class _Origin(NamedTuple):
+    """The checkpoint that the live state of an item comes from, until the next save."""
+
+    folder: str
+    is_all: bool
+    """False if a restore failed midway."""
+
+
+class Resuming:
+    """The checkpoint that this job instance continues."""
+
+    def __init__(self, context: RunContext, work: RunningParts) -> None:
+        self._context, self._store, self._work = context, context.store, work
+        self._group: Ranks | None = None
+        self._origins: dict[str, _Origin] = {}
+        """Origins of items that were restored separately, or whose restore failed."""
+        self._seen = Seen()
+        self._resumed = False
+        self._knows_lineage = context.settings.new_lineage
+        """True once it is decided which checkpoint the first save continues."""
+        self._peek: _Peek | None = None
+        self._damaged: frozenset[str] = frozenset()
+        """Checkpoints that `peek()` returned and that were then found damaged."""
+
+    @property
+    def mixed(self) -> str | None:
+        """A checkpoint that is only partly in the live state, so that nothing may be saved; else
+        None."""
+        if not self._origins:
+            return None
+        origins = list(self._origins.values())
+        broken = [origin.folder for origin in origins if not origin.is_all]
+        several = {origin.folder for origin in origins}
+        return broken[0] if broken else min(several) if len(several) > 1 else None
+
+    def all_ranks(self, call: str) -> Ranks:
+        """Return the ranks that restore together and meet for `step()`. Collective at its first
+        call."""
+        if self._group is None:
+            self._group = teaming.all_ranks(self._context, self._work.team, call)
+        return self._group
+
+    def peek(self, wanted: RestoreRequest) -> Peeked | None:
+        """Find the checkpoint to restore, and bind later restores to it instead of an earlier
+        one."""
+        earlier, self._peek = self._peek, None
+        with self._looking("peek()") as (store, group):
+            found = peek_into(
+                store,
+                self._context.bus,
+                replace(wanted, damaged=self._damaged),
+                ranks=group,
+                saw=self._saw,
+            )
+        if found is None and self._damaged:
+            raise CorruptError(
+                "no checkpoint of this run is sound",
+                where=self._store.url,
+                found=f"damage in {', '.join(sorted(self._damaged))}",
+                remedy=(
+                    f"`laststep verify {self._store.url}` lists it; "
+                    "try a copy of the run, or start a new run elsewhere"
+                ),
+            )
+        self._peek = None if found is None else _Peek(found, set())
+        if earlier is not None and found is not None and found.folder == earlier.peeked.folder:
+            self._peek = earlier
+        return found
+
+    def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
+        """Restore, and let saves continue the restored checkpoint. `begin_anew` is called when all
+        ranks are ready."""
+        peek = self._peek = self._peek if wanted.step is None else None
+        if peek is not None:
+            wanted = replace(wanted, peeked=peek.peeked.folder)
+        remote = self._store.same_everywhere
+        try:
+            with (
+                self._looking("restore()") as (store, group),
+                self._work.pool.reading(wanted.threads, remote=remote) as room,
+            ):
+                begin_anew()
+                before = self._origins
+                outcome = restore_into(
+                    store,
+                    self._context.providers,
+                    room,
+                    self._context.bus,
+                    wanted,
+                    ranks=group,
+                    touched=functools.partial(self._touch, wanted.only),
+                    saw=self._saw,
+                )
+        except (CorruptError, NotFoundError) as error:
+            if peek is None:
+                raise
+            raise self._let_go(peek, error) from error
+        self._knows_lineage = True
+        if outcome is None:
+            self._work.saves.restored(0)
+            self._work.client.continue_from(_continuing(None, self._seen))
+            return Restored(step=None, next_step=0)
+        self._go_on(outcome, wanted, before, peek)
+        return outcome.told(() if peek is None else peek.peeked.skipped)
+
+    def _touch(self, only: Sequence[str] | None, folder: str) -> None:
+        """Record that the selected items are incomplete from now on: they hold neither their old
+        state nor the stored one until everything is read."""
+        touched = [item for item in self._context.providers if selection(only, item)[0]]
+        self._origins = self._origins | dict.fromkeys(touched, _Origin(folder, is_all=False))
+
+    def _go_on(
+        self,
+        outcome: Outcome,
+        wanted: RestoreRequest,
+        before: dict[str, _Origin],
+        peek: _Peek | None,
+    ) -> None:
+        """Record the origins of the restored items and let saves continue the checkpoint. A partial
+        restore without a peek leaves the origins of all other items unknown; partial restores after
+        a peek must all come from that checkpoint."""
+        found, only, was_read = outcome.chosen, wanted.only, outcome.was_read
+        if peek is not None:
+            items = [
+                item for item in self._context.providers if selection(only, item) == (True, None)
+            ]
+            this = _Origin(found.folder, is_all=True)
+            before = before | dict.fromkeys(items, this)
+            peek.elsewhere.difference_update(items)
+            if not outcome.was_in_primary:
+                peek.elsewhere.update(items)
+            of_this = {item for item, origin in before.items() if origin == this}
+            was_read = of_this >= self._context.providers.keys() and not peek.elsewhere
+        elif only is None:
+            before = {}
+        if not outcome.mixed:
+            self._origins = before
+        # Restoring a part of an older checkpoint in mid-run does not move the run back to it.
+        if only is None or peek is not None or not (self._resumed or self._work.has_saved):
+            self._work.client.continue_from(_continuing(found, self._seen, was_read=was_read))
+            self._work.saves.restored(found.step, found.lineage_steps)
+            self._resumed = True
+
+    def _let_go(
+        self, peek: _Peek, error: CorruptError | NotFoundError
+    ) -> CorruptError | NotFoundError:
+        """Release a peeked checkpoint that cannot be restored, so that the next `peek()` returns
+        another. Returns the error to raise."""
+        self._peek = None
+        offered = "another"
+        if isinstance(error, CorruptError):
+            self._damaged |= {peek.peeked.folder}
+            offered = "the next older"
+        told = type(error)(
+            error.what,
+            where=error.where,
+            expected=error.expected,
+            found=error.found,
+            remedy=f"call peek() again for {offered} one, and restore all of it",
+        )
+        return told if error.missing is None else told.lacking(error.missing)
+
+    def saves(self) -> None:
+        """Prepare for a save. For the first save without a restore(), raise `UsageError` if it
+        would abandon checkpoints of the run."""
+        self._peek = None
+        self._origins = {}
+        if not self._knows_lineage:
+            seen = self._work.client.newest_point()
+            refuse_to_leave(newest_of(self._store), self._store.url)
+            self._work.client.continue_from(_continuing(None, seen))
+            self._knows_lineage = True
+
+    def continue_newest(self) -> None:
+        """Let saves continue the newest checkpoint without restoring it, as an import does."""
+        seen = self._work.client.newest_point()
+        newest = newest_of(self._store)
+        self._work.client.continue_from(_continuing(newest, seen, resumed=False))
+        self._knows_lineage = True
+
+    @contextlib.contextmanager
+    def _looking(self, call: str) -> Iterator[tuple[Store, Ranks]]:
+        """Wait until all saves are over, in this and other Checkpointers of this process, and until
+        all ranks are here; yield the run's store as the ranks see it, and the ranks."""
+        self._work.wait()
+        waiting.wait_for_others(self._work, self._store.url)
+        store, tiers = self._store, self._context.tiers
+        with contextlib.ExitStack() as stack:
+            if tiers.memory is not None or tiers.replicas:
+                near = NearestStore(store, tiers.memory, self._work.segment)
+                store = stack.enter_context(contextlib.closing(near))
+            stack.enter_context(without_collection())
+            known = self._group is not None
+            group = self.all_ranks(call)
+            if known:  # else creating the group has synchronised them
+                group.arrive()
+            collective(group, self._ready)
+            yield store, group
+
+    def _ready(self) -> None:
+        """Raise the error of a failed save, or restart a flusher that died so that more saves can
+        be made."""
+        self._work.saves.take_over()
+        self._work.saves.raise_failed()
+        self._work.revive(self._context.settings)
+
+    def _saw(self, seen: Seen) -> None:
+        # A restore bound to a peek ignores checkpoints committed after it. Counting those as seen
+        # would let the next save abandon them. `peek()` itself runs unbound.
+        if self._peek is None:
+            self._seen = seen
+
+
+def _continuing(
+    found: AttemptName | None, seen: Seen, *, resumed: bool = True, was_read: bool = True
+) -> Continue:
+    """Return the message that sets which checkpoint saves continue: `found`, restored while `seen`
+    was the newest, or none."""
+    if found is None:
+        return Continue(seen=seen)
+    return Continue(
+        after=AttemptName(step=found.step, term=found.term, attempt=found.attempt),
+        seen=seen,
+        resumed_from=found.folder if resumed else None,
+        was_read=was_read,
+    )

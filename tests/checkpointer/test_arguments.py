@@ -176,7 +176,10 @@ def test_parts_that_are_no_text_are_refused(
 
 @pytest.mark.parametrize(
     ("check", "wrong", "told"),
-    [(arguments.cuda_streams, 3, "streams=[stream]"), (arguments.patterns, [], "only=['model']")],
+    [
+        (lambda streams: arguments.save_request(0, None, None, False, streams), 3, "[stream]"),
+        (arguments.patterns, [], "only=['model']"),
+    ],
 )
 def test_a_sequence_of_something_else_is_told_in_its_own_words(
     check: Callable[[object], object], wrong: object, told: str

@@ -35,7 +35,7 @@ class State:
 
     def take(self) -> TakenState:
         provider = ValueProvider(self.values)
-        return take_state({"s": provider}, self.caches, None, None, allow_pickle=False)
+        return take_state({"s": provider}, self.caches, {}, None, allow_pickle=False)
 
 
 def two_ranks(local_layout: LocalLayout) -> GlobalLayout:
@@ -76,7 +76,7 @@ def test_a_state_of_another_form_is_prepared_anew_and_nothing_of_the_last_is_kep
     taken = state.take()
     other, sources = preparer.prepare(taken)
     assert other is not first
-    assert other.plan.items == taken.specs
+    assert other.plan.items == tuple(spec for spec, _ in taken.described)
     assert [piece.shape for piece in other.plan.pieces] == [tuple(one.shape) for one in sources]
     assert other.copies.plan is other.plan
     assert other.copies.choice is None

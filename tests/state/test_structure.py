@@ -330,7 +330,7 @@ def taken(
     providers: dict[str, laststep.StateProvider], caches: dict[str, CollectCache]
 ) -> TakenState | str:
     try:
-        return take_state(providers, caches, None, None, allow_pickle=False)
+        return take_state(providers, caches, {}, None, allow_pickle=False)
     except laststep.UsageError as error:
         return str(error)
 
@@ -370,7 +370,7 @@ def check_same(quick: TakenState | str, fresh: dict[str, Collected] | str) -> No
     if isinstance(quick, str) or isinstance(fresh, str):
         assert quick == fresh
         return
-    assert [spec.pieces for spec in quick.specs] == [one.pieces for one in fresh.values()]
+    assert [spec.pieces for spec, _ in quick.described] == [one.pieces for one in fresh.values()]
     sources = [source for one in fresh.values() for source in one.sources]
     for mine, theirs in zip(quick.sources, sources, strict=True):
         assert mine.dtype == theirs.dtype
@@ -447,7 +447,8 @@ def test_what_only_changes_its_numbers_is_not_taken_apart_anew(change: str) -> N
     before = taken(providers, caches)
     getattr(world, change)()
     after = taken(providers, caches)
-    assert all(map(lambda a, b: a.pieces is b.pieces, after.specs, before.specs))
+    pairs = zip(after.described, before.described, strict=True)
+    assert all(a.pieces is b.pieces for (a, _), (b, _) in pairs)
 
 
 def test_nothing_holds_the_tensors_of_a_state_between_saves() -> None:
@@ -477,8 +478,8 @@ def test_a_provider_that_changes_the_model_when_asked_does_not_confuse_its_optim
     providers, caches = providers_for(items), {}
 
     def take() -> list[str]:
-        found = take_state(providers, caches, None, None, allow_pickle=False)
-        return [piece.name for piece in found.specs[2].pieces]
+        found = take_state(providers, caches, {}, None, allow_pickle=False)
+        return [piece.name for piece in found.described[2][0].pieces]
 
     assert "state/0.weight/exp_avg" in take()
     world.own.when_asked = world.parameter_renamed
@@ -491,8 +492,8 @@ def test_a_hook_that_changes_the_model_does_not_confuse_its_optimizer() -> None:
     caches: dict[str, CollectCache] = {}
 
     def take() -> list[str]:
-        found = take_state(providers, caches, None, None, allow_pickle=False)
-        return [piece.name for piece in found.specs[1].pieces]
+        found = take_state(providers, caches, {}, None, allow_pickle=False)
+        return [piece.name for piece in found.described[1][0].pieces]
 
     take()
     assert "state/0.weight/exp_avg" in take()
