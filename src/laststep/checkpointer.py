@@ -28,10 +28,10 @@ from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import waiting
 from laststep.running import Resuming, RunningParts, start_parts
-from laststep.saving import preempting
 from laststep.saving import schedule as scheduling
 from laststep.saving.context import RunContext, look_at
 from laststep.saving.describe import Preparer, take_state, without_collection
+from laststep.saving.preempting import Preempting
 from laststep.settings import DEFAULTS, FlushIn, OnBusy
 from laststep.state.items import Deferred, providers_for
 from laststep.storage.registry import open_store
@@ -145,7 +145,8 @@ class Checkpointer(single.OnlyOne):
         if rank.is_first or not context.store.same_everywhere:
             look_at(context.store)
         watch(context.bus, settings.subscribers, progress=settings.progress)
-        self._ending = preempting.look_out(arguments.preemption(preemption), rank, context.bus)
+        asked = arguments.preemption(preemption)
+        self._ending = None if asked is None else Preempting(asked, rank, context.bus)
         with signals.defer_signals():
             self._start()
         if self._ending is not None:
@@ -322,7 +323,7 @@ class Checkpointer(single.OnlyOne):
         """Connect the ranks for `step()`, at its first call and after a restore. Collective."""
         with signals.defer_signals():
             team, ranks = self._team, self._resuming.all_ranks("step()")
-            return scheduling.OwnNotes() if team is None else team.notes(ranks)
+            return scheduling.Notes() if team is None else team.notes(ranks)
 
     @property
     def preempted(self) -> bool:

@@ -19,7 +19,7 @@ from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.plan.frequency import APART, Bound
 from laststep.ranks.rank import Rank
 from laststep.saving import schedule as scheduling
-from laststep.saving.schedule import OwnNotes, Schedule, SharedKeys
+from laststep.saving.schedule import Schedule, SharedNotes
 from laststep.settings import Settings
 from saves_of import commit, lone_save
 
@@ -42,7 +42,7 @@ class Job:
         slower_s: float = 0.0,
         latency_s: float = 2.0,
         past: Past | None = None,
-        notes: Callable[[], scheduling.Notes] = OwnNotes,
+        notes: Callable[[], scheduling.Notes] = scheduling.Notes,
         ranks: int = 1,
         is_first: bool = True,
         now_s: float = 1000.0,
@@ -424,7 +424,7 @@ class Ranks:
             is_first=number == 0,
             now_s=1e6 * number,
             **settings,
-            notes=lambda: SharedKeys(kv, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
+            notes=lambda: SharedNotes(kv, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
         )
 
 
@@ -483,7 +483,7 @@ def test_a_first_rank_that_says_nothing_is_named() -> None:
 def test_what_the_first_rank_has_said_it_does_not_say_otherwise() -> None:
     first = Ranks(2, every="5 s", step_s=1.0).jobs[0]
     kv = first.schedule._begin(first.meet())._kv  # type: ignore[attr-defined]
-    first.meet = lambda: SharedKeys(kv, is_first=True, deadline_s=1.0)
+    first.meet = lambda: SharedNotes(kv, is_first=True, deadline_s=1.0)
     put, said = kv.put, []
 
     def interrupted(name: str, note: bytes) -> None:

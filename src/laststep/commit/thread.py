@@ -31,7 +31,7 @@ from laststep.ranks.group import Alone, RankGroup
 from laststep.ranks.key_value import KeyValueStore
 from laststep.ranks.rank import ranks_per_node
 from laststep.saving.describe import refuse_mixed
-from laststep.saving.schedule import SharedKeys
+from laststep.saving.schedule import SharedNotes
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.state.values import PerRank
 from laststep.storage.registry import open_store
@@ -140,14 +140,14 @@ class CommitThread:
             self._context.kv.under(name)
             self.global_layouts.kv.under(name)
 
-    def notes(self, ranks: Ranks) -> SharedKeys:
+    def notes(self, ranks: Ranks) -> SharedNotes:
         """Return the sync points through which all ranks save at the same calls of `step()`.
         Collective."""
         if self._step_kv is not None:
             self._step_kv.close()
         self._step_kv = self.new_kv(ranks, "step")
         deadline_s = self._context.deadline_s
-        return SharedKeys(self._step_kv, is_first=self.rank.is_first, deadline_s=deadline_s)
+        return SharedNotes(self._step_kv, is_first=self.rank.is_first, deadline_s=deadline_s)
 
     def new_kv(self, ranks: Ranks, what: str) -> KeyValueStore:
         """Open a key-value store under a prefix that is used only once. Collective."""

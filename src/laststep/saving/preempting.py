@@ -70,7 +70,7 @@ class Watched:
         self.passed = -1
         """The last step that training completed before the preemption was known."""
         self.grace_s = duration_s(asked.grace)
-        self._file = asked.file
+        self.file = asked.file
         self._file_was, self._looked_s = self._touched(), 0.0
         if self._file_was is not None:
             log.warning("%s already exists: it counts once it is touched again", asked.file)
@@ -80,26 +80,20 @@ class Watched:
         """The preemption that this rank knows of, or None."""
         return self.signals.came or self.heard
 
-    @property
-    def has_file(self) -> bool:
-        """True if a file announces preemptions."""
-        return self._file is not None
-
     def look(self) -> PreemptionSignal | None:
         """Check for the file, at most once per second; return a signal if it was touched."""
         now_s = time.monotonic()
-        if self._file is None or now_s - self._looked_s < _FILE_S:
+        if self.file is None or now_s - self._looked_s < _FILE_S:
             return None
         self._looked_s = now_s
-        return preemption_signal(f"the file {self._file}") if self._is_new() else None
-
-    def _is_new(self) -> bool:
-        return self._touched() not in (None, self._file_was)
+        if self._touched() in (None, self._file_was):
+            return None
+        return preemption_signal(f"the file {self.file}")
 
     def _touched(self) -> int | None:
         """Return the modification time of the file in ns; None if it does not exist."""
         try:
-            return None if self._file is None else Path(self._file).stat().st_mtime_ns
+            return None if self.file is None else Path(self.file).stat().st_mtime_ns
         except OSError:
             return None
 
@@ -116,7 +110,8 @@ class PreemptionWatcher:
         look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
         self._look_s = _FILE_S if kv is None else look_s
         self._thread = Worker("watcher", self._work).start()
-        system.watch(self, at_exit=self.end, in_child=_stay)
+        # A forked child has no watcher thread and needs none.
+        system.watch(self, at_exit=self.end, in_child=lambda: None)
 
     @property
     def stop(self) -> StopNote:
@@ -153,8 +148,10 @@ class PreemptionWatcher:
 
     def _hear(self) -> PreemptionSignal | None:
         """Return the preemption that another rank has announced, or None."""
+        if self._kv is None:
+            return None
         try:
-            word = None if self._kv is None else self._kv.look(_SEEN)
+            word = self._kv.look(_SEEN)
         except LaststepError as error:
             self._failures += 1
             if self._failures == _DEAF:
@@ -192,10 +189,6 @@ class PreemptionWatcher:
         return StopNote(step=1 + max(map(int, notes.values()), default=-1), problem=problem)
 
 
-def _stay() -> None:
-    """Do nothing: a forked child has no watcher thread and needs none."""
-
-
 _LATE = "the grace period ended before it was committed"
 
 
@@ -229,11 +222,6 @@ class Work(Protocol):
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]: ...
 
 
-def look_out(asked: Preemption | None, rank: Rank, bus: Bus) -> Preempting | None:
-    """Return the preemption handling of this job, or None if it was not requested."""
-    return None if asked is None else Preempting(asked, rank, bus)
-
-
 class Preempting:
     """Handles the preemption of a job on one rank."""
 
@@ -254,7 +242,7 @@ class Preempting:
         `signals.defer_signals`."""
         self._watched.signals.install()
         weakref.finalize(self, self._watched.signals.let_go).atexit = False
-        if self._rank.ranks == 1 and self._watched.has_file:
+        if self._rank.ranks == 1 and self._watched.file is not None:
             self._start(None)
 
     def close(self) -> None:
@@ -309,7 +297,9 @@ class Preempting:
             if not problem:
                 with signals.deadline(self._grace_is_over):
                     handle = self._save(step, save, work)
-                    problem = "" if handle is None else _failure(handle)
+                    # Waits; this counts as telling the error, and no later call raises it again.
+                    error = None if handle is None else handle.exception()
+                    problem = "" if error is None else brief(error)
                     if handle is not None and not problem:
                         work.drain(handle)
         except signals.DeadlineExceeded:
@@ -342,7 +332,8 @@ class Preempting:
             at_risk = "all of it" if newest is None else f"what came after step {newest}"
             if MEMORY in held:
                 at_risk += " if this machine is lost: only its memory holds the save"
-            if handle is not None and self._rank.ranks == 1 and _goes_on(handle):
+            goes_on = handle is not None and handle.captured.done() and not handle.done()
+            if goes_on and self._rank.ranks == 1:
                 at_risk += f", unless the flusher, which keeps running, still commits step {step}"
         report = PreemptionEnded(
             step=step,
@@ -412,15 +403,3 @@ class Preempting:
 
     def _left_s(self, since: PreemptionSignal) -> float:
         return max(since.came_s + self._watched.grace_s - time.monotonic(), 0.0)
-
-
-def _failure(handle: SaveHandle) -> str:
-    """Wait for a save and return its error text, "" if it is committed. The error counts as
-    delivered: no later call raises it again."""
-    error = handle.exception()
-    return "" if error is None else brief(error)
-
-
-def _goes_on(handle: SaveHandle) -> bool:
-    """Return True if the flusher has the whole save and has not reported its outcome."""
-    return handle.captured.done() and not handle.done()

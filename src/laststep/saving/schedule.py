@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -54,23 +54,20 @@ class _Beside(NamedTuple):
     """Median seconds of the iterations just before it; None if none were measured."""
     seconds: list[float]
 
-    @property
-    def lost_s(self) -> float:
-        """Extra seconds of all these iterations together; can be negative by chance."""
-        if self.usual_s is None:
-            return 0.0
-        return (mid(self.seconds) - self.usual_s) * len(self.seconds)
-
 
 class _EndedSave(NamedTuple):
     """The measured cost of one save."""
 
     stall_s: float
     device_s: float
+    """Time that its copies took on the device."""
     slower_s: float
+    """Extra seconds of the iterations beside it."""
     latency_s: float
-    size_bytes: int
+    """Time until its commit."""
+    size_bytes: float
     bytes_per_s: float
+    """Bytes written per second until it was durable."""
 
 
 class StepTimer:
@@ -82,7 +79,8 @@ class StepTimer:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         """Seconds of the latest iterations, with or without a save."""
         self._ended: deque[_EndedSave] = deque(maxlen=_SAVES)
-        self._under_way: dict[SaveHandle, _Beside] = {}
+        self.under_way: dict[SaveHandle, _Beside] = {}
+        """The saves in progress."""
         self._fresh: deque[SaveHandle] = deque(maxlen=_SAVES)
         """The latest saves of the current iteration."""
         self._seen = 0
@@ -107,13 +105,13 @@ class StepTimer:
             held_s = sum(handle.report.stall_s for handle in self._fresh)
             seconds = max(now_s - self._last_s - held_s, 0.0)
             self._recent.append(seconds)
-            for beside in self._under_way.values():
+            for beside in self.under_way.values():
                 beside.seconds.append(seconds)
-            if self._seen > WARM_UP and not self._under_way:
+            if self._seen > WARM_UP and not self.under_way:
                 self._alone.append(seconds)
         self._last_s = now_s
         self._fresh.clear()
-        if self._under_way:
+        if self.under_way:
             self._look()
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
@@ -121,35 +119,31 @@ class StepTimer:
         self._look()  # needed if the user never calls step()
         self._saves += 1
         usual_s = mid(self._alone) if self._alone else None
-        self._under_way[handle] = _Beside(self._saves, usual_s, [])
+        self.under_way[handle] = _Beside(self._saves, usual_s, [])
         self._fresh.append(handle)
         self.captured_s, self.failed = now_s, False
 
     def _look(self) -> None:
         """Collect the saves that are over."""
-        for handle in list(self._under_way):
+        for handle in list(self.under_way):
             if not handle.done():
                 continue
-            beside, report = self._under_way.pop(handle), handle.report
+            beside, report = self.under_way.pop(handle), handle.report
             if report.committed_s is None:
                 self.failed = self.failed or beside.number == self._saves
                 continue
-            moved = (report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9)
-            self._ended.append(
-                _EndedSave(
-                    report.stall_s,
-                    report.device_copy_s + report.fence_s,
-                    beside.lost_s,
-                    report.committed_s,
-                    report.size_bytes,
-                    moved,
-                )
+            slower_s = 0.0  # of all these iterations together; can be negative by chance
+            if beside.usual_s is not None:
+                slower_s = (mid(beside.seconds) - beside.usual_s) * len(beside.seconds)
+            ended = _EndedSave(
+                stall_s=report.stall_s,
+                device_s=report.device_copy_s + report.fence_s,
+                slower_s=slower_s,
+                latency_s=report.committed_s,
+                size_bytes=report.size_bytes,
+                bytes_per_s=(report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9),
             )
-
-    @property
-    def busy(self) -> bool:
-        """True while a save is in progress."""
-        return bool(self._under_way)
+            self._ended.append(ended)
 
     @property
     def missing(self) -> int:
@@ -158,33 +152,17 @@ class StepTimer:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the latest iterations; None if unknown."""
+        """Median seconds of the latest iterations."""
         return mid(self._recent) if self._recent else None
 
     @property
-    def cost_s(self) -> float | None:
-        """Seconds that a save costs training: the stall, plus the larger of the device's copy time
-        and the slowdown of the iterations beside it, since these two may be the same time. None
-        before the first save has ended."""
+    def usual_save(self) -> _EndedSave | None:
+        """The medians over the latest saves, and the size of the last one. None before the first
+        save has ended."""
         if not self._ended:
             return None
-        slower_s = mid([one.slower_s for one in self._ended])
-        device_s = mid([one.device_s for one in self._ended])
-        return mid([one.stall_s for one in self._ended]) + max(device_s, slower_s)
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds from the start of a save to its commit."""
-        return mid([one.latency_s for one in self._ended])
-
-    @property
-    def size_bytes(self) -> int:
-        return self._ended[-1].size_bytes if self._ended else 0
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes that a save writes per second until it is durable."""
-        return mid([one.bytes_per_s for one in self._ended])
+        medians = _EndedSave(*(mid(column) for column in zip(*self._ended, strict=True)))
+        return medians._replace(size_bytes=self._ended[-1].size_bytes)
 
 
 log = logging.getLogger(__name__)
@@ -216,16 +194,8 @@ class SyncPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Number of calls until the next sync point."""
 
 
-class Notes(Protocol):
-    """Publishes and reads the decisions of sync points."""
-
-    def leave(self, note: SyncPoint) -> None: ...
-
-    def read(self, number: int) -> SyncPoint: ...
-
-
-class OwnNotes:
-    """Decisions of a single rank, kept in memory."""
+class Notes:
+    """Publishes and reads the decisions of sync points, for a single rank in memory."""
 
     def __init__(self) -> None:
         self._notes = {0: SyncPoint(number=0)}
@@ -238,9 +208,9 @@ class OwnNotes:
         return self._notes[number]
 
 
-class SharedKeys(OwnNotes):
-    """Decisions of several ranks, in a key-value store whose prefix is unique to this start or
-    restore."""
+class SharedNotes(Notes):
+    """The decisions for several ranks, in a key-value store whose prefix is unique to this start
+    or restore."""
 
     def __init__(self, kv: KeyValueStore, *, is_first: bool, deadline_s: float) -> None:
         super().__init__()
@@ -263,9 +233,7 @@ class SharedKeys(OwnNotes):
 
         note = self._kv.until(look, self._kv.now_s() + self._deadline_s)
         if note is None or note.number != number:
-            late = (
-                f"nothing within {self._deadline_s:g} s" if note is None else "that of much later"
-            )
+            late = "that of much later" if note else f"nothing within {self._deadline_s:g} s"
             raise AbortedError(
                 "this rank has not been told when to save next",
                 expected="a decision of rank 0",
@@ -392,9 +360,9 @@ class Schedule:
         """End the schedule and warn if the last step was not saved. Returns True if later runs need
         to know that this one ended normally (with every="auto", on rank 0)."""
         if self._last_step is not None and self._last_step != self._saved_step:
-            saved = (
-                "none" if self._saved_step is None else f"step {self._saved_step} is the last that"
-            )
+            saved = "none"
+            if self._saved_step is not None:
+                saved = f"step {self._saved_step} is the last that"
             log.warning(
                 "training ends with step %d, which is not saved (%s was): step(…, last=True) saves "
                 "the last step in any case",
@@ -450,7 +418,9 @@ class Schedule:
         if step_s is None:
             return SyncPoint(number=number)
         step_s = max(step_s, 1e-6)
-        interval_s = self._interval_s()
+        interval_s = self._fixed_s
+        if interval_s is None and (estimate := self.estimate) is not None:
+            interval_s = estimate.interval_s
         then_s = math.inf if interval_s is None else interval_s
         wait_s = then_s if note.save else self._due_s(timer, step_s, interval_s) - self._clock()
         left_s = wait_s - note.gap * step_s
@@ -465,7 +435,7 @@ class Schedule:
 
     def _due_s(self, timer: StepTimer, step_s: float, interval_s: float | None) -> float:
         """Return the time at which the next save begins; infinite while that is unknown."""
-        if timer.busy:
+        if timer.under_way:
             return math.inf  # no backlog of saves, however long this one takes
         if timer.captured_s is None:
             if self._fixed_s is not None:
@@ -474,13 +444,6 @@ class Schedule:
         wait_s = FIRST_S if interval_s is None else interval_s
         return timer.captured_s + wait_s * (AFTER_FAILURE if timer.failed else 1.0)
 
-    def _interval_s(self) -> float | None:
-        """Return the save interval; None before the cost of the first save is known."""
-        if self._fixed_s is not None:
-            return self._fixed_s
-        estimate = self.estimate
-        return None if estimate is None else estimate.interval_s
-
     @property
     def estimate(self) -> IntervalEstimate | None:
         """The measurements and the interval derived from them. Only with every="auto", on rank 0,
@@ -488,23 +451,25 @@ class Schedule:
         timer = self._timer
         if timer is None or self._fixed_s is not None:
             return None
-        cost_s, step_s = timer.cost_s, timer.step_s
-        if cost_s is None or step_s is None:
+        save, step_s = timer.usual_save, timer.step_s
+        if save is None or step_s is None:
             return None
+        # The copies on the device may be what slows the iterations down: count that time once.
+        cost_s = save.stall_s + max(save.device_s, save.slower_s)
         mtbf_s, mtbf_from = self._mtbf_s()
-        tiers = (frequency.TierCost(cost_s, timer.latency_s, mtbf_s),)
+        tiers = (frequency.TierCost(cost_s, save.latency_s, mtbf_s),)
         (chosen,) = frequency.intervals(tiers, self._most_share)
         return frequency.IntervalEstimate(
             interval_s=chosen.seconds,
             bound=chosen.bound,
             cost_s=cost_s,
-            latency_s=timer.latency_s,
+            latency_s=save.latency_s,
             mtbf_s=mtbf_s,
             mtbf_from=mtbf_from,
             lost_share=frequency.lost_share(tiers, [chosen.seconds]),
             step_s=step_s,
-            size_bytes=timer.size_bytes,
-            bytes_per_s=timer.bytes_per_s,
+            size_bytes=int(save.size_bytes),
+            bytes_per_s=save.bytes_per_s,
         )
 
     def _mtbf_s(self) -> tuple[float, str]:
