@@ -15,10 +15,10 @@ from typing import Annotated
 import typer
 
 import laststep
-from laststep.cli import output
 from laststep.cli.changing import copy, pin, prune, recover, unpin
 from laststep.cli.foreign import export, import_
 from laststep.cli.listing import du, ls
+from laststep.cli.output import FAILED, MISUSED
 from laststep.cli.showing import show
 from laststep.cli.verifying import verify
 from laststep.errors import LaststepError, NotFoundError, UsageError
@@ -97,4 +97,4 @@ def main() -> None:
         app()
     except LaststepError as error:
         print(f"laststep: {error}", file=sys.stderr)
-        sys.exit(output.MISUSED if isinstance(error, UsageError) else output.FAILED)
+        sys.exit(MISUSED if isinstance(error, UsageError) else FAILED)

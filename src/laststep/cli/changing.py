@@ -11,7 +11,23 @@ from laststep import constants
 from laststep.catalog import cleaning, decision
 from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.retention import Keep, plan_prune
-from laststep.cli import output, places
+from laststep.cli import places
+from laststep.cli.output import (
+    DAMAGED,
+    FAILED,
+    AsJson,
+    DryRun,
+    Threads,
+    Yes,
+    bar,
+    confirm,
+    count_text,
+    fields,
+    print_json,
+    print_table,
+    say,
+    size_text,
+)
 from laststep.constants import duration_text, listed
 from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
@@ -22,7 +38,7 @@ from laststep.tiers.orphans import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed
@@ -45,9 +61,9 @@ def copy(
     limit: Annotated[
         str | None, typer.Option(metavar="RATE", help="Go no faster than that, as in 200MB/s.")
     ] = None,
-    threads: output.Threads = 4,
-    dry_run: output.DryRun = False,
-    as_json: output.AsJson = False,
+    threads: Threads = 4,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Copy a run, or one checkpoint, to another location.
 
@@ -64,17 +80,17 @@ def copy(
     report = plan.execute(
         threads=threads,
         pacing=Pacing(bytes_per_s=rate),
-        watch=lambda item: output.bar(item.folder),
+        watch=lambda item: bar(item.folder),
         ended=(lambda *_: None) if as_json else _say,
     )
     if as_json:
         names = ("copied", "there", "deleted", "copied_bytes", "linked_bytes", "kept_bytes")
         damaged = [folder for folder, _ in report.damaged]
-        output.print_json({**where, **output.fields(report, *names), "damaged": damaged})
+        print_json({**where, **fields(report, *names), "damaged": damaged})
     else:
         _say_all(plan, report)
     if report.damaged:
-        raise typer.Exit(output.DAMAGED)
+        raise typer.Exit(DAMAGED)
 
 
 def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
@@ -82,12 +98,12 @@ def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
     if as_json:
         there = sorted(plan.there)
         document = {"dry_run": True, "copy": to_come, "there": there, "size_bytes": plan.size_bytes}
-        output.print_json({**where, **document})
+        print_json({**where, **document})
         return
     for folder in to_come:
-        output.console().print(f"{folder}: would be copied")
-    count, size = output.count_text(len(to_come), "checkpoint"), output.size_text(plan.size_bytes)
-    output.console().print(f"would copy {count}, {size}; {len(plan.there):,} there already")
+        say(f"{folder}: would be copied")
+    count, size = count_text(len(to_come), "checkpoint"), size_text(plan.size_bytes)
+    say(f"would copy {count}, {size}; {len(plan.there):,} there already")
 
 
 def _say(item: Listed, outcome: CopyOutcome) -> None:
@@ -99,22 +115,21 @@ def _say(item: Listed, outcome: CopyOutcome) -> None:
             (outcome.linked_bytes, "linked"),
             (outcome.kept_bytes, "kept of an interrupted copy"),
         )
-        text = ", ".join(f"{output.size_text(size)} {how}" for size, how in parts if size)
+        text = ", ".join(f"{size_text(size)} {how}" for size, how in parts if size)
     elif isinstance(outcome, LaststepError):
         text = f"DAMAGED, and not copied: {outcome}"
     elif outcome is not None:
         text = "deleted in the meantime"
-    output.console().print(f"{item.folder}: {text}")
+    say(f"{item.folder}: {text}")
 
 
 def _say_all(plan: CopyPlan, report: CopyReport) -> None:
-    console = output.console()
     if not plan.checkpoints:
-        console.print(f"{plan.source.url} has no checkpoint yet")
+        say(f"{plan.source.url} has no checkpoint yet")
         return
-    console.print(
-        f"copied {output.count_text(len(report.copied), 'checkpoint')} to {plan.target.url}: "
-        f"{output.size_text(report.copied_bytes)} moved"
+    say(
+        f"copied {count_text(len(report.copied), 'checkpoint')} to {plan.target.url}: "
+        f"{size_text(report.copied_bytes)} moved"
     )
 
 
@@ -137,9 +152,9 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     abandoned: Annotated[
         bool, typer.Option("--abandoned", help="Also delete abandoned and broken ones.")
     ] = False,
-    dry_run: output.DryRun = False,
-    yes: output.Yes = False,
-    as_json: output.AsJson = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete the checkpoints that no rule keeps."""
     if last is None and every is None and best is None and not abandoned:
@@ -152,7 +167,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     )
     plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
     if plan.lacking is not None:
-        output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
+        typer.echo(f"{plan.lacking}; until one has it, all are kept", err=True)
     sharing = plan.sharing()
     freed_bytes = sharing.freed_bytes(plan.deletions)
     if not as_json:
@@ -160,8 +175,8 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     deleted: tuple[str, ...] = ()
     if plan.deletions and not dry_run:
         if not yes:
-            count = output.count_text(len(plan.deletions), "checkpoint")
-            output.confirm("delete", count, freed_bytes)
+            count = count_text(len(plan.deletions), "checkpoint")
+            confirm("delete", count, freed_bytes)
         _check_what_stays(opened)
         deleted = plan.execute()
         freed_bytes = sharing.freed_bytes(deleted)
@@ -170,7 +185,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         copies = [orphan for orphan in copies if cleaning.remove(opened.store, orphan)]
     if as_json:
         checkpoints = [_verdict_document(verdict, sharing) for verdict in plan.verdicts]
-        output.print_json(
+        print_json(
             {
                 "dry_run": dry_run,
                 "freed_bytes": freed_bytes,
@@ -180,16 +195,16 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
             }
         )
     elif not plan.deletions:
-        output.console().print("nothing to delete")
+        say("nothing to delete")
     else:
         done, folders = ("would delete", plan.deletions) if dry_run else ("deleted", deleted)
-        count = output.count_text(len(folders), "checkpoint")
-        output.console().print(f"{done} {count}, {output.size_text(freed_bytes)}")
+        count = count_text(len(folders), "checkpoint")
+        say(f"{done} {count}, {size_text(freed_bytes)}")
     if copies and not as_json:
-        count = output.count_text(len(copies), "copy", "copies")
-        size = output.size_text(sum(orphan.size_bytes for orphan in copies))
+        count = count_text(len(copies), "copy", "copies")
+        size = size_text(sum(orphan.size_bytes for orphan in copies))
         done = "would remove" if dry_run else "removed"
-        output.console().print(f"{done} {count} (abandoned), {size}")
+        say(f"{done} {count} (abandoned), {size}")
 
 
 def _resumed_from(run: Run) -> str | None:
@@ -205,28 +220,28 @@ def _resumed_from(run: Run) -> str | None:
 
 def _verdict_document(verdict: Verdict, sharing: Sharing) -> dict[str, object]:
     return {
-        **output.fields(verdict, "step", "folder", "keep", "reasons"),
+        **fields(verdict, "step", "folder", "keep", "reasons"),
         "size_bytes": sharing.freed_bytes([verdict.folder]),
     }
 
 
 def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
     if not plan.verdicts:
-        output.console().print(f"{run} has no checkpoint yet")
+        say(f"{run} has no checkpoint yet")
         return
-    rows = [
-        (
-            str(verdict.step),
-            "stays" if verdict.keep else "goes",
-            output.size_text(sharing.freed_bytes([verdict.folder])),
-            "; ".join(verdict.reasons),
-            verdict.folder,
-        )
-        for verdict in plan.verdicts
-    ]
-    columns = ("step", "", "only here", "why", "folder")
-    styles = [None if verdict.keep else "red" for verdict in plan.verdicts]
-    output.print_table(columns, rows, right=("step", "only here"), styles=styles)
+    print_table(
+        [
+            {
+                "step": str(verdict.step),
+                "": "stays" if verdict.keep else "goes",
+                "only here": size_text(sharing.freed_bytes([verdict.folder])),
+                "why": "; ".join(verdict.reasons),
+                "folder": verdict.folder,
+            }
+            for verdict in plan.verdicts
+        ],
+        [None if verdict.keep else "red" for verdict in plan.verdicts],
+    )
 
 
 def _check_what_stays(run: Run) -> None:
@@ -248,7 +263,7 @@ def _check_what_stays(run: Run) -> None:
         run.store, find, lambda found: (found, verify_checkpoint(run.store, found.folder))
     )
     if report.damage:
-        count = output.count_text(len(report.damage), "place")
+        count = count_text(len(report.damage), "place")
         raise CorruptError(
             f"the newest checkpoint, step {newest.step}, is damaged in {count}",
             where=f"{run.store.url}/{newest.folder}",
@@ -259,7 +274,7 @@ def _check_what_stays(run: Run) -> None:
 Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
 
 
-def pin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
+def pin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Keep the checkpoint of a step, whatever the retention rules are."""
     opened = places.open_run(run)
     listed = places.find(opened, step)
@@ -267,12 +282,12 @@ def pin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> N
     _tell(step, listed.folder, pinned=True, as_json=as_json)
 
 
-def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
+def unpin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Let the retention rules apply to the checkpoint of a step again."""
     opened = places.open_run(run)
     listed = places.find(opened, step)
     if not listed.pinned and not as_json:
-        output.console().print(f"step {step} ({listed.folder}) was not pinned")
+        say(f"step {step} ({listed.folder}) was not pinned")
         return
     opened.unpin(listed.folder)
     _tell(step, listed.folder, pinned=False, as_json=as_json)
@@ -280,13 +295,10 @@ def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) ->
 
 def _tell(step: int, folder: str, *, pinned: bool, as_json: bool) -> None:
     if as_json:
-        output.print_json({"step": step, "folder": folder, "pinned": pinned})
+        print_json({"step": step, "folder": folder, "pinned": pinned})
     else:
         text = "is pinned" if pinned else "is no longer pinned"
-        output.console().print(f"step {step} ({folder}) {text}")
-
-
-_COLUMNS = ("run", "step", "rank", "size", "owner", "age", "what became of it")
+        say(f"step {step} ({folder}) {text}")
 
 
 def recover(
@@ -300,9 +312,9 @@ def recover(
     discard: Annotated[
         bool, typer.Option("--discard", help="Give up what cannot be stored, of RUN.")
     ] = False,
-    yes: output.Yes = False,
-    dry_run: output.DryRun = False,
-    as_json: output.AsJson = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Store snapshots that dead processes have left in shared memory.
 
@@ -319,9 +331,9 @@ def recover(
     if discard and report.stays and not dry_run:
         report = _discarded(report, ask=not yes, told=not as_json)
     if as_json:
-        output.print_json(_recover_document(report))
+        print_json(_recover_document(report))
     if not report.ok:
-        raise typer.Exit(output.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _discarded(report: RecoverReport, *, ask: bool, told: bool) -> RecoverReport:
@@ -331,20 +343,20 @@ def _discarded(report: RecoverReport, *, ask: bool, told: bool) -> RecoverReport
     ]
     unreadable = sum(one.unreadable for one in report.stays)
     steps = listed(sorted({f"step {save.step}" for save in saves}))
-    what = steps or output.count_text(unreadable, "record")
+    what = steps or count_text(unreadable, "record")
     size_bytes = sum(one.size_bytes for one in report.stays)
     if ask:
-        output.confirm("give up", f"{what} in shared memory, for good", size_bytes)
+        confirm("give up", f"{what} in shared memory, for good", size_bytes)
     after = report.discard()
     if told:
-        output.console().print(f"discarded {what}: freed {output.size_text(size_bytes)} of memory")
+        say(f"discarded {what}: freed {size_text(size_bytes)} of memory")
     return after
 
 
 def _recover_document(report: RecoverReport) -> dict[str, object]:
     segments = [
         {
-            **output.fields(
+            **fields(
                 one,
                 "folder",
                 "run",
@@ -359,7 +371,7 @@ def _recover_document(report: RecoverReport) -> dict[str, object]:
                 "unreadable",
             ),
             "saves": [
-                output.fields(save, "step", "folder", "created_s", "size_bytes", "fate", "error")
+                fields(save, "step", "folder", "created_s", "size_bytes", "fate", "error")
                 for save in one.saves
             ],
         }
@@ -369,44 +381,39 @@ def _recover_document(report: RecoverReport) -> dict[str, object]:
 
 
 def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None:
-    console = output.console()
     if not report.segments:
-        console.print(f"shared memory is empty ({base})")
+        say(f"shared memory is empty ({base})")
     else:
-        rows = [row for one in report.segments for row in _rows(one, dry_run=dry_run)]
-        output.print_table(_COLUMNS, rows, right=("step", "rank", "size", "age"))
+        print_table([row for one in report.segments for row in _rows(one, dry_run=dry_run)])
     for one in report.segments:
         for save in one.saves:
             if save.error is not None:
-                console.print(f"step {save.step} in {one.folder} is not stored: {save.error}")
+                say(f"step {save.step} in {one.folder} is not stored: {save.error}")
         if one.unreadable and not one.is_alive:
-            count = output.count_text(one.unreadable, "record")
-            console.print(f"{one.folder} stays: {count} in it cannot be read by this version")
+            count = count_text(one.unreadable, "record")
+            say(f"{one.folder} stays: {count} in it cannot be read by this version")
     removed = [one for one in report.segments if one.is_removed]
     if removed or report.debris:
-        count = output.count_text(len(removed) + len(report.debris), "folder")
-        size = output.size_text(sum(one.size_bytes for one in removed))
-        console.print(f"removed {count} of dead processes, {size}")
+        count = count_text(len(removed) + len(report.debris), "folder")
+        size = size_text(sum(one.size_bytes for one in removed))
+        say(f"removed {count} of dead processes, {size}")
 
 
-def _rows(one: OrphanedSegment, *, dry_run: bool) -> Sequence[tuple[str, ...]]:
-    owner = f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}"
-    rank = f"{one.rank}" if one.ranks == 1 else f"{one.rank} of {one.ranks}"
-    rows = [
-        (
-            one.run,
-            str(save.step),
-            rank,
-            output.size_text(save.size_bytes),
-            owner,
-            _age(save.created_s),
-            _became(save, one, dry_run=dry_run),
-        )
-        for save in one.saves
-    ]
-    size = output.size_text(one.size_bytes)
-    became = "holds no save" + ("" if one.is_alive or dry_run else _gone(one))
-    return rows or [(one.run, "", rank, size, owner, _age(one.created_s), became)]
+def _rows(one: OrphanedSegment, *, dry_run: bool) -> Iterator[dict[str, str]]:
+    """Yield a row for each save in a segment, or one for a segment without saves."""
+    empty = "holds no save" + ("" if one.is_alive or dry_run else _gone(one))
+    saves: Sequence[OrphanedSnapshot | None] = one.saves or (None,)
+    for save in saves:
+        sized = one if save is None else save
+        yield {
+            "run": one.run,
+            "step": "" if save is None else str(save.step),
+            "rank": f"{one.rank}" if one.ranks == 1 else f"{one.rank} of {one.ranks}",
+            "size": size_text(sized.size_bytes),
+            "owner": f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}",
+            "age": duration_text(max(time.time() - sized.created_s, 0.0)),
+            "what became of it": empty if save is None else _became(save, one, dry_run=dry_run),
+        }
 
 
 def _became(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> str:
@@ -423,7 +430,3 @@ def _became(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> s
 
 def _gone(one: OrphanedSegment) -> str:
     return ", removed" if one.is_removed else ""
-
-
-def _age(created_s: float) -> str:
-    return duration_text(max(time.time() - created_s, 0.0))

@@ -20,7 +20,8 @@ import typer
 from laststep.adapters.export.folder import Exported, check_absent
 from laststep.browse import open_folder
 from laststep.catalog.run import Run
-from laststep.cli import output, places
+from laststep.cli import places
+from laststep.cli.output import AsJson, count_text, fields, print_json, print_table, say, size_text
 from laststep.constants import is_item_name
 from laststep.errors import (
     AbortedError,
@@ -90,7 +91,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     keep_tied: Annotated[
         bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
     ] = False,
-    as_json: output.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in a format that other tools read.
 
@@ -121,15 +122,15 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     checkpoint, items, exported = places.read(path, step, write)
     own = [name for name in checkpoint.per_rank() if name in items]
     if as_json:
-        facts = output.fields(checkpoint, "step", "folder")
+        facts = fields(checkpoint, "step", "folder")
         facts |= {"target": target, "format": format_, "items": items, "per_rank": own}
-        output.print_json(facts | {"rank": (rank or 0) if own else None} | _document(exported))
+        print_json(facts | {"rank": (rank or 0) if own else None} | _document(exported))
         return
     _print(exported, f"exported {', '.join(items)} of step {checkpoint.step} to {target}")
     if own:
         whose = f"each of {checkpoint.ranks:,} ranks has its own; this is rank {rank or 0}'s"
         other = "" if rank is not None else ": --rank N takes another's"
-        output.console().print(f"{', '.join(own)}: {whose}{other}")
+        say(f"{', '.join(own)}: {whose}{other}")
 
 
 def _choices(
@@ -197,29 +198,29 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _document(exported: Exported) -> dict[str, object]:
     return {
-        **output.fields(exported, "tensors", "size_bytes", "values", "dropped", "omitted_values"),
+        **fields(exported, "tensors", "size_bytes", "values", "dropped", "omitted_values"),
         "files": [asdict(file) for file in exported.files],
     }
 
 
 def _print(exported: Exported, what: str) -> None:
-    console = output.console()
-    rows = [
-        (file.name, f"{file.tensors:,}", output.size_text(file.size_bytes))
-        for file in exported.files
-    ]
-    output.print_table(("file", "tensors", "size"), rows, right=("tensors", "size"))
+    print_table(
+        [
+            {"file": file.name, "tensors": f"{file.tensors:,}", "size": size_text(file.size_bytes)}
+            for file in exported.files
+        ]
+    )
     for name, kept in list(exported.dropped.items())[:_SHOWN_TIED]:
-        console.print(f"tied, not written again: {name} is {kept}")
+        say(f"tied, not written again: {name} is {kept}")
     if len(exported.dropped) > _SHOWN_TIED:
-        console.print(f"… and {len(exported.dropped) - _SHOWN_TIED:,} more (see --json)")
+        say(f"… and {len(exported.dropped) - _SHOWN_TIED:,} more (see --json)")
     if exported.omitted_values:
-        count = output.count_text(len(exported.omitted_values), "value")
-        console.print(f"omitted, not tensors: {count} (see --json)")
-    written = output.count_text(exported.tensors, "tensor")
+        count = count_text(len(exported.omitted_values), "value")
+        say(f"omitted, not tensors: {count} (see --json)")
+    written = count_text(exported.tensors, "tensor")
     if exported.values:
-        written += f", {output.count_text(exported.values, 'value')}"
-    console.print(f"{what}: {written}, {output.size_text(exported.size_bytes)}")
+        written += f", {count_text(exported.values, 'value')}"
+    say(f"{what}: {written}, {size_text(exported.size_bytes)}")
 
 
 _SAFETENSORS = ".safetensors"
@@ -237,7 +238,7 @@ def import_(
     force: Annotated[
         bool, typer.Option("--force", help="Take the run over from a job that saves to it.")
     ] = False,
-    as_json: output.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint from the files of another tool.
 
@@ -250,10 +251,10 @@ def import_(
 
     import_state(items, run, step, metadata={"imported_from": Path(source).absolute().name})
     if as_json:
-        output.print_json({"source": source, "run": run, "step": step, "items": list(items)})
+        print_json({"source": source, "run": run, "step": step, "items": list(items)})
         return
     names = ", ".join(items)
-    output.console().print(f"imported {source} into {run} as step {step}: {names}")
+    say(f"imported {source} into {run} as step {step}: {names}")
 
 
 def _check_run(path: str, step: int, *, force: bool) -> None:

@@ -8,9 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog.indexes import sharing_of
-from laststep.cli import output, places
+from laststep.catalog.run import Run
+from laststep.cli import places
+from laststep.cli.output import (
+    FAILED,
+    AsJson,
+    count_text,
+    fields,
+    metrics_text,
+    print_json,
+    print_table,
+    say,
+    size_text,
+    time_text,
+)
 from laststep.constants import duration_text
-from laststep.errors import UsageError
+from laststep.errors import NotFoundError, UsageError
+from laststep.storage.registry import open_store
 from laststep.tiers.replicas import replica_status
 
 if TYPE_CHECKING:
@@ -18,7 +32,6 @@ if TYPE_CHECKING:
 
     from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed, OpenAttempt
-    from laststep.catalog.run import Run
     from laststep.tiers.replicas import ReplicaStatus
 
 
@@ -30,24 +43,29 @@ def ls(
     ] = None,
     *,
     tiers: Annotated[bool, typer.Option("--tiers", help="How far each tier has come.")] = False,
-    as_json: output.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run, newest last; or its tiers, nearest first."""
     if tiers:
-        opened = places.open_or_lost(run) if urls else places.open_run(run)
-        print_tiers(opened, urls or (), as_json=as_json)
+        try:
+            opened = places.open_run(run)
+        except NotFoundError:
+            if not urls:
+                raise
+            opened = Run(open_store(run), None)  # lost: the replicas may have checkpoints
+        _print_tiers(opened, urls or (), as_json=as_json)
         return
     if urls:
         raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
     opened = places.open_run(run)
     checkpoints, attempts = opened.look()
     if as_json:
-        output.print_json(
+        print_json(
             {
                 "run": opened.store.url,
                 "checkpoints": [_document(item) for item in checkpoints],
                 "attempts": [
-                    output.fields(item, "step", "folder", "size_bytes", "alive", "is_copy")
+                    fields(item, "step", "folder", "size_bytes", "alive", "is_copy")
                     for item in attempts
                 ],
             }
@@ -94,30 +112,27 @@ def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
 
 def _document(item: Listed) -> dict[str, object]:
     return {
-        **output.fields(item, "step", "folder", "created_s", "size_bytes"),
+        **fields(item, "step", "folder", "created_s", "size_bytes"),
         "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
         "lossy": () if item.commit is None else item.commit.lossy,
         "omitted_items": () if item.commit is None else item.commit.omitted_items,
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
-        **output.fields(item, "superseded_by", "pinned", "term", "attempt", "incomplete"),
+        **fields(item, "superseded_by", "pinned", "term", "attempt", "incomplete"),
         "error": None if item.error is None else str(item.error),
     }
-
-
-_NUMBERS = ("step", "size", "new", "only here", "files")
 
 
 def _row(item: Listed, *, share: bool) -> dict[str, str]:
     """Return the table cells of a checkpoint by column; with `share`, also the size of its new
     files."""
-    new = {"new": "" if item.commit is None else output.size_text(item.commit.new_bytes)}
+    new = {"new": "" if item.commit is None else size_text(item.commit.new_bytes)}
     return {
         "step": str(item.step),
-        "when": output.time_text(item.created_s),
-        "size": output.size_text(item.size_bytes),
+        "when": time_text(item.created_s),
+        "size": size_text(item.size_bytes),
         **(new if share else {}),
-        "metrics": "" if item.commit is None else output.metrics_text(item.commit.metrics),
+        "metrics": "" if item.commit is None else metrics_text(item.commit.metrics),
         "status": _status(item),
         "pinned": "pinned" if item.pinned else "",
         "folder": item.folder,
@@ -140,55 +155,45 @@ def _unreadable(item: Listed) -> str:
     return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
-def _print_table(checkpoints: Sequence[Listed]) -> None:
-    share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
-    _print_checkpoints(checkpoints, [_row(item, share=share) for item in checkpoints])
-
-
-def _print_checkpoints(checkpoints: Sequence[Listed], rows: list[dict[str, str]]) -> None:
-    """Print a row for each checkpoint; those off the lineage are dimmed."""
-    styles = [None if item.on_lineage else "dim" for item in checkpoints]
-    cells = [tuple(row.values()) for row in rows]
-    output.print_table(tuple(rows[0]), cells, right=_NUMBERS, styles=styles)
+def _dimmed(checkpoints: Sequence[Listed]) -> list[str | None]:
+    """Return the styles of rows: checkpoints off the lineage are dimmed."""
+    return [None if item.on_lineage else "dim" for item in checkpoints]
 
 
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
-    console = output.console()
     if not checkpoints:
-        console.print(f"{run} has no checkpoint yet")
-    else:
-        _print_table(checkpoints)
+        say(f"{run} has no checkpoint yet")
+    share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
+    print_table([_row(item, share=share) for item in checkpoints], _dimmed(checkpoints))
     for item in checkpoints:
         if item.error is not None:
-            console.print(f"step {item.step} is {_unreadable(item)}: {item.error}")
+            say(f"step {item.step} is {_unreadable(item)}: {item.error}")
         elif item.incomplete is not None:
-            console.print(f"step {item.step} is incomplete: {item.incomplete}")
+            say(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:
-        size = output.size_text(attempt.size_bytes)
+        size = size_text(attempt.size_bytes)
         if is_in_progress(attempt, checkpoints):
             text = f"is in progress ({attempt.folder}, {size} so far)"
         else:
             text = f"has no manifest: {why_no_manifest(attempt, checkpoints)}"
             text += f" ({attempt.folder}, {size})"
-        console.print(f"step {attempt.step} {text}")
+        say(f"step {attempt.step} {text}")
 
 
-def print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
+def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
     """Print the status of each tier: the run's primary, the replicas recorded in the run, and
     `urls`."""
     found, now_s = replica_status(run, urls), time.time()
     if as_json:
         documents = [_tier_document(one, now_s) for one in found]
-        output.print_json({"run": run.store.url, "tiers": documents})
+        print_json({"run": run.store.url, "tiers": documents})
     else:
-        columns = ("tier", "step", "age", "checkpoints", "at risk")
-        rows = [_tier_row(one, now_s) for one in found]
-        output.print_table(columns, rows, right=("step", "age", "checkpoints"))
+        print_table([_tier_row(one, now_s) for one in found])
         for one in found:
             if one.error is not None:
-                output.console().print(f"cannot read {one.tier}: {one.error}")
+                say(f"cannot read {one.tier}: {one.error}")
     if any(one.error is not None for one in found):
-        raise typer.Exit(output.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _tier_document(one: ReplicaStatus, now_s: float) -> dict[str, object]:
@@ -199,15 +204,17 @@ def _tier_document(one: ReplicaStatus, now_s: float) -> dict[str, object]:
         "folder": None if newest is None else newest.name.folder,
         "created_s": None if newest is None else newest.created_s,
         "age_s": None if newest is None else now_s - newest.created_s,
-        **output.fields(one, "checkpoints", "behind_steps", "behind_s", "omitted_items", "error"),
+        **fields(one, "checkpoints", "behind_steps", "behind_s", "omitted_items", "error"),
     }
 
 
-def _tier_row(one: ReplicaStatus, now_s: float) -> tuple[str, ...]:
-    if one.newest is None:
-        return one.tier, "", "", "?" if one.error else "0", "unknown" if one.error else "everything"
-    age = duration_text(max(now_s - one.newest.created_s, 0.0))
-    return one.tier, str(one.newest.name.step), age, f"{one.checkpoints:,}", _at_risk(one)
+def _tier_row(one: ReplicaStatus, now_s: float) -> dict[str, str]:
+    step = age = ""
+    count, risk = ("?", "unknown") if one.error else ("0", "everything")
+    if one.newest is not None:
+        step, age = str(one.newest.name.step), duration_text(max(now_s - one.newest.created_s, 0.0))
+        count, risk = f"{one.checkpoints:,}", _at_risk(one)
+    return {"tier": one.tier, "step": step, "age": age, "checkpoints": count, "at risk": risk}
 
 
 def _at_risk(one: ReplicaStatus) -> str:
@@ -215,7 +222,7 @@ def _at_risk(one: ReplicaStatus) -> str:
     last save."""
     text = ""
     if one.behind_s or one.behind_steps:
-        steps = output.count_text(one.behind_steps or 0, "step")
+        steps = count_text(one.behind_steps or 0, "step")
         text = f"{steps}, {duration_text(one.behind_s or 0)}"
     if one.omitted_items:  # the replica has partial checkpoints
         rest = f"; of {', '.join(one.items)} {text}" if text else ""
@@ -223,7 +230,7 @@ def _at_risk(one: ReplicaStatus) -> str:
     return text or "nothing"
 
 
-def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
+def du(run: places.RunPath, *, as_json: AsJson = False) -> None:
     """Show the disk space that checkpoints take, and how much of it they share."""
     opened = places.open_run(run)
     checkpoints = opened.checkpoints()
@@ -232,7 +239,7 @@ def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     stored_bytes = sharing.stored_bytes()
     saved_bytes = apart_bytes - stored_bytes
     if as_json:
-        output.print_json(
+        print_json(
             {
                 "run": opened.store.url,
                 "checkpoints": [_usage_document(item, sharing) for item in checkpoints],
@@ -242,16 +249,15 @@ def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
             }
         )
         return
-    console = output.console()
     if not checkpoints:
-        console.print(f"{run} has no checkpoint yet")
+        say(f"{run} has no checkpoint yet")
         return
-    _print_checkpoints(checkpoints, [_usage_row(item, sharing) for item in checkpoints])
-    total = f"{output.count_text(len(checkpoints), 'checkpoint')}: "
+    print_table([_usage_row(item, sharing) for item in checkpoints], _dimmed(checkpoints))
+    total = f"{count_text(len(checkpoints), 'checkpoint')}: "
     if saved_bytes:
-        apart = output.size_text(apart_bytes)
-        total += f"{apart} if each stood alone, {output.size_text(saved_bytes)} saved, "
-    console.print(f"{total}{output.size_text(stored_bytes)} on the disk")
+        apart = size_text(apart_bytes)
+        total += f"{apart} if each stood alone, {size_text(saved_bytes)} saved, "
+    say(f"{total}{size_text(stored_bytes)} on the disk")
 
 
 def _new_bytes(item: Listed) -> int:
@@ -260,7 +266,7 @@ def _new_bytes(item: Listed) -> int:
 
 def _usage_document(item: Listed, sharing: Sharing) -> dict[str, object]:
     return {
-        **output.fields(item, "step", "folder"),
+        **fields(item, "step", "folder"),
         "size_bytes": item.stored_bytes,
         "new_bytes": _new_bytes(item),
         "alone_bytes": sharing.freed_bytes([item.folder]),
@@ -275,10 +281,10 @@ def _usage_row(item: Listed, sharing: Sharing) -> dict[str, str]:
     others = sharing.sharers(item.folder)
     return {
         "step": str(item.step),
-        "size": output.size_text(item.stored_bytes),
-        "new": output.size_text(_new_bytes(item)),
-        "only here": output.size_text(sharing.freed_bytes([item.folder])),
+        "size": size_text(item.stored_bytes),
+        "new": size_text(_new_bytes(item)),
+        "only here": size_text(sharing.freed_bytes([item.folder])),
         "files": "" if item.commit is None else f"{item.commit.file_count:,}",
-        "shared with": output.count_text(len(others), "checkpoint") if others else "",
+        "shared with": count_text(len(others), "checkpoint") if others else "",
         "folder": item.folder,
     }

@@ -42,7 +42,12 @@ Threads = Annotated[int, typer.Option(help="How many threads work at once.", min
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def console(*, stderr: bool = False) -> Console:
+def say(text: str = "") -> None:
+    """Print a line for people on stdout."""
+    _console().print(text)
+
+
+def _console(*, stderr: bool = False) -> Console:
     """Return a console for people; output to a pipe is never wrapped or truncated."""
     stream = sys.stderr if stderr else sys.stdout
     watched = stream.isatty()
@@ -77,7 +82,7 @@ def bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=_console(stderr=True), transient=True) as shown:
         task = shown.add_task(title)
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
@@ -85,34 +90,32 @@ def bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 MANY_ROWS = 500
 """Maximum number of rows printed through rich, which takes 0.5 ms for each; people search longer
 tables rather than read them."""
+_COUNTS = ("checkpoints", "files", "parts", "tensors")
+_NUMBERS = ("age", "bytes", "new", "only here", "rank", "size", "step", *_COUNTS)
+"""Columns that are aligned to the right."""
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    styles: Sequence[str | None] = (),
-) -> None:
-    """Print a table; the columns named in `right` hold numbers, `styles` apply to the rows."""
+def print_table(rows: Sequence[Mapping[str, str]], styles: Sequence[str | None] = ()) -> None:
+    """Print rows, which map columns to cells; `styles` apply to the rows."""
+    if not rows:
+        return
+    columns = list(rows[0])
     if len(rows) > MANY_ROWS:
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        for line in (columns, *rows):
+        lines = [columns, *([*row.values()] for row in rows)]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
             cells = [
-                cell.rjust(width) if column in right else cell.ljust(width)
+                cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
                 for column, cell, width in zip(columns, line, widths, strict=True)
             ]
             sys.stdout.write("  ".join(cells).rstrip() + "\n")
         return
-    header = any(columns)
-    made = Table(
-        box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0), show_header=header
-    )
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        made.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
     for row, style in zip(rows, styles or [None] * len(rows), strict=True):
-        made.add_row(*row, style=style)
-    console().print(made)
+        made.add_row(*row.values(), style=style)
+    _console().print(made)
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -150,29 +153,18 @@ def time_text(seconds: float) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def duration_text(seconds: float | None) -> str:
-    """Format a duration to three digits: `4.21 ms`, `1.50 s`."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 def metrics_text(metrics: Mapping[str, object]) -> str:
     """Format metrics in one line: `loss=2.31 epoch=4`."""
-    return " ".join(f"{name}={_metric_text(value)}" for name, value in metrics.items())
 
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.4g}"
+        # str() refuses integers of more than 4,300 digits.
+        if isinstance(value, int) and value.bit_length() > 128:
+            return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
+        return str(value)
 
-def _metric_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if (
-        isinstance(value, int) and value.bit_length() > _LONG_BITS
-    ):  # str() refuses integers of more than 4,300 digits
-        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
-    return str(value)
-
-
-_LONG_BITS = 128
+    return " ".join(f"{name}={text(value)}" for name, value in metrics.items())
 
 
 def count_text(count: int, one: str, many: str | None = None) -> str:

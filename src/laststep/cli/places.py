@@ -12,7 +12,7 @@ from laststep.catalog import decision
 from laststep.catalog.lineage import RUN_NAME, TERMS_FOLDER, parse_folder
 from laststep.catalog.listing import nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
-from laststep.cli import output
+from laststep.cli.output import count_text
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
@@ -52,15 +52,6 @@ class CheckpointPath:
     """All checkpoints of that run."""
 
 
-def open_or_lost(path: str) -> Run:
-    """Open a run; if it is missing, return one without checkpoints, since replicas may have
-    some."""
-    try:
-        return open_run(path)
-    except NotFoundError:
-        return Run(open_store(path), None)
-
-
 def open_run(path: str) -> Run:
     """Open the run in that folder. Raise `NotFoundError` if there is none."""
     local = local_path(path)
@@ -97,10 +88,8 @@ def is_checkpoint(path: str) -> bool:
 
 def find(run: Run, step: int | None) -> Listed:
     """Return the checkpoint of that step, or the newest of the lineage. Raise `NotFoundError` if
-    there is none.
-
-    If several have the same step, the one on the lineage is preferred, else the last committed.
-    """
+    there is none. If several have the same step, the one on the lineage is preferred, else the last
+    committed."""
     return _choose(run, *run.look(), step)
 
 
@@ -108,7 +97,7 @@ def _choose(
     run: Run, listed: Sequence[Listed], attempts: Sequence[OpenAttempt], step: int | None
 ) -> Listed:
     if not listed:
-        left = f"{output.count_text(len(attempts), 'save')} without a manifest"
+        left = f"{count_text(len(attempts), 'save')} without a manifest"
         raise NotFoundError(
             "the run has no checkpoint yet",
             where=run.store.url,

@@ -14,8 +14,20 @@ import typer
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index, sharing_of
-from laststep.cli import output, places
+from laststep.cli import places
 from laststep.cli.listing import lineage_of
+from laststep.cli.output import (
+    AsJson,
+    count_text,
+    fields,
+    metrics_text,
+    plain,
+    print_json,
+    print_table,
+    say,
+    size_text,
+    time_text,
+)
 from laststep.constants import DTYPES, MANIFEST_NAME
 from laststep.errors import CorruptError, NotFoundError
 from laststep.format import manifest
@@ -25,8 +37,6 @@ from laststep.read.content import stored_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rich.console import Console
 
     from laststep.catalog.indexes import Sharing
     from laststep.format.index import StoredFile, StoredLayout
@@ -68,7 +78,7 @@ def show(
     parts: Annotated[
         bool, typer.Option("--parts", help="Say which part of a tensor lies in which file.")
     ] = False,
-    as_json: output.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint.
 
@@ -78,16 +88,15 @@ def show(
     commit = held.commit
     sharing = sharing_of(place.store, place.among)
     if as_json:
-        output.print_json(_document(place, held, sharing))
+        print_json(_document(place, held, sharing))
         return
-    console = output.console()
     limit = None if all_ else _SHOWN
     _print_facts(place, commit, sharing)
-    _print_items(console, held)
-    _print_files(console, held.files, limit=limit)
-    _print_tensors(console, tensors_of(held), limit=limit, parts=parts)
+    _print_items(held)
+    _print_files(held.files, limit=limit)
+    _print_tensors(tensors_of(held), limit=limit, parts=parts)
     for error in held.unreadable:
-        console.print(f"damaged, so the tensors of its rank are not listed: {error}")
+        say(f"damaged, so the tensors of its rank are not listed: {error}")
 
 
 def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings]:
@@ -114,18 +123,17 @@ def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) ->
     listed, commit = place.listed, held.commit
     held_by = files_by_item(held)
     return {
-        **output.fields(commit, *_COMMIT_FIELDS),
+        **fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
         "shared_with": () if listed is None else sharing.sharers(place.folder),
         "lineage": None if listed is None else lineage_of(listed),
         "pinned": False if listed is None else listed.pinned,
         "items": [
-            output.fields(item, *_ITEM_FIELDS) | {"files": held_by[item.name]}
-            for item in commit.items
+            fields(item, *_ITEM_FIELDS) | {"files": held_by[item.name]} for item in commit.items
         ],
         "files": [
-            output.fields(file.file, "name", "size_bytes", "sharers")
-            | output.fields(file, "rank", "used_by", "codecs")
+            fields(file.file, "name", "size_bytes", "sharers")
+            | fields(file, "rank", "used_by", "codecs")
             | {
                 "origin": file.file.origin or None,
                 "error": str(file.damage[0].error) if file.damage else None,
@@ -143,10 +151,10 @@ def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) ->
 
 def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     return {
-        **output.fields(tensor, "name", "rank", "size_bytes", "missing_bytes", "lossy"),
-        **output.fields(tensor.spec, "dtype", "shape"),
+        **fields(tensor, "name", "rank", "size_bytes", "missing_bytes", "lossy"),
+        **fields(tensor.spec, "dtype", "shape"),
         "parts": [
-            output.fields(part.box, "start", "shape") | output.fields(part, "size_bytes", "file")
+            fields(part.box, "start", "shape") | fields(part, "size_bytes", "file")
             for part in tensor.parts
         ],
     }
@@ -155,16 +163,14 @@ def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
 def _size_text(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -> str:
     """Return the size, and how much of it is shared with other checkpoints or, if those are gone,
     was."""
-    count = output.count_text(commit.file_count, "data file")
-    text = f"{output.size_text(commit.size_bytes)} in {count}"
+    count = count_text(commit.file_count, "data file")
+    text = f"{size_text(commit.size_bytes)} in {count}"
     others = () if place.listed is None else sharing.sharers(place.folder)
     if others:
-        shared = output.size_text(sharing.shared_bytes(place.folder))
-        return f"{text}, {shared} of it shared with " + output.count_text(
-            len(others), "other checkpoint"
-        )
+        shared = size_text(sharing.shared_bytes(place.folder))
+        return f"{text}, {shared} of it shared with " + count_text(len(others), "other checkpoint")
     if commit.shared_bytes:
-        text += f", {output.size_text(commit.shared_bytes)} of it written for earlier checkpoints"
+        text += f", {size_text(commit.shared_bytes)} of it written for earlier checkpoints"
     return text
 
 
@@ -176,13 +182,13 @@ def _print_facts(place: places.CheckpointPath, commit: Commit, sharing: Sharing)
     facts = {
         "step": f"{commit.step} (term {commit.term}, attempt {commit.attempt})",
         "folder": f"{place.store.url}/{place.folder}",
-        "saved": f"{output.time_text(commit.created_s)} by "
-        f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
+        "saved": f"{time_text(commit.created_s)} by "
+        f"{count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
         "size": _size_text(place, commit, sharing),
         "exact": f"no: tensors are rounded to {', '.join(commit.lossy)}" if commit.lossy else "yes",
-        "metrics": output.metrics_text(commit.metrics) or "none",
-        "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
+        "metrics": metrics_text(commit.metrics) or "none",
+        "metadata": "none" if commit.metadata is None else str(plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
         "continues": commit.continues or "nothing, it is the first",
     }
@@ -190,39 +196,46 @@ def _print_facts(place: places.CheckpointPath, commit: Commit, sharing: Sharing)
         facts["partial checkpoint"] = (
             f"of the run {commit.run}, without {', '.join(commit.omitted_items)}"
         )
-    output.print_table(("", ""), list(facts.items()))
+    width = max(map(len, facts))
+    for name, text in facts.items():
+        say(f"{name.ljust(width)}  {text}")
 
 
-def _print_items(console: Console, held: Holdings) -> None:
+def _print_items(held: Holdings) -> None:
     commit = held.commit
     held_by = files_by_item(held)
     own = f"each of {commit.ranks:,} ranks has its own, all are counted"
-    rows = [
-        (
-            item.name,
-            item.kind,
-            f"{item.tensors:,}",
-            output.size_text(item.size_bytes),
-            f"{len(held_by[item.name]):,}",
-            own if item.per_rank and commit.ranks > 1 else "",
-        )
-        for item in commit.items
-    ]
-    console.print()
-    columns = ("item", "kind", "tensors", "size", "files", "")
-    output.print_table(columns, rows, right=("tensors", "size", "files"))
+    say()
+    print_table(
+        [
+            {
+                "item": item.name,
+                "kind": item.kind,
+                "tensors": f"{item.tensors:,}",
+                "size": size_text(item.size_bytes),
+                "files": f"{len(held_by[item.name]):,}",
+                "": own if item.per_rank and commit.ranks > 1 else "",
+            }
+            for item in commit.items
+        ]
+    )
 
 
-def _print_files(console: Console, files: tuple[ShownFile, ...], *, limit: int | None) -> None:
+def _print_files(files: tuple[ShownFile, ...], *, limit: int | None) -> None:
     """Print up to `limit` files; damaged ones are always listed."""
     shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.damage]
-    rows = [
-        (file.file.name, output.size_text(file.file.size_bytes), "; ".join(_notes(file)))
-        for file in shown
-    ]
-    console.print()
-    output.print_table(("file", "size", ""), rows, right=("size",))
-    _print_rest(console, len(files) - len(shown), "file")
+    say()
+    print_table(
+        [
+            {
+                "file": file.file.name,
+                "size": size_text(file.file.size_bytes),
+                "": "; ".join(_notes(file)),
+            }
+            for file in shown
+        ]
+    )
+    _print_rest(len(files) - len(shown), "file")
 
 
 def _notes(file: ShownFile) -> Iterator[str]:
@@ -239,11 +252,10 @@ def _notes(file: ShownFile) -> Iterator[str]:
         yield f"damaged: {first.error.what}: expected {first.expected}, found {first.found}"
 
 
-def _print_tensors(
-    console: Console, tensors: list[ShownTensor], *, limit: int | None, parts: bool
-) -> None:
+def _print_tensors(tensors: list[ShownTensor], *, limit: int | None, parts: bool) -> None:
     # With --parts, files are named, so equal tensors of several ranks get a line each.
     alike = [[tensor] for tensor in tensors] if parts else _alike(tensors)
+    columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
     rows: list[tuple[str, ...]] = []
     for same in alike[:limit]:
         rows.append(_row(same, parts=parts))
@@ -251,15 +263,14 @@ def _print_tensors(
             box = f"  [{part.box.text}]"
             size = f"{part.size_bytes:,}"
             rows.append((box, "", _shape(part.box.shape), size, "", part.file))
-    console.print()
-    columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
-    output.print_table(columns, rows, right=("bytes", "parts"))
-    _print_rest(console, sum(map(len, alike)) - sum(map(len, alike[:limit])), "tensor")
+    say()
+    print_table([dict(zip(columns, row, strict=True)) for row in rows])
+    _print_rest(sum(map(len, alike)) - sum(map(len, alike[:limit])), "tensor")
 
 
-def _print_rest(console: Console, left: int, what: str) -> None:
+def _print_rest(left: int, what: str) -> None:
     if left:
-        console.print(f"… and {output.count_text(left, f'more {what}')}; --all lists them")
+        say(f"… and {count_text(left, f'more {what}')}; --all lists them")
 
 
 def _alike(tensors: list[ShownTensor]) -> list[list[ShownTensor]]:
@@ -391,11 +402,11 @@ def read_holdings(store: Store, folder: str, commit: Commit) -> Holdings:
 
 
 def _shown_files(index: Index, damage: tuple[Damage, ...]) -> list[ShownFile]:
-    used_by: list[dict[str, None]] = [{} for _ in index.files]
+    used_by: list[list[str]] = [[] for _ in index.files]
     codecs: list[set[str]] = [set() for _ in index.files]
     for stored in index.layouts:
         for number in files_of(stored, index):
-            used_by[number][stored.layout.name] = None
+            used_by[number].append(stored.layout.name)
         for run in stored.runs:
             for part in (run, *run.bases):
                 if part.encoding != RAW:

@@ -9,7 +9,18 @@ import typer
 
 from laststep.catalog import decision
 from laststep.catalog.run import Run
-from laststep.cli import listing, output, places
+from laststep.cli import listing, places
+from laststep.cli.output import (
+    DAMAGED,
+    AsJson,
+    Threads,
+    bar,
+    count_text,
+    fields,
+    print_json,
+    say,
+    size_text,
+)
 from laststep.constants import listed
 from laststep.errors import CorruptError, NotFoundError
 from laststep.read.verify import VerifyReport, verify_checkpoint
@@ -30,8 +41,8 @@ def verify(
     path: places.RunOrCheckpoint,
     *,
     step: places.StepOption = None,
-    threads: output.Threads = 4,
-    as_json: output.AsJson = False,
+    threads: Threads = 4,
+    as_json: AsJson = False,
 ) -> None:
     """Check every byte against its digest.
 
@@ -46,7 +57,7 @@ def verify(
         gone_before = len(deleted)
         for place in pending:
             try:
-                with output.bar(place.folder) as show:
+                with bar(place.folder) as show:
                     report = verify_checkpoint(
                         place.store, place.folder, threads=threads, progress=show
                     )
@@ -55,7 +66,7 @@ def verify(
                     raise
                 deleted.append(place.folder)
                 if not as_json:
-                    output.console().print(f"{place.folder}: deleted in the meantime")
+                    say(f"{place.folder}: deleted in the meantime")
                 continue
             reports.append((place, report))
             if not as_json:
@@ -68,7 +79,7 @@ def verify(
         pending = tuple(found for found in wanted.places if found.folder not in known)
     sound = wanted.error is None and not any(report.damage for _, report in reports)
     if as_json:
-        output.print_json(
+        print_json(
             {
                 "sound": sound,
                 "checkpoints": [_document(place, report) for place, report in reports],
@@ -80,7 +91,7 @@ def verify(
     else:
         _print_rest(path, wanted)
     if not sound:
-        raise typer.Exit(output.DAMAGED)
+        raise typer.Exit(DAMAGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,51 +136,44 @@ def _all(path: str) -> _ToVerify:
 
 
 def _print_rest(path: str, wanted: _ToVerify) -> None:
-    console = output.console()
     checkpoints = [place.listed for place in wanted.places if place.listed is not None]
     for attempt in wanted.attempts:
         why = "a save in progress"
         if not listing.is_in_progress(attempt, checkpoints):
             why = listing.why_no_manifest(attempt, checkpoints)
-        size = output.size_text(attempt.size_bytes)
-        console.print(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
+        size = size_text(attempt.size_bytes)
+        say(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
     if wanted.error is not None:
-        console.print(f"the run is DAMAGED: {wanted.error}")
+        say(f"the run is DAMAGED: {wanted.error}")
     elif not wanted.places:
-        console.print(f"{path} has no checkpoint yet")
+        say(f"{path} has no checkpoint yet")
 
 
 def _document(place: places.CheckpointPath, report: VerifyReport) -> dict[str, object]:
     return {
         "step": None if place.listed is None else place.listed.step,
         "folder": place.folder,
-        **output.fields(report, "files", "blocks", "bytes", "unchecked_bytes"),
-        "damage": [output.fields(damage, *_DAMAGE_FIELDS) for damage in report.damage],
+        **fields(report, "files", "blocks", "bytes", "unchecked_bytes"),
+        "damage": [fields(damage, *_DAMAGE_FIELDS) for damage in report.damage],
     }
 
 
 def _print(place: places.CheckpointPath, report: VerifyReport) -> None:
-    console = output.console()
     checked = (
-        f"{output.count_text(report.files, 'file')}, {output.count_text(report.blocks, 'block')}, "
-        f"{output.size_text(report.bytes)}"
+        f"{count_text(report.files, 'file')}, {count_text(report.blocks, 'block')}, "
+        f"{size_text(report.bytes)}"
     )
     if not report.damage:
-        console.print(f"{place.folder}: sound ({checked})")
+        say(f"{place.folder}: sound ({checked})")
         return
-    console.print(
-        f"{place.folder}: DAMAGED in {output.count_text(len(report.damage), 'place')} "
-        f"({checked} checked)"
-    )
+    say(f"{place.folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
     for damage in report.damage:
-        console.print(f"  {_line(damage)}")
+        say(f"  {_line(damage)}")
     if report.unchecked_bytes:
-        size = output.size_text(report.unchecked_bytes)
-        console.print(f"  {size} could not be checked: the digests that vouch for them are lost")
+        size = size_text(report.unchecked_bytes)
+        say(f"  {size} could not be checked: the digests that vouch for them are lost")
     if any(damage.what in _HIDING for damage in report.damage):
-        console.print(
-            f"  `laststep show {place.store.url}/{place.folder}` lists what is left of it"
-        )
+        say(f"  `laststep show {place.store.url}/{place.folder}` lists what is left of it")
 
 
 def _line(damage: Damage) -> str:
