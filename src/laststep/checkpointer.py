@@ -164,7 +164,7 @@ class Checkpointer(single.OnlyOne):
         self._schedule = scheduling.Schedule(
             self._context.settings,
             self._context.rank,
-            self._client.past,
+            self._client.instance.past,
             may_only_end=self._ending is not None,
         )
         waiting.enter(self._work, self.path, RunningParts.under_way)

@@ -27,8 +27,7 @@ from laststep.catalog.lineage import AttemptName, Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
-from laststep.flush import launch as starting
-from laststep.flush.client import Client
+from laststep.flush.client import Client, start_process, start_thread
 from laststep.flush.protocol import Continue, Orders
 from laststep.flush.saves import SaveState
 from laststep.memory import segments
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from laststep.commit.thread import CommitThread
-    from laststep.flush.launch import Helper
+    from laststep.flush.client import Helper
     from laststep.flush.saves import SaveHandle, Saves
     from laststep.memory.segments import Segment
     from laststep.ranks.group import Ranks
@@ -150,10 +149,8 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
 
     def launch(end: socket.socket) -> Helper:
         if settings.flush is FlushIn.THREAD:
-            return starting.start_thread(
-                end, pool.memory(), run=run, trainer=start.writer, orders=orders
-            )
-        return starting.start_process(
+            return start_thread(end, pool.memory(), run=run, trainer=start.writer, orders=orders)
+        return start_process(
             end,
             run=run,
             trainer=start.writer,
@@ -283,7 +280,7 @@ class RunningParts:
 
     def revive(self, settings: Settings) -> None:
         """Start a new flusher if the last one died."""
-        dead = self.client.dead
+        dead = self.client.saves.refusal
         if dead is not None:
             log.warning("starting a new flusher: %s", dead)
             self.capturer.settle()
@@ -587,14 +584,14 @@ class Resuming:
         self._peek = None
         self._origins = {}
         if not self._knows_lineage:
-            seen = self._work.client.newest_point()
+            seen = self._work.client.instance.newest_point()
             refuse_to_leave(newest_of(self._store), self._store.url)
             self._work.client.continue_from(_continuing(None, seen))
             self._knows_lineage = True
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        seen = self._work.client.newest_point()
+        seen = self._work.client.instance.newest_point()
         newest = newest_of(self._store)
         self._work.client.continue_from(_continuing(newest, seen, resumed=False))
         self._knows_lineage = True

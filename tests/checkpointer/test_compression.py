@@ -17,7 +17,7 @@ from laststep.codecs.blocks import registry
 from laststep.codecs.blocks.raw import Raw
 from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
-from laststep.flush import pack
+from laststep.flush import writer
 
 for _folder in ("format", "checkpointer"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
@@ -172,16 +172,16 @@ def test_a_failed_save_is_no_anchor_of_the_next(
     training: CodedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.save(0)
-    finish = pack.PackWriter.finish
+    finish = writer.PackWriter.finish
 
     def fails(*_: object) -> None:
         raise laststep.StorageError("a disk", found="EIO")
 
-    monkeypatch.setattr(pack.PackWriter, "finish", fails)
+    monkeypatch.setattr(writer.PackWriter, "finish", fails)
     training.redraw(1, 2)
     with pytest.raises(laststep.StorageError):
         training.ckpt.save(1).wait()
-    monkeypatch.setattr(pack.PackWriter, "finish", finish)
+    monkeypatch.setattr(writer.PackWriter, "finish", finish)
     training.touch(1, 3)  # block 1 is close to what was never committed
     training.save(2)
     assert training.codecs(2)[1] == "planes"

@@ -267,7 +267,7 @@ def test_starts_that_failed_are_counted_by_those_that_come(
     def train(end: BaseException | None = None) -> Past:
         with opened(training, every="auto", most_share=0.9) as checkpointer:
             next_step = checkpointer.restore().next_step
-            past = checkpointer._client.past()
+            past = checkpointer._client.instance.past()
             step_until_saved(checkpointer, training, next_step).wait()
             if end is not None:
                 raise end
@@ -301,7 +301,7 @@ def test_a_clock_that_jumped_does_not_make_a_run_look_reliable(
         first.result()
         estimate = checkpointer.step(first.step + 1, last=True).result().estimate
         assert estimate.mtbf_s < 8 * 24 * 3600
-    assert not fails or checkpointer._client.past().failures == 1
+    assert not fails or checkpointer._client.instance.past().failures == 1
 
 
 KILLED = """
@@ -327,7 +327,7 @@ def test_a_start_that_was_killed_has_failed(run_folder: Path) -> None:
             run_folder, s=state, options=laststep.Options(flush="thread"), every="auto"
         ) as c:
             c.restore()
-            assert c._client.past().failures == killed
+            assert c._client.instance.past().failures == killed
 
 
 def test_a_checkpointer_that_does_not_ask_leaves_no_trace_of_its_end(

@@ -362,7 +362,7 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
 def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, flusher: Callable[[], int]
 ) -> None:
-    from laststep.flush.launch import HelperProcess
+    from laststep.flush.client import HelperProcess
 
     join = HelperProcess.join
     finds_out, saved = threading.Event(), threading.Event()

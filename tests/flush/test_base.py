@@ -252,7 +252,7 @@ def test_of_a_layout_that_has_come_whole_the_share_is_known(
 
 def test_blocks_that_changed_the_last_time_are_taken_to_change_again() -> None:
     layout = layout_with(10, {0, 1, 2, 3, 4, 5})
-    assert layout.changed == 0.6
+    assert layout.usual_change() == 0.6
     assert layout.likely_change(0, [False, False]) == 0.6
     assert layout.likely_change(0, [True, True]) == 0.0
     assert layout.likely_change(0, [True, False]) == pytest.approx(0.3)
@@ -305,7 +305,7 @@ def test_derived_blocks_do_not_count() -> None:
     index = Index(files=(file,), encodings=(Encoding(*ROUNDED),), layouts=(stored,))
     found = BaseLayout(stored, index, frozenset({0, 1, 2}))
     assert found.derived == {0, 1}
-    assert found.changed == 0.5
+    assert found.usual_change() == 0.5
     assert found.likely_change(0, [False, False, True, True]) == 0.0
     assert found.is_usable()
     short = structs.replace(layout, tensor_bytes=2 * BLOCK_BYTES)
@@ -327,7 +327,9 @@ def test_a_layout_is_found_only_if_it_is_the_same() -> None:
     base, (found,) = base_of(
         [file_of(0, 2)], [BlockRef(0, n * BLOCK_BYTES, BLOCK_BYTES) for n in range(2)]
     )
-    assert base.layout(bytes_layout(2 * BLOCK_BYTES)) is found
+    again = base.layout(bytes_layout(2 * BLOCK_BYTES))
+    assert again is not None
+    assert again.stored is found.stored
     assert base.layout(bytes_layout(2 * BLOCK_BYTES - 1)) is None
     assert base.layout(bytes_layout(2 * BLOCK_BYTES, "other.safetensors")) is None
     assert base.layout(layout_of(("u", "uint8", 2 * BLOCK_BYTES))) is None

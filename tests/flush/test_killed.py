@@ -14,7 +14,7 @@ import torch
 import laststep
 from expect import raises
 from laststep.constants import CHUNK_BYTES
-from laststep.flush import launch as starting
+from laststep.flush import client as starting
 from laststep.flush.saves import Save
 from laststep.memory.pool import Pool
 from laststep.memory.slots import ReadBuffers

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.errors import StorageError
-from laststep.flush import pack
-from laststep.flush.pack import PackWriter
+from laststep.flush import writer as pack
+from laststep.flush.writer import PackWriter
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:

@@ -168,7 +168,7 @@ def test_a_save_that_nobody_ends_is_waited_for_only_so_long(rank: FirstRank) -> 
     rank.client._receiver.join(PATIENCE_S)
     with raises(StorageError, found="step 2"):
         rank.client.restart(0.01)
-    assert rank.client.dead is not None
+    assert rank.client.saves.refusal is not None
     rank.commit()
     rank.client.restart(PATIENCE_S)  # it does
     assert rank.continues() == COMMITTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from laststep.flush import launch as starting
+from laststep.flush import client as starting
 
 SLOW = frozenset(
     {

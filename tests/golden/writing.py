@@ -18,7 +18,7 @@ from laststep.commit import thread as teaming
 from laststep.dcp import Writer
 from laststep.dcp import writer as adapter
 from laststep.flush import base as reusing
-from laststep.flush import launch as starting
+from laststep.flush import client as starting
 from laststep.plan.receipts import Groups
 
 

@@ -371,7 +371,7 @@ def test_saves_go_on_when_somebody_has_removed_the_shared_memory(
         shutil.rmtree(Path(base) / f"laststep-{os.getuid()}")
         ckpt.save(2).result()
         os.kill(flusher(), signal.SIGKILL)
-        wait_until(lambda: ckpt._client.dead is not None)
+        wait_until(lambda: ckpt._client.saves.refusal is not None)
         assert "shm://" not in ckpt.save(3).result().tiers
     assert laststep.open(run_folder).steps() == [1, 2, 3]
 
@@ -422,7 +422,7 @@ def test_a_flusher_that_dies_takes_nothing_with_it(
         ckpt.save(1).result()
         (segment,) = segments.found(base)
         os.kill(flusher(), signal.SIGKILL)
-        wait_until(lambda: ckpt._client.dead is not None)
+        wait_until(lambda: ckpt._client.saves.refusal is not None)
         (save,) = snapshots.records_in(segment)
         for step in (2, 3, 4):
             state["weight"].fill_(step)

@@ -203,7 +203,7 @@ def test_drains_that_are_killed_leave_nothing_once_a_later_one_is_there(places: 
             places.save(ckpt, step)
             wait_until(lambda: cut_off() >= max(step - 1, 1))  # noqa: B023 (called here)
             os.kill(ckpt._client.helper_pid, signal.SIGKILL)
-            wait_until(lambda: ckpt._client.dead is not None)
+            wait_until(lambda: ckpt._client.saves.refusal is not None)
     assert (places.steps(places.far), cut_off() >= 3) == ([], True)
     with places.open(Tier(str(places.far), keep=laststep.Keep(last=1))) as ckpt:
         ckpt.restore()

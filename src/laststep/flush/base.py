@@ -20,7 +20,7 @@ from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from laststep.format.index import BlockRef, Index, StoredFile, StoredLayout
     from laststep.format.layout import FileLayout
@@ -52,20 +52,19 @@ class BaseLayout:
     ) -> None:
         """`changed` are the blocks that had changed when it was written; None if unknown."""
         self.stored = stored
-        self.changed_blocks = changed
+        self._changed = changed
         self.refs = stored.refs()
-        self.derived = (
-            frozenset(n for n, ref in enumerate(self.refs) if index.is_derived(ref))
-            if stored.derived
-            else frozenset()
-        )
+        self.derived = frozenset[int]()
+        if stored.derived:
+            self.derived = frozenset(n for n, r in enumerate(self.refs) if index.is_derived(r))
+        self._stored_blocks = max(len(self.refs) - len(self.derived), 1)
 
-    @property
-    def changed(self) -> float | None:
-        """Fraction of its stored blocks that had changed when it was written; None if unknown."""
-        if self.changed_blocks is None:
-            return None
-        return len(self.changed_blocks - self.derived) / max(len(self.refs) - len(self.derived), 1)
+    def usual_change(self) -> float:
+        """Return the fraction of its stored blocks that had changed when it was written, or a high
+        estimate if that is unknown."""
+        if self._changed is None:
+            return MOST_CHANGED
+        return len(self._changed - self.derived) / self._stored_blocks
 
     def is_usable(self) -> bool:
         """Return True if a save may reuse blocks of it."""
@@ -103,20 +102,20 @@ class BaseLayout:
         blocks. If the last save changed nothing, these blocks are the only evidence.
         """
         here = {n: known for n, known in enumerate(same, first) if n not in self.derived}
-        recent = (self.changed_blocks or frozenset()) - self.derived
+        recent = (self._changed or frozenset()) - self.derived
         changed = list(here.values()).count(False)
         if not recent:
             return changed / max(len(here), 1)
         again = [known for number, known in here.items() if number in recent]
         share = again.count(False) / len(again) if again else 1.0
         elsewhere = len(recent - here.keys())
-        return (changed + share * elsewhere) / max(len(self.refs) - len(self.derived), 1)
+        return (changed + share * elsewhere) / self._stored_blocks
 
     def seems_same(self, first: int, same: Sequence[bool]) -> bool:
         """Return True if these blocks, starting at `first`, suggest that nothing has changed. They
         are evidence for the others only if some of them changed in the last save."""
-        recent = self.changed_blocks
-        return all(same) and (not recent or not recent.isdisjoint(range(first, first + len(same))))
+        here = range(first, first + len(same))
+        return all(same) and (not self._changed or not self._changed.isdisjoint(here))
 
 
 class Base:
@@ -130,17 +129,13 @@ class Base:
         self.index = index
         self.folder = folder
         self._changed = changed or {}
-        self._layouts: dict[str, BaseLayout] = {}
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
         """Return the same layout in the last checkpoint; None if it is missing there or differs."""
         stored = self.index.layout(layout.name)
         if stored is None or stored.layout != layout:
             return None
-        if layout.name not in self._layouts:
-            changed = self._changed.get(layout.name)
-            self._layouts[layout.name] = BaseLayout(stored, self.index, changed)
-        return self._layouts[layout.name]
+        return BaseLayout(stored, self.index, self._changed.get(layout.name))
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
         """Return the name that one of its files has in the folder of a checkpoint that shares it;
@@ -204,7 +199,8 @@ class SharedFiles:
                 continue
             name = base.name_elsewhere(file)
             if name is None or not self._link(f"{base.folder}/{file.name}", name, file.size_bytes):
-                self._unlink(names.values())
+                for linked in names.values():
+                    self._store.delete(f"{self._folder}/{linked}")
                 return {}
             names[number] = name
         return names
@@ -222,7 +218,7 @@ class SharedFiles:
                     last = own
                 found[number] = shared(file, last, self._base.folder)
             if number not in needed or last != name:
-                self._unlink([name])
+                self._store.delete(f"{self._folder}/{name}")
         return found
 
     def _link(self, source: str, name: str, size_bytes: int) -> bool:
@@ -240,12 +236,8 @@ class SharedFiles:
         except LaststepError:
             there_bytes = -1
         if there_bytes != size_bytes:
-            self._unlink([name])
+            self._store.delete(path)
         return there_bytes == size_bytes
-
-    def _unlink(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._store.delete(f"{self._folder}/{name}")
 
 
 def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
@@ -263,8 +255,7 @@ def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
 
 
 def shared(file: StoredFile, name: str, folder: str) -> StoredFile:
-    """Return the record of a file of the checkpoint in `folder`, as shared by another under
-    `name`."""
+    """Return the record of a file of the checkpoint in `folder` that another shares as `name`."""
     return msgspec.structs.replace(
         file, name=name, origin=file.origin or folder, sharers=file.sharers + 1
     )

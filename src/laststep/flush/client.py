@@ -1,6 +1,8 @@
-"""The trainer's side of the flusher: hand saves over, receive their progress, notice its death.
+"""The trainer's side of the flusher: start it, hand saves over, receive their progress, notice its
+death.
 
-Owns the connection and one receiving thread. That thread returns slots to the pool, advances the
+The flusher runs as a helper process or on a thread. `Client` owns the connection to it and one
+receiving thread. That thread returns slots to the pool, advances the
 stages of handles and sets their errors. When the flusher dies or sends an invalid message, it is
 ended, and every uncommitted save fails at once, so that nobody keeps waiting. The flusher may have
 died after a commit but before reporting it, so the run itself is checked for that. `restart` starts
@@ -11,17 +13,27 @@ Also receives the status of the replicas: what they hold, what failed there, and
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from laststep.catalog.lineage import Seen
-from laststep.errors import LaststepError, StorageError, from_wire
+from laststep.errors import StorageError, from_wire
 from laststep.events import (
     Bus,
     MetricMissing,
@@ -47,20 +59,175 @@ from laststep.flush.protocol import (
     Unchanged,
 )
 from laststep.flush.saves import Saves, SaveState
-from laststep.process import signals, threads
+from laststep.flush.server import NOT_FOR_THE_HELPER, Flusher, Setup
+from laststep.process import signals, system, threads
+from laststep.storage.registry import import_path
 from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from laststep.catalog.failures import Past
     from laststep.catalog.instances import Start
     from laststep.catalog.lineage import AttemptName
-    from laststep.flush.launch import Helper, Launch
+    from laststep.catalog.terms import Trainer
+    from laststep.flush.protocol import Orders
     from laststep.flush.saves import Save, SaveHandle, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
     from laststep.tiers.replicating import ReplicaOrder
+
+log = logging.getLogger(__name__)
+
+_BARE = ("-S", "-P", "-c")
+"""Skip `site`: the startup code that packages install in site-packages takes longer than all the
+rest."""
+_CODE = (
+    "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
+    "sys.modules['typing_extensions'] = None; "
+    "from laststep.flush.server import main; "
+    "del sys.modules['typing_extensions']; main(sys.argv[1])"
+)
+"""msgspec imports `typing_extensions` if it is installed, else `typing`, which is equivalent here.
+The former also imports `inspect`, and the two take a tenth of the start-up time. The entry is
+removed again because a store may need `typing_extensions`."""
+
+
+class HelperProcess:
+    """A flusher in a helper process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        # The pid cannot have been reused: nobody else reaps our children.
+        self.pidfd = os.pidfd_open(process.pid)
+        self._close_pidfd = weakref.finalize(self, os.close, self.pidfd)
+        # Not at exit: the pidfd is still needed to wait for saves that finish then.
+        self._close_pidfd.atexit = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its exit; return False on timeout."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._close_pidfd()  # the process is reaped; no thread polls the pidfd any more
+        return True
+
+    def end(self, timeout_s: float) -> bool:
+        """Kill it and wait until it is dead and reaped: from then on it touches no slot and decides
+        nothing. Return False if it is still alive at the timeout, for example because of a hanging
+        disk."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.join(timeout_s)
+
+    def how_it_ended(self) -> str:
+        """Describe its exit for an error message."""
+        code = self._process.poll()
+        if code is None:
+            return "it does not exit"
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with code {code}"
+
+
+class HelperThread:
+    """A flusher on a thread of the trainer."""
+
+    pid = None
+    pidfd = None
+
+    def __init__(self, flusher: Flusher) -> None:
+        self._flusher = flusher
+        self._thread = threads.Worker("flusher", flusher.serve)
+        flusher.start()
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; return False on timeout."""
+        return self._thread.join(timeout_s)
+
+    def end(self, timeout_s: float) -> bool:
+        """Make it give up all saves, once its connection is closed, and wait for its end."""
+        self._flusher.give_up()
+        return self.join(timeout_s)
+
+    def how_it_ended(self) -> str:
+        """Describe its end for an error message."""
+        return "its thread does not exit" if self._thread.is_alive() else "its thread ended"
+
+
+Helper = HelperProcess | HelperThread
+"""The running flusher."""
+Launch = Callable[[socket.socket], Helper]
+
+
+def start_process(
+    end: socket.socket, *, run: str, trainer: Trainer, pool_fd: int, pool_bytes: int, orders: Orders
+) -> Helper:
+    """Start the helper process; it inherits only the pool, its end of the connection and a pidfd of
+    the trainer. Raise `StorageError` if it cannot be started."""
+    # Opened here, where the pid certainly is the trainer's: the trainer may die, and its pid be
+    # reused, before the helper runs. The helper still finishes the saves handed over by then.
+    pidfd = os.pidfd_open(os.getpid())
+    opener = import_path(run)
+    foreign = any(tier.opener is not None for tier in orders.replicas)
+    places = _places(foreign=opener is not None or orders.encodes or foreign)
+    setup = Setup(
+        run=run,
+        opener=opener,
+        pool_fd=pool_fd,
+        pool_bytes=pool_bytes,
+        socket_fd=end.fileno(),
+        trainer=trainer,
+        trainer_pidfd=pidfd,
+        orders=orders,
+        rank=system.logging_rank(),
+    )
+    # Blocked signals are inherited: the helper ignores them from its first instruction on.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *places],
+            pass_fds=(pool_fd, end.fileno(), pidfd),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StorageError(
+            "cannot start the flusher",
+            found=str(error),
+            remedy="free memory, processes or open files (`ulimit -n`), or pass "
+            "options=laststep.Options(flush='thread')",
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(pidfd)
+    end.close()
+    return HelperProcess(process)
+
+
+def start_thread(
+    end: socket.socket, pool: memoryview, *, run: str, trainer: Trainer, orders: Orders
+) -> Helper:
+    """Start the flusher on a thread of this process, for systems where a helper process is
+    impossible."""
+    return HelperThread(Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders))
+
+
+def _places(*, foreign: bool) -> list[str]:
+    """Return the import paths for the helper: this package and its dependencies, from the locations
+    that the trainer uses; with a third-party store or codec, also the trainer's whole
+    `sys.path`."""
+    files = [module.__file__ or "" for module in (msgspec, xxhash)]
+    numpy = importlib.util.find_spec("numpy")  # not imported: only some saves need it
+    files += [] if numpy is None or numpy.origin is None else [numpy.origin]
+    needed = [str(Path(file).resolve().parents[1]) for file in files]
+    needed += [str(Path(place).resolve()) for place in sys.path] if foreign else []
+    return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]
 
 
 _REMEMBERED = 64
@@ -79,7 +246,8 @@ class TierNews:
         """The newest step that each tier has received since the start, and the time when that save
         began."""
         self._saves: deque[tuple[AttemptName, Save, float]] = deque(maxlen=_REMEMBERED)
-        self._heard_s = 0.0
+        self.heard_s = 0.0
+        """Time (monotonic) at which a replication last reported progress."""
         self._last: AttemptName | None = None
         self._owing: set[str] = set()
         """Tiers that have yet to receive the last committed checkpoint."""
@@ -122,31 +290,25 @@ class TierNews:
 
     def hear(self, message: TierStatus) -> None:
         """Process the flusher's message about a replication."""
-        self._heard_s = time.monotonic()
+        self.heard_s = time.monotonic()
         if message.state == "held":
-            self._drained(message)
+            self._held(message)
         elif message.state == "failed":
             self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
-        if message.state != "copying":
-            self._settle(message)
-
-    def _settle(self, message: TierStatus) -> None:
+        if message.state == "copying":
+            return
         with self._lock:
             if message.at == self._last:
                 self._owing.discard(message.tier)
             if not self._owing:
                 self.settled.set()
 
-    def was_heard_within(self, seconds: float) -> bool:
-        """Return True if a replication has reported progress within the last `seconds`."""
-        return time.monotonic() - self._heard_s < seconds
-
-    def _drained(self, message: TierStatus) -> None:
+    def _held(self, message: TierStatus) -> None:
         with self._lock:
             known = [(save, began) for at, save, began in self._saves if at == message.at]
             began_s = known[0][1] if known else self._began_s
             self._newest[message.tier] = message.at.step, began_s
-        seconds = time.monotonic() - began_s
+        seconds = self.heard_s - began_s
         for save, _ in known:
             save.report.tiers[message.tier] = seconds
         items = self._items.get(message.tier)
@@ -154,8 +316,6 @@ class TierNews:
             TierHolds(step=message.at.step, tier=message.tier, seconds=seconds, items=items)
         )
 
-
-log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
 """Time that a flusher that has hung up gets to exit by itself, so that its exit status is known."""
@@ -179,7 +339,8 @@ class Client:
         not be overwritten. The flusher reports replication to `replicas` to this rank."""
         self._launch = launch
         self._kept = kept
-        self._job = start
+        self.instance = start
+        """This start of the job."""
         self._pool = pool
         self.bus = bus
         self.saves = Saves()
@@ -210,11 +371,6 @@ class Client:
     @property
     def helper_pid(self) -> int | None:
         return None if self._helper is None else self._helper.pid
-
-    @property
-    def dead(self) -> LaststepError | None:
-        """The error that explains why the flusher is gone; None while it is not."""
-        return self.saves.refusal
 
     def start(self) -> None:
         """Start the flusher unless it is running. Called by a save, or ahead of an expected one."""
@@ -254,14 +410,6 @@ class Client:
         if self._receiver.is_alive():
             raise _not_over("its exit is still being handled", within_s)
 
-    def newest_point(self) -> Seen:
-        """Return the newest term of the run and its last commit, as of now."""
-        return self._job.newest_point()
-
-    def past(self) -> Past:
-        """Return the failures of earlier job instances."""
-        return self._job.past()
-
     def continue_from(self, continues: Continue) -> None:
         """Let future saves continue that checkpoint, under a new term."""
         with self._starting:
@@ -280,7 +428,7 @@ class Client:
     def begin(self, save: Save, plan: SavePlan, parts: SealParts) -> None:
         """Register a save and start its capture. Raise if the flusher is gone or cannot start."""
         if self._continues is None and not save.is_member:
-            self.continue_from(Continue(seen=self.newest_point()))
+            self.continue_from(Continue(seen=self.instance.newest_point()))
         self.start()
         self.saves.enter(save)
         save.start_capture(plan, parts)
@@ -289,16 +437,16 @@ class Client:
         """Send the announcement of a save, after marking the save as pending in the liveness
         lock."""
         with self._announcing:
-            descriptor = self._job.announce(begin.save)
+            descriptor = self.instance.announce(begin.save)
             if descriptor is not None and not self._has_liveness_lock:
                 self._has_liveness_lock = True
-                begin = msgspec.structs.replace(begin, liveness=self._job.liveness_lock_name)
+                begin = msgspec.structs.replace(begin, liveness=self.instance.liveness_lock_name)
                 self.send(begin, descriptor=descriptor)
             else:
                 self.send(begin)
         if self.saves.find(begin.save) is None:
             # The save failed meanwhile with its flusher: nothing else would clear its marker.
-            self._job.over(begin.save)
+            self.instance.over(begin.save)
 
     def send(self, message: ToFlusher, *, descriptor: int | None = None) -> None:
         """Send a message. If the flusher is gone, do nothing: the handles report its death."""
@@ -314,7 +462,7 @@ class Client:
     def save_ends(self, save: Save, at: AttemptName | None) -> None:
         """Called just before a save is reported as committed under `at`, or as failed if that is
         None."""
-        self._job.over(save.number)
+        self.instance.over(save.number)
         if at is None:
             return
         self.last_committed, self.newest_committed = save.number, at.point
@@ -325,7 +473,7 @@ class Client:
             seen=Seen(term=at.term, commit=at.point),
             resumed_from=None if before is None else before.resumed_from,
         )
-        save.report.tiers[self._job.url] = save.since_began_s()
+        save.report.tiers[self.instance.url] = save.since_began_s()
         self.drains.committed(at, save)
 
     def close(self) -> None:
@@ -338,7 +486,7 @@ class Client:
                     self.drain_last(last.handle)
                 self.send(Bye())
             while not (ended := signals.wait(self._heard_all, _END_S)):
-                if not self.drains.was_heard_within(_END_S):
+                if time.monotonic() - self.drains.heard_s >= _END_S:
                     break
             if not ended:
                 # All saves are committed or have failed: killing it loses nothing.
@@ -348,8 +496,8 @@ class Client:
             self._helper.join(_END_S)
             self._connection.close()
             if self.ends_well and self.last_committed:
-                self._job.ended_well()
-        self._job.close()
+                self.instance.ended_well()
+        self.instance.close()
 
     def drain_last(self, handle: SaveHandle) -> None:
         """Have that checkpoint, the last of a job, copied to all replicas."""
@@ -507,7 +655,7 @@ class Client:
         assert at is not None  # noqa: S101 (its flusher said so before it was durable)
         doubt = None if is_dead else "it may still commit"
         try:
-            if is_dead and self._job.has_committed(at.folder):
+            if is_dead and self.instance.has_committed(at.folder):
                 save.decided(at)
                 return
         except Exception as second:  # noqa: BLE001 (nobody else would end the save)

@@ -53,7 +53,7 @@ class FlusherSave(msgspec.Struct):
     attempt: Attempt | None = None
     """Set no later than `writer`."""
     error: LaststepError | None = None
-    """The reason why it could not be opened."""
+    """The reason why it could not be opened, or was given up."""
     pending: int = 0
     """Number of chunks that have arrived and are not written."""
     is_open: bool = False
@@ -69,7 +69,6 @@ class FlusherSave(msgspec.Struct):
     """Number of the save whose blocks it reuses."""
     unchanged: Unchanged | None = None
     """The trainer's question about unchanged chunks, until it is answered."""
-    dropped: str | None = None
     is_finishing: bool = False
     reported_s: float = 0.0
     opened_s: float = 0.0
@@ -85,13 +84,9 @@ class FlusherSave(msgspec.Struct):
         return self.begin.role == "member"
 
     @property
-    def goes_on(self) -> bool:
-        return self.error is None and self.dropped is None
-
-    @property
     def is_written(self) -> bool:
         """True once no more of it will be written."""
-        return not self.pending and (self.dropped is not None or (self.is_whole and self.is_open))
+        return not self.pending and (self.error is not None or (self.is_whole and self.is_open))
 
 
 class SlotHolds:

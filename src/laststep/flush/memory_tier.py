@@ -279,7 +279,7 @@ class MemoryTier(Listener):
         """Write the record of a save if all of it is in memory, and drop the previous one. Every
         caller runs before the save can be finished."""
         seal, number = save.captured, save.begin.save
-        if seal is None or save.at is None or not save.goes_on:
+        if seal is None or save.at is None or save.error is not None:
             return
         with self._lock:
             mine = self._coming.get(number)

@@ -18,14 +18,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import socket
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
+
+import msgspec
 
 from laststep.catalog import attempt as attempts
 from laststep.catalog import decision as decisions
 from laststep.catalog.attempt import Attempt
+from laststep.catalog.terms import Trainer
 from laststep.catalog.writer import RunWriter
 from laststep.codecs import objects
 from laststep.constants import CHUNK_BYTES
@@ -55,16 +59,17 @@ from laststep.flush.protocol import (
 )
 from laststep.flush.writer import SaveWriter
 from laststep.format.manifest import Abort, Commit
-from laststep.process import threads
+from laststep.memory.segments import Mapping
+from laststep.process import system, threads
+from laststep.process.signals import OF_SCHEDULERS
 from laststep.process.threads import WorkerPool
-from laststep.storage.registry import open_store
+from laststep.storage.registry import open_store, register_store
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from laststep.catalog.lineage import AttemptName
-    from laststep.catalog.terms import Trainer
     from laststep.flush.base import Base
     from laststep.flush.memory_tier import MemoryTier
     from laststep.memory.slots import Filled
@@ -74,6 +79,9 @@ log = logging.getLogger(__name__)
 
 _Told = ParamSpec("_Told")
 
+NOT_FOR_THE_HELPER = tuple(signal.Signals[name] for name in OF_SCHEDULERS)
+"""Ctrl-C and the signals that a scheduler sends to all processes of a job are meant for the
+trainer. The helper ignores them and exits after the trainer, when its work is done."""
 _PROGRESS_S = 0.2
 _HEAR_S = 5.0
 _DIGESTERS = 8
@@ -110,10 +118,9 @@ class Flusher:
         self._unread: str | None = None
         """Folder of a checkpoint that was not read from this run, so that none of it is reused."""
         self._saves: dict[int, FlusherSave] = {}
-        self._order: deque[FlusherSave] = deque()
-        """Unfinished saves, in the order in which they began."""
+        """Unfinished saves by number, in the order in which they began."""
         self._changed = threading.Condition()
-        """Guards both, and the fields of a `FlusherSave` that several threads touch."""
+        """Guards these, and the fields of a `FlusherSave` that several threads touch."""
         self._passing = threading.Lock()
         self._given_up = self._was_told_bye = False
         self._slots = SlotHolds(self._send)
@@ -194,7 +201,7 @@ class Flusher:
             save = self._saves.get(message.save)
             if save is not None:
                 self._go_on(save, message)
-            elif isinstance(message, Chunks):  # of a save that has been given up
+            elif isinstance(message, Chunks):  # of a save that is over
                 self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
 
     def _follow(self, message: Instruct) -> None:
@@ -229,7 +236,6 @@ class Flusher:
         save = FlusherSave(begin=begin, began_s=time.monotonic())
         with self._changed:
             self._saves[begin.save] = save
-            self._order.append(save)
         self._tell(Listener.begun, save)
         if not save.is_member:
             self._open(save, None)
@@ -243,7 +249,7 @@ class Flusher:
             self._slots.hold(chunk.slot for chunk in message.filled)
             with self._changed:
                 save.pending += len(message.filled)
-                if not save.is_open and save.dropped is None:
+                if not save.is_open and save.error is None:
                     save.early += message.filled
                     return
             self._queue(save, message.filled)
@@ -275,44 +281,38 @@ class Flusher:
         begin = save.begin
         try:
             if at is None:
-                save.attempt = self._run_writer.begin(
-                    begin.step, needs_trainer=begin.role != "alone"
-                )
+                attempt = self._run_writer.begin(begin.step, needs_trainer=begin.role != "alone")
             else:
-                save.attempt = Attempt(self._store, at)
-            save.writer = self._writer_of(save, save.attempt)
+                attempt = Attempt(self._store, at)
+            save.attempt = attempt
+            before = self._run_writer.before
+            save.base, base = self._base
+            if base is None and before is not None and before != self._unread:
+                save.base, base = 0, bases.of_checkpoint(self._store, before, self._rank[0])
+            save.writer = SaveWriter(
+                attempt,
+                begin.files,
+                rank=self._rank,
+                base=base,
+                compressor=self._compressor,
+                derived=begin.derived,
+                is_declared=begin.is_declared,
+                misses=self._misses,
+            )
             if at is None and not begin.overwrite:
                 # Checked last: a fenced-off writer must get that error, not "step already saved".
-                self._run_writer.run.check_step_free(begin.step, term=save.attempt.name.term)
+                self._run_writer.run.check_step_free(begin.step, term=attempt.name.term)
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
         except OSError as error:
-            save.error = StorageError(
-                "cannot begin a save", where=self._store.url, found=str(error)
-            )
+            found = str(error)
+            save.error = StorageError("cannot begin a save", where=self._store.url, found=found)
         self._reuse(save)
         with self._changed:
             save.is_open = True
             early, save.early = save.early, []
         self._queue(save, early)
-
-    def _writer_of(self, save: FlusherSave, attempt: Attempt) -> SaveWriter:
-        """Return a writer for a save, which reuses blocks of the last checkpoint."""
-        before = self._run_writer.before
-        save.base, base = self._base
-        if base is None and before is not None and before != self._unread:
-            save.base, base = 0, bases.of_checkpoint(self._store, before, self._rank[0])
-        return SaveWriter(
-            attempt,
-            save.begin.files,
-            rank=self._rank,
-            base=base,
-            compressor=self._compressor,
-            derived=save.begin.derived,
-            is_declared=save.begin.is_declared,
-            misses=self._misses,
-        )
 
     def _reuse(self, save: FlusherSave) -> None:
         """Answer which of the unchanged chunks need not be sent."""
@@ -329,11 +329,12 @@ class Flusher:
         self._send(Unchanged(save=said.save, of=said.of, chunks=reused))
 
     def _drop(self, save: FlusherSave, reason: str) -> None:
+        """Give a save up; chunks that arrived early are freed, not written."""
         with self._changed:
-            save.dropped = reason
+            save.error = save.error or AbortedError(reason)
             early, save.early = save.early, []
             self._changed.notify_all()
-        self._queue(save, early)  # they are counted and freed, but not written
+        self._queue(save, early)
         if save.writer is not None:
             save.writer.fail(AbortedError(reason))
 
@@ -358,7 +359,7 @@ class Flusher:
 
     def _digest(self, save: FlusherSave, chunk: Filled) -> bytes:
         """Return the digests of a chunk's blocks; empty if its save has failed."""
-        if save.writer is None or not save.goes_on:
+        if save.writer is None or save.error is not None:
             return b""
         at = chunk.slot * CHUNK_BYTES
         data = self._pool[at : at + chunk.size_bytes]
@@ -370,7 +371,7 @@ class Flusher:
     def _write(self, save: FlusherSave, chunk: Filled, digests: bytes | None) -> None:
         if digests is None:
             digests = self._digest(save, chunk)
-        if digests and save.writer is not None and save.goes_on:
+        if digests and save.writer is not None and save.error is None:
             at = chunk.slot * CHUNK_BYTES
             image = self._pool[at : at + CHUNK_BYTES]
             save.writer.write(chunk.file, chunk.start, image, chunk.size_bytes, digests)
@@ -389,7 +390,7 @@ class Flusher:
     def _advance(self) -> None:
         """Finish the oldest save if everything it will get is written."""
         with self._changed:
-            save = self._order[0] if self._order else None
+            save = next(iter(self._saves.values()), None)
             if save is None or save.is_finishing or not save.is_written:
                 return
             save.is_finishing = True
@@ -409,17 +410,14 @@ class Flusher:
             save.writer.close()
         self._tell(Listener.committed if committed else Listener.failed, save)
         with self._changed:
-            self._order.popleft()
             del self._saves[save.begin.save]
-            is_idle = not self._order
+            is_idle = not self._saves
         if is_idle:  # no save waits for this thread
             self._run_writer.clean()
         self._advance()
 
     def _finish(self, save: FlusherSave) -> None:
         """Make a save durable and commit it; raise the error that prevents it."""
-        if save.dropped is not None:
-            raise AbortedError(save.dropped)
         if save.error is not None:
             raise save.error
         captured, writer, attempt = save.captured, save.writer, save.attempt
@@ -445,7 +443,23 @@ class Flusher:
         if save.begin.role != "alone":
             decision = self._decision_of(save)
         if not save.is_member:
-            self._run_writer.commit(attempt, self._commit_record(attempt.name, captured, decision))
+            at = attempt.name
+            commit = Commit(
+                run=self._run_writer.run.id,
+                step=at.step,
+                term=at.term,
+                attempt=at.attempt,
+                created_s=time.time(),
+                laststep=VERSION,
+                items=decision.items,
+                written=decision.written,
+                ranks=decision.ranks,
+                layout_groups=decision.layout_groups,
+                metrics=objects.decode(captured.metrics, where="metrics"),  # type: ignore[arg-type]
+                metadata=objects.decode(captured.metadata, where="metadata"),
+                continues=self._run_writer.last_folder,
+            )
+            self._run_writer.commit(attempt, commit)
         self._base = save.begin.save, writer.as_base()
         self._send(Ended(save=save.begin.save, at=attempt.name))
 
@@ -453,29 +467,12 @@ class Flusher:
         """Wait for the ranks' common decision. Raise `AbortedError` if they give the save up, or if
         the trainer is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: save.decision or save.dropped is not None)
+            self._changed.wait_for(lambda: save.decision or save.error)
         if save.decision is None:
-            raise AbortedError(save.dropped or "")
+            raise save.error or AbortedError("")
         if save.decision.reason is not None:
             raise AbortedError(save.decision.reason)
         return save.decision
-
-    def _commit_record(self, at: AttemptName, done: CaptureDone, decision: Decide) -> Commit:
-        return Commit(
-            run=self._run_writer.run.id,
-            step=at.step,
-            term=at.term,
-            attempt=at.attempt,
-            created_s=time.time(),
-            laststep=VERSION,
-            items=decision.items,
-            written=decision.written,
-            ranks=decision.ranks,
-            layout_groups=decision.layout_groups,
-            metrics=objects.decode(done.metrics, where="metrics"),  # type: ignore[arg-type]
-            metadata=objects.decode(done.metadata, where="metadata"),
-            continues=self._run_writer.last_folder,
-        )
 
     def _give_up(self, save: FlusherSave, error: Exception) -> bool:
         """Abort a save and report its error; return True if it turns out to be committed."""
@@ -518,7 +515,7 @@ class Flusher:
         if self._was_given_up(attempt):
             # A missing folder explains nothing: wait for the reason, which the trainer will send.
             with self._changed:
-                self._changed.wait_for(lambda: save.decision or save.dropped is not None, _HEAR_S)
+                self._changed.wait_for(lambda: save.decision or save.error, _HEAR_S)
         if save.decision is None or save.decision.reason is None:
             return False
         return isinstance(attempts.abort(self._store, attempt.folder, reason), Commit)
@@ -538,10 +535,8 @@ class Flusher:
         **_: _Told.kwargs,
     ) -> None:
         for listener in self._listeners:
-            kind = type(listener)
-            if getattr(kind, event.__name__) is not event:  # else it does not override this event
-                with threads.outlasting(log, "%s failed", kind.__name__):
-                    getattr(listener, event.__name__)(*args)
+            with threads.outlasting(log, "%s failed", type(listener).__name__):
+                getattr(listener, event.__name__)(*args)
 
     def _send(self, message: ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone
@@ -551,7 +546,7 @@ class Flusher:
         """Give up incomplete saves, finish complete ones, and stop the threads."""
         try:
             self._tell(Listener.ending)
-            for save in list(self._order):
+            for save in list(self._saves.values()):
                 is_decided = save.begin.role == "alone" or save.decision is not None
                 if self._given_up or not (save.is_whole and is_decided):
                     self._drop(save, "the trainer ended in the middle of the capture")
@@ -564,3 +559,44 @@ class Flusher:
             self._tell(Listener.close, self._given_up or not self._was_told_bye)
         finally:
             self._connection.close()  # after any failure: it unblocks the trainer
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings passed to the helper process on its command line."""
+
+    run: str
+    opener: str | None
+    """Import path of the function that opens the run's store; None for a directory."""
+    pool_fd: int
+    pool_bytes: int
+    socket_fd: int
+    trainer: Trainer
+    trainer_pidfd: int
+    orders: Orders
+    rank: int | None = None
+    """Rank of the trainer in a job of several ranks, for the log."""
+
+
+def main(text: str) -> None:
+    """Serve as the helper process until the trainer is gone. `text` is a `Setup` as JSON. The
+    process starts with the signals of `NOT_FOR_THE_HELPER` blocked."""
+    setup = msgspec.json.decode(text, type=Setup)
+    system.log_as_rank(setup.rank)
+    for url, opener in [(setup.run, setup.opener)] + [
+        (tier.url, tier.opener) for tier in setup.orders.replicas
+    ]:
+        if opener is not None:
+            register_store(url.partition(":")[0], opener)
+    for number in NOT_FOR_THE_HELPER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
+    flusher = Flusher(
+        Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd),
+        Mapping(setup.pool_fd, setup.pool_bytes).view,
+        run=setup.run,
+        trainer=setup.trainer,
+        orders=setup.orders,
+        pool_fd=setup.pool_fd,
+    )
+    flusher.start()
+    flusher.serve()

@@ -1,14 +1,15 @@
 """Write the files of one save: data files in place, changed or encoded blocks in a pack, an index.
 
 The first bytes of a layout to arrive decide how it is written: *in place*, as a plain data file; or
-*by block*, where blocks of the last checkpoint are reused and the others are appended to the pack,
-encoded or not. Knows nothing about commits, other saves or torch. Chunks may arrive in any order
-and be written by several threads at once. The first error is kept, and nothing more is written or
-published after it.
+*by block*, where blocks of the last checkpoint are reused (`base`) and the others are appended to
+the pack, encoded or not. Knows nothing about commits, other saves or torch. Chunks may arrive in
+any order and be written by several threads at once. The first error is kept, and nothing more is
+written or published after it.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from laststep.errors import LaststepError, StorageError, drop_tracebacks
 from laststep.flush.base import MOST_CHANGED, Base, SharedFiles
 from laststep.flush.deriving import Deriving, Misses
 from laststep.flush.encoder import LayoutEncoder, TimedWriting
-from laststep.flush.pack import PackWriter
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED
 from laststep.format.index import (
@@ -37,7 +37,7 @@ from laststep.settings import Compression
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from laststep.catalog.attempt import Attempt
     from laststep.flush.base import BaseLayout
@@ -50,24 +50,98 @@ if TYPE_CHECKING:
     from laststep.storage.store import FileWriting
 
 _NOTHING = memoryview(b"")
+_PIECE_BYTES = 4 << 20
+
+
+class PackWriter:
+    """The pack file of a save: blocks of any length, stored back to back and written in aligned
+    pieces, each by the thread that filled it. The file is created with the first block."""
+
+    def __init__(self, open_writer: Callable[[], FileWriting]) -> None:
+        self._open_writer = open_writer
+        self._writer: FileWriting | None = None
+        self._lock = threading.Lock()
+        self._spare: list[mmap.mmap] = []
+        self._piece: mmap.mmap | None = None
+        self._filled = 0
+        self.size_bytes = 0
+        """Number of bytes appended."""
+
+    def append(self, data: bytes | memoryview) -> int:
+        """Append all of `data` and return its offset in the file."""
+        full: list[tuple[int, mmap.mmap]] = []
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            writer, start, left = self._writer, self.size_bytes, memoryview(data)
+            while left:
+                piece = self._piece
+                if piece is None:
+                    piece = self._spare.pop() if self._spare else mmap.mmap(-1, _PIECE_BYTES)
+                    self._piece, self._filled = piece, 0
+                count = min(len(left), _PIECE_BYTES - self._filled)
+                piece[self._filled : self._filled + count] = left[:count]
+                left = left[count:]
+                self._filled += count
+                self.size_bytes += count
+                if self._filled == _PIECE_BYTES:
+                    full.append((self.size_bytes - _PIECE_BYTES, piece))
+                    self._piece, self._filled = None, 0
+        for offset, piece in full:
+            _write_piece(writer, offset, piece, _PIECE_BYTES)
+            with self._lock:
+                self._spare.append(piece)
+        return start
+
+    def finish(self) -> None:
+        """Write the last piece and make the file durable, if there is one."""
+        self._spare.clear()
+        if self._writer is None:
+            return
+        if self._piece is not None:
+            size = align_up(self._filled, self._writer.alignment_bytes)
+            _write_piece(self._writer, self.size_bytes - self._filled, self._piece, size)
+        self._writer.finish(self.size_bytes)
+
+    def close(self) -> None:
+        """Close the file; does nothing to a finished one."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _write_piece(writer: FileWriting, offset: int, piece: mmap.mmap, size: int) -> None:
+    with memoryview(piece) as view, view[:size] as used:
+        writer.write_at(offset, used)
 
 
 class _LayoutWriter:
     """One layout of a save: how it is written, and how much of it has arrived."""
 
     def __init__(
-        self, number: int, layout: FileLayout, base: BaseLayout | None, rounding: Rounding | None
+        self,
+        number: int,
+        layout: FileLayout,
+        base: BaseLayout | None,
+        compressor: Compressor | None,
     ) -> None:
         """`base` is the same layout in the last checkpoint."""
         self.number = number
         self.layout = layout
         self.base = base
-        self.rounding = rounding
+        self.rounding: Rounding | None = None
+        self.compresses = False
+        """True if compression or rounding was requested for it."""
+        if compressor is not None:
+            self.rounding = compressor.rounding(layout) or None
+            asked = self.rounding is not None or compressor.mode(layout) != Compression.NONE
+            self.compresses = asked and layout.tensor_bytes > 0
+        self.may_reuse = base is not None and base.is_usable()
+        """True if blocks of the base may be reused, possibly only if nothing has changed."""
         self.choosing = threading.Lock()
         self.file: FileWriting | None = None
-        """The plain data file, if the layout is written in place."""
+        """The plain data file, if it is written in place."""
         self.refs: dict[int, BlockRef] | None = None
-        """The known block references, if the layout is written by block."""
+        """The known block references, if it is written by block."""
         self.reusable: frozenset[int] = frozenset()
         """Blocks of the base that are reused if they have not changed."""
         self.retired: frozenset[int] | None = None
@@ -79,22 +153,11 @@ class _LayoutWriter:
         self.written_bytes = 0
         self.is_finished = False
 
-    @property
-    def is_chosen(self) -> bool:
-        """True if it is decided how the layout is written."""
-        return self.file is not None or self.refs is not None
-
     def runs(self, numbers: Mapping[int, int] | None = None) -> tuple[BlockRun, ...]:
         """Return its block references as runs, if written by block; with file numbers mapped by
         `numbers`, if given."""
         refs = [(self.refs or {})[number] for number in range(self.layout.block_count)]
         return runs_of(refs if numbers is None else [ref.renumbered(numbers) for ref in refs])
-
-    def likely_change(self) -> float:
-        """Estimate the fraction that has to be written."""
-        if self.base is None:
-            return 1.0
-        return MOST_CHANGED if self.base.changed is None else self.base.changed
 
 
 class SaveWriter:
@@ -113,62 +176,68 @@ class SaveWriter:
         misses: Misses | None = None,
     ) -> None:
         """`rank` is (rank, number of ranks). `base` is the last checkpoint, whose blocks may be
-        reused. Without a compressor nothing is compressed. `derived` are tensors that may be stored
-        as the rounding of others; `misses` come from earlier saves."""
+        reused. `derived` are tensors that may be stored as the rounding of others; `misses` come
+        from earlier saves."""
         self.folder = attempt.folder
         self.written_bytes = 0
+        self.error: LaststepError | None = None
+        """The first error; set by `fail`."""
         self._attempt = attempt
-        self._store = attempt.store
         self._rank = rank
         self._base = base
         self._compressor = compressor
         self._lock = threading.Lock()
-        self._error: LaststepError | None = None
         self._index: Index | None = None
         # Reused blocks keep the numbers of their encodings.
         encodings = () if base is None else base.index.encodings
         self._encodings = {encoding: number for number, encoding in enumerate(encodings, 1)}
         self._shared = None if base is None else SharedFiles(attempt.store, attempt.folder, base)
-        self._layouts: list[_LayoutWriter] = []
         # File numbers while the save is written: the base's files, then the pack, then data files.
         self._pack_number = 0 if base is None else len(base.index.files)
         name = pack_name(*rank)
         self._pack = PackWriter(lambda: self._open(name, BLOCK_BYTES))
         self._names = [*(layout.name for layout in layouts), name, index_name(*rank)]
-        self._deriving = (
-            Deriving(
-                layouts,
-                derived,
-                Misses() if misses is None else misses,
-                lambda: self.error is not None,
-                is_declared=is_declared,
-            )
-            if derived
-            else None
-        )
+        self._layouts = [
+            _LayoutWriter(number, layout, base.layout(layout) if base else None, compressor)
+            for number, layout in enumerate(layouts)
+        ]
+        self._retired: frozenset[int] = frozenset()
+        self._deriving: Deriving | None = None
+        if derived:
+            misses = Misses() if misses is None else misses
+            failed = lambda: self.error is not None  # noqa: E731 (a short callback)
+            self._deriving = Deriving(layouts, derived, misses, failed, is_declared=is_declared)
         try:
-            self._begin(layouts, frozenset(pair.file for pair in derived))
+            self._begin(frozenset(pair.file for pair in derived))
         except LaststepError as error:
             self.fail(error)
 
-    def _begin(self, layouts: Sequence[FileLayout], may_derive: frozenset[int]) -> None:
+    def _begin(self, may_derive: frozenset[int]) -> None:
         """Make the folders, and open the files whose way of writing does not depend on their
         contents."""
         self._attempt.make_folders(self._names)
-        base, compressor = self._base, self._compressor
-        for number, layout in enumerate(layouts):
-            known = None if base is None else base.layout(layout)
-            rounding = None if compressor is None else compressor.rounding(layout) or None
-            self._layouts.append(_LayoutWriter(number, layout, known, rounding))
         usable = [target.base for target in self._layouts if target.base is not None]
-        self._retired = frozenset() if base is None else base.retired(usable)
-        self._is_roomy = not usable or self._has_room()
+        if self._base is not None:
+            self._retired = self._base.retired(usable)
+        is_roomy = not usable or self._has_room()
         for target in self._layouts:
-            waits = self._may_reuse(target) or self._compresses(target)
-            if not waits and target.number not in may_derive:
+            target.may_reuse = target.may_reuse and is_roomy
+            waits = target.may_reuse or target.compresses or target.number in may_derive
+            if not waits:
                 target.file = self._open_in_place(target.layout)
-        if compressor is not None:
-            compressor.begin_save()
+        if self._compressor is not None:
+            self._compressor.begin_save()
+
+    def _has_room(self) -> bool:
+        """Return True if there is room to write everything once more after this save. Reused blocks
+        keep old files alive; if space is short, it is better to free them with their
+        checkpoints."""
+        needed = 0.0
+        for target in self._layouts:
+            change = 1.0 if target.base is None else target.base.usual_change()
+            needed += target.layout.tensor_bytes * (1 + change)
+        free_bytes = self._attempt.store.free_bytes()
+        return free_bytes is None or free_bytes >= needed
 
     # How a layout is written
 
@@ -187,27 +256,6 @@ class SaveWriter:
             raise
         return writer
 
-    def _compresses(self, target: _LayoutWriter) -> bool:
-        """Return True if compression or rounding was requested for the layout."""
-        if self._compressor is None or not target.layout.tensor_bytes:
-            return False
-        mode = self._compressor.mode(target.layout)
-        return target.rounding is not None or mode != Compression.NONE
-
-    def _may_reuse(self, target: _LayoutWriter) -> bool:
-        """Return True if blocks of the last checkpoint may be reused, possibly only if nothing has
-        changed."""
-        return target.base is not None and self._is_roomy and target.base.is_usable()
-
-    def _has_room(self) -> bool:
-        """Return True if there is room to write everything once more after this save. Reused blocks
-        keep old files alive; if space is short, it is better to free them with their
-        checkpoints."""
-        free_bytes = self._store.free_bytes()
-        whole = sum(target.layout.tensor_bytes for target in self._layouts)
-        changed = sum(t.layout.tensor_bytes * t.likely_change() for t in self._layouts)
-        return free_bytes is None or free_bytes >= whole + changed
-
     def _choose(
         self,
         target: _LayoutWriter,
@@ -220,10 +268,10 @@ class SaveWriter:
         """Decide how a layout is written, from the first bytes of it that arrive. `is_same`: none
         of it has changed."""
         with target.choosing:
-            if target.is_chosen:
+            if target.file is not None or target.refs is not None:
                 return
             base, compressor = target.base, self._compressor
-            if compressor is not None and self._compresses(target):
+            if compressor is not None and target.compresses:
                 target.encoder = compressor.encoder(
                     target.layout,
                     start,
@@ -255,7 +303,7 @@ class SaveWriter:
         changes, right after one that left files sparsely used, would write blocks again.
         """
         base = target.base
-        if base is None or self._base is None or not self._may_reuse(target):
+        if base is None or self._base is None or not target.may_reuse:
             return None
         first = start // BLOCK_BYTES
         same = base.same(first, sums)
@@ -266,15 +314,10 @@ class SaveWriter:
 
     # Arriving chunks
 
-    @property
-    def error(self) -> LaststepError | None:
-        with self._lock:
-            return self._error
-
     def fail(self, error: LaststepError) -> None:
         """Keep the error, unless there is one already."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
         drop_tracebacks(error)
 
     def expect(self, file: int, start: int) -> None:
@@ -328,7 +371,7 @@ class SaveWriter:
         data = image[:size_bytes]
         if self._deriving is not None:
             self._deriving.take(target.number, start, data)
-        if not target.is_chosen:
+        if target.file is None and target.refs is None:
             self._choose(target, start, data, sums)
         if target.file is not None:
             whole = align_up(size_bytes, target.file.alignment_bytes)
@@ -350,27 +393,29 @@ class SaveWriter:
     ) -> None:
         """Append the blocks that are not reused from the last checkpoint to the pack."""
         assert target.refs is not None  # noqa: S101 (it is not written in place)
-        first, count = start // BLOCK_BYTES, len(sums) // DIGEST_BYTES
-        reuses = target.base is not None and target.retired is not None
-        same = target.base.same(first, sums) if reuses else [False] * count  # type: ignore[union-attr]
+        first, same = start // BLOCK_BYTES, [False] * (len(sums) // DIGEST_BYTES)
+        if target.base is not None and target.retired is not None:
+            same = target.base.same(first, sums)
         for nth, is_same in enumerate(same):
-            if not is_same or first + nth not in target.reusable:
-                block = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
-                digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
-                target.refs[first + nth] = self._put(target, first + nth, block, digest)
-
-    def _put(self, target: _LayoutWriter, number: int, data: memoryview, digest: bytes) -> BlockRef:
-        if target.encoder is None or not target.encoder.encodes:
-            return BlockRef(self._pack_number, self._pack.append(data), len(data))
-        base = self._base_of(target, number)
-        stored, encoding, is_against_base = target.encoder.encode(number, data, digest, base)
-        return BlockRef(
-            self._pack_number,
-            self._pack.append(stored),
-            len(stored),
-            self._encoding_number(encoding),
-            base if is_against_base else None,
-        )
+            number = first + nth
+            if is_same and number in target.reusable:
+                continue
+            block = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
+            if target.encoder is None or not target.encoder.encodes:
+                target.refs[number] = BlockRef(
+                    self._pack_number, self._pack.append(block), len(block)
+                )
+                continue
+            digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
+            base = self._base_of(target, number)
+            stored, encoding, is_against_base = target.encoder.encode(number, block, digest, base)
+            target.refs[number] = BlockRef(
+                self._pack_number,
+                self._pack.append(stored),
+                len(stored),
+                RAW if encoding is None else self._encoding_number(encoding),
+                base if is_against_base else None,
+            )
 
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
         """Return the block to encode this one against: that of the last checkpoint, or the base of
@@ -382,10 +427,8 @@ class SaveWriter:
         found = ref.base or BaseRef(ref, base.stored.digest(number))
         return None if found.block.file in target.retired else found
 
-    def _encoding_number(self, encoding: Encoding | None) -> int:
+    def _encoding_number(self, encoding: Encoding) -> int:
         """Return the number of an encoding in the index."""
-        if encoding is None:
-            return RAW
         with self._lock:
             return self._encodings.setdefault(encoding, len(self._encodings) + 1)
 
@@ -508,8 +551,11 @@ class SaveWriter:
 
     def coding(self) -> tuple[CodingReport, ...]:
         """Return reports for the layouts with compression or with tensors that may be derived."""
-        encoders = [target.encoder for target in self._layouts if target.encoder is not None]
-        return tuple(report for encoder in encoders for report in encoder.reports())
+        reports: list[CodingReport] = []
+        for target in self._layouts:
+            if target.encoder is not None:
+                reports += target.encoder.reports()
+        return tuple(reports)
 
     def close(self) -> None:
         """Close open files; does nothing to finished files."""
