@@ -101,7 +101,7 @@ def test_what_is_kept_is_never_more_than_may_be(
             kept.tried(file, paid=bool(size % 2))
         else:
             kept.forget(file)
-        there = sum(len(b.data) for blocks in kept._kept.values() for b in blocks.values())
+        there = sum(len(b) for blocks in kept._kept.values() for _, b in blocks.values())
         assert there == kept._bytes <= most
 
 
@@ -124,4 +124,4 @@ def test_several_threads_keep_and_find_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert sum(len(b.data) for b in kept._kept.get("a", {}).values()) == kept._bytes
+    assert sum(len(b) for _, b in kept._kept.get("a", {}).values()) == kept._bytes

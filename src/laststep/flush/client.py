@@ -405,7 +405,7 @@ class Client:
         self._receiver.join(within_s)
         for save in self.saves.all():
             left_s = max(deadline - time.monotonic(), 0.0)
-            if not save.is_member and not save.wait_for(SaveState.COMMITTED, left_s):
+            if save.role != "member" and not save.wait_for(SaveState.COMMITTED, left_s):
                 raise _not_over(f"step {save.step} is in progress", within_s)
         if self._receiver.is_alive():
             raise _not_over("its exit is still being handled", within_s)
@@ -427,7 +427,7 @@ class Client:
 
     def begin(self, save: Save, plan: SavePlan, parts: SealParts) -> None:
         """Register a save and start its capture. Raise if the flusher is gone or cannot start."""
-        if self._continues is None and not save.is_member:
+        if self._continues is None and save.role != "member":
             self.continue_from(Continue(seen=self.instance.newest_point()))
         self.start()
         self.saves.enter(save)
@@ -640,10 +640,10 @@ class Client:
         self._pool.slots.lose_flusher(error)
         for save in unended:
             # Messages after one that could not be handled were never read.
-            unheard = why is not None and save.at is not None and not save.decided_by_all
+            unheard = why is not None and save.at is not None and save.role == "alone"
             if not save.may_be_committed and not unheard:
                 save.fail(error)
-            elif save.decided_by_all:
+            elif save.role != "alone":
                 save.lose_flusher(error)
             else:
                 self._find_out(save, error, is_dead=is_dead)

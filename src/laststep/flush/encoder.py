@@ -146,13 +146,6 @@ _TRIED_BLOCKS = 64
 _LEAST_PAID = 0.25
 
 
-class KeptBlock(NamedTuple):
-    """A block in memory, identified by its digest."""
-
-    digest: bytes
-    data: bytes
-
-
 class Earlier:
     """Earlier blocks that one flusher keeps in memory as bases."""
 
@@ -160,14 +153,15 @@ class Earlier:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._lock = threading.Lock()
-        self._kept: dict[str, dict[int, KeptBlock]] = {}
+        self._kept: dict[str, dict[int, tuple[bytes, bytes]]] = {}
+        """Digest and bytes of each block, by file and number."""
         self._tried: Counter[str] = Counter()
         self._paid: Counter[str] = Counter()
 
     def find(self, file: str, number: int, digest: bytes) -> memoryview | None:
         """Return that block of a file if it is in memory with this digest."""
-        kept = self._kept.get(file, {}).get(number)
-        return None if kept is None or kept.digest != digest else memoryview(kept.data)
+        known, data = self._kept.get(file, {}).get(number, (b"", b""))
+        return memoryview(data) if known == digest else None
 
     def has(self, file: str) -> bool:
         """Return True if any block of that file is in memory."""
@@ -178,12 +172,12 @@ class Earlier:
         pay."""
         with self._lock:
             blocks = self._kept.setdefault(file, {})
-            before = blocks.pop(number, None)
-            self._bytes -= 0 if before is None else len(before.data)
+            _, before = blocks.pop(number, (b"", b""))
+            self._bytes -= len(before)
             if self._bytes + len(data) > self._most_bytes or not self._pays(file):
                 return
             self._bytes += len(data)
-            blocks[number] = KeptBlock(digest, bytes(data))
+            blocks[number] = digest, bytes(data)
 
     def tried(self, file: str, *, paid: bool) -> None:
         """Record whether encoding a block against the kept one made it smaller."""
@@ -205,7 +199,7 @@ class Earlier:
         return tried < _TRIED_BLOCKS or self._paid[file] >= _LEAST_PAID * tried
 
     def _drop(self, file: str) -> None:
-        self._bytes -= sum(len(kept.data) for kept in self._kept.pop(file, {}).values())
+        self._bytes -= sum(len(data) for _, data in self._kept.pop(file, {}).values())
 
 
 _DTYPE = "float32"
@@ -393,18 +387,19 @@ class Compressor:
         `start`. `known`: the last save had the same tensors in it."""
         if not known:
             self.earlier.forget(layout.name)
-        mode = self.mode(layout)
+        mode, why = self.mode(layout), "it was asked for"
+        codec: BlockCodec | None = None
         if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
+            codec = codec_named(_CODEC)
             why = "tensors in it are rounded, which is for nothing if they are not encoded"
-            return LayoutEncoder(layout, mode, codec_named(_CODEC), self.earlier, why, known=known)
-        if mode != Compression.ADAPTIVE:
+        elif mode != Compression.ADAPTIVE:
             codec = codec_named(_CODEC if mode == Compression.MAX else mode)
-            return LayoutEncoder(layout, mode, codec, self.earlier, "it was asked for", known=known)
-        try:
-            pays, why = self._judged(codec_named(_CODEC), layout, start, image)
-        except UsageError as error:
-            pays, why = None, f"{error.what}: {error.remedy}"
-        return LayoutEncoder(layout, mode, pays, self.earlier, why, known=known)
+        else:
+            try:
+                codec, why = self._judged(codec_named(_CODEC), layout, start, image)
+            except UsageError as error:
+                why = f"{error.what}: {error.remedy}"
+        return LayoutEncoder(layout, mode, codec, self.earlier, why, known=known)
 
     def _judged(
         self, codec: BlockCodec, layout: FileLayout, start: int, image: memoryview
@@ -474,11 +469,14 @@ class LayoutEncoder:
         self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
     ) -> EncodedBlock:
         """Encode a block, against its base if that is still in memory and makes it smaller."""
-        began = time.thread_time()
-        found = self._derive(number, data)
-        if found is None or 2 * len(found.data) > len(data):
-            other = self._by_codec(number, data, digest, base)
-            found = other if found is None or len(other.data) <= len(found.data) else found
+        began, found = time.thread_time(), EncodedBlock(data, None, against_base=False)
+        payload = None if self.derived is None else self.derived.payload(number, data)
+        if payload is not None and len(payload) < len(data):
+            found = EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
+        if self._codec is not None and 2 * len(found.data) > len(data):
+            other = self._by_codec(self._codec, number, data, digest, base)
+            if other is not None and len(other.data) <= len(found.data):
+                found = other
         codec = "raw" if found.encoding is None else found.encoding.codec
         with self._lock:
             self._blocks[codec] += 1
@@ -487,29 +485,27 @@ class LayoutEncoder:
             self._encode_s += time.thread_time() - began
         return found
 
-    def _derive(self, number: int, data: memoryview) -> EncodedBlock | None:
-        payload = None if self.derived is None else self.derived.payload(number, data)
-        if payload is None:
-            return None
-        return EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
-
     def _by_codec(
-        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
-    ) -> EncodedBlock:
-        raw = EncodedBlock(data, None, against_base=False)
-        if self._codec is None:
-            return raw
+        self, codec: BlockCodec, number: int, data: memoryview, digest: bytes, base: BaseRef | None
+    ) -> EncodedBlock | None:
+        """Encode a block as a difference to its base or alone; None if neither pays."""
         width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
-        found = self._against(number, data, width, base) or self._alone(data, width) or raw
-        if not found.against_base and self._keeps(width):
-            self._earlier.keep(self._layout.name, number, digest, data)
-        return found
-
-    def _keeps(self, width: int) -> bool:
-        """Return True if later blocks may be encoded against this one. Wide elements gain less and
-        may never change again, so they are kept only under `max`, from their second save on."""
+        found = self._against(number, data, width, base)
+        if found is not None:
+            return found
+        # Later blocks may be encoded against this one. Wide elements gain less and may never change
+        # again, so they are kept only under `max`, from their second save on.
         wide = self._mode == Compression.MAX and self._known
-        return self._differences and (wide or width <= _NARROW_BYTES)
+        if self._differences and (wide or width <= _NARROW_BYTES):
+            self._earlier.keep(self._layout.name, number, digest, data)
+        part = sample_of(data, width)
+        tried = codec.encode(part, width, None)
+        if tried is None or len(tried) * _LEAST_GAIN > len(part):
+            return None
+        stored = codec.encode(data, width, None)
+        if stored is None:
+            return None
+        return EncodedBlock(stored, Encoding(codec.name, width), against_base=False)
 
     def _against(
         self, number: int, data: memoryview, width: int, base: BaseRef | None
@@ -535,24 +531,12 @@ class LayoutEncoder:
         alone_bytes = len(part) if alone is None else len(alone)
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
-    def _alone(self, data: memoryview, width: int) -> EncodedBlock | None:
-        assert self._codec is not None  # noqa: S101 (the caller knows it)
-        part = sample_of(data, width)
-        tried = self._codec.encode(part, width, None)
-        if tried is None or len(tried) * _LEAST_GAIN > len(part):
-            return None
-        stored = self._codec.encode(data, width, None)
-        if stored is None:
-            return None
-        return EncodedBlock(stored, Encoding(self._codec.name, width), against_base=False)
-
     def reports(self) -> list[CodingReport]:
         """Return reports on all blocks seen so far: one for derived blocks, one for the others."""
-        derived = ROUNDED[0]
+        derived, reports = ROUNDED[0], list[CodingReport]()
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
             used = [name for name in used if name != derived]
-            reports = []
             if self._mode:
                 reports.append(
                     CodingReport(
@@ -576,7 +560,7 @@ class LayoutEncoder:
                         stored_bytes=self._stored_bytes[derived],
                     )
                 )
-            return reports
+        return reports
 
 
 def _can_be_had(name: str) -> bool:

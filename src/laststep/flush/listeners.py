@@ -1,16 +1,16 @@
 """Events of the flusher's pipeline, and the listeners to them.
 
-The pipeline announces that a save has begun, that a chunk is digested, and that the save is
-captured, durable, and committed or failed. Optional features are listeners: the memory tier
-(`memory_tier`), replication, retention, and the liveness lock. A feature that is not configured has
-no listener. Listeners are called in a fixed order, on the thread where the event happens. An
-exception from a listener is logged and never fails a save.
+Optional features are listeners: the memory tier (`memory_tier`), replication, retention, the
+liveness lock and the disk check. A feature that is not configured has no listener. Listeners are
+called in a fixed order, on the thread where the event happens. An exception from a listener is
+logged and never fails a save.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import threading
 import time
@@ -82,11 +82,6 @@ class FlusherSave(msgspec.Struct):
     def is_member(self) -> bool:
         """True if rank 0 of its job decides about it."""
         return self.begin.role == "member"
-
-    @property
-    def is_written(self) -> bool:
-        """True once no more of it will be written."""
-        return not self.pending and (self.error is not None or (self.is_whole and self.is_open))
 
 
 class SlotHolds:
@@ -215,17 +210,17 @@ class DiskCheck(Listener):
         if self._is_told:
             return
         self._is_told = True
-        state_bytes = sum(file.tensor_bytes for file in save.begin.files)
-        needed_bytes, free_bytes = state_bytes * ((self._kept or 1) + 1), None
+        free_bytes = None
         with contextlib.suppress(LaststepError):  # then the free space is unknown
             free_bytes = self._store.free_bytes()
+        state_bytes = sum(file.tensor_bytes for file in save.begin.files)
         need = DiskNeed(
             state_bytes=state_bytes,
             free_bytes=free_bytes,
-            needed_bytes=needed_bytes,
+            needed_bytes=state_bytes * ((self._kept or 1) + 1),
             kept=self._kept,
         )
-        is_roomy = free_bytes is None or free_bytes > needed_bytes + 2 * _PROBE_BYTES
+        is_roomy = free_bytes is None or free_bytes > need.needed_bytes + 2 * _PROBE_BYTES
         if state_bytes < CHUNK_BYTES or not is_roomy:
             self._send(News(kind="disk", disk=need))
         else:
@@ -237,32 +232,25 @@ class DiskCheck(Listener):
             self._workers.put(self._measure, need)
 
     def _measure(self, need: DiskNeed) -> None:
+        """Report the need with the time, extrapolated from writing and syncing a small file."""
         size_bytes = min(need.state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
+        name = f"probe.tmp-{os.urandom(4).hex()}"
         try:
-            seconds = _write_s(self._store, size_bytes) * need.state_bytes / size_bytes
-            need = msgspec.structs.replace(need, estimated_s=seconds)
+            writer = self._store.open_writer(name, expected_bytes=size_bytes)
+            try:
+                began_s = time.perf_counter()
+                with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+                    for offset in range(0, size_bytes, CHUNK_BYTES):
+                        writer.write_at(offset, view)
+                writer.finish(size_bytes)
+                seconds = (time.perf_counter() - began_s) * need.state_bytes / size_bytes
+                need = msgspec.structs.replace(need, estimated_s=seconds)
+            finally:
+                writer.close()
+                self._store.delete(name)
         except LaststepError as error:
             log.debug("the disk could not be measured: %s", error)
         self._send(News(kind="disk", disk=need))
-
-
-def _write_s(store: Store, size_bytes: int) -> float:
-    """Return the seconds that it takes to write a file to the run's folder, synced."""
-    import mmap  # imported late: every start waits for imports
-
-    name = f"probe.tmp-{os.urandom(4).hex()}"
-    writer = store.open_writer(name, expected_bytes=size_bytes)
-    try:
-        began_s = time.perf_counter()
-        with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-            for offset in range(0, size_bytes, CHUNK_BYTES):
-                writer.write_at(offset, view)
-        writer.finish(size_bytes)
-        return time.perf_counter() - began_s
-    finally:
-        writer.close()
-        with contextlib.suppress(LaststepError):
-            store.delete(name)
 
 
 class Retention(Listener):
@@ -276,7 +264,6 @@ class Retention(Listener):
         in_use: Callable[[], frozenset[str]],
         send: Callable[[ToTrainer], None],
     ) -> None:
-        """Folders in `in_use` are not deleted."""
         self._run_writer, self._keep, self._in_use, self._send = run_writer, keep, in_use, send
         self._continues: Continue | None = None
 

@@ -9,7 +9,6 @@ are views of a `Save`. `Saves` holds all saves of one Checkpointer, and the comm
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -71,8 +70,8 @@ class Stage(OnlyOne):
         self._save, self._state = save, state
 
     def done(self) -> bool:
-        """Return True if the stage was reached; False while it is pending or if the save failed
-        before."""
+        """Return True if the stage was reached; False while it is pending, or if it never will
+        be."""
         return self._save.reached >= self._state
 
     def over(self) -> bool:
@@ -200,24 +199,27 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         return self._save.over
 
     def running(self) -> bool:
-        """Return True if the save is in progress."""
         return not self._save.over
 
     def cancel(self) -> Literal[False]:
         """Return False: a save cannot be cancelled."""
         return False
 
-    def cancelled(self) -> Literal[False]:
-        """Return False: a skipped save is not cancelled, it has a result with the reason."""
-        return False
+    cancelled = cancel
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is over
         already. The function must return quickly and must not call a Checkpointer; its exceptions
         are logged."""
         self._save.check_process("add a callback")
+
+        def call(_: object) -> None:
+            what = "a callback for the end of the save of step %d failed"
+            with threads.outlasting(log, what, self.step):
+                fn(self)
+
         with signals.defer_signals():
-            super().add_done_callback(functools.partial(_call, fn))
+            super().add_done_callback(call)
 
     def resolve(self) -> None:
         """Complete the future and run its callbacks, once the save is over and reported."""
@@ -228,12 +230,6 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
 
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} {self._save.state.name.lower()}>"
-
-
-def _call(function: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
-    what = "a callback for the end of the save of step %d failed"
-    with threads.outlasting(log, what, handle.step):
-        function(handle)
 
 
 class Save:
@@ -248,7 +244,7 @@ class Save:
         self._client = client
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
-        self.step, self._overwrite, self._role = step, overwrite, role
+        self.step, self._overwrite, self.role = step, overwrite, role
         self.number = 0
         """Number that identifies it to the flusher; assigned by `Saves`."""
         self.state = self.reached = SaveState.PLANNED
@@ -281,9 +277,12 @@ class Save:
         self._answered = threading.Event()
         self._parts: SealParts = _spent
         self._begun = False
+        """True once it was announced to the flusher."""
         self._lock = threading.Lock()
-        self._beginning = threading.Lock()
-        self._telling = threading.Lock()
+        """Guards `state` and `ending`."""
+        self._sending = threading.Lock()
+        """Held while it is announced, and while it is reported as captured: nothing may overtake
+        that."""
         self._held: SaveHandle | None = SaveHandle(self)
         """Strong reference until the save is over, so that callbacks run even if the caller has
         dropped the handle."""
@@ -292,8 +291,7 @@ class Save:
     # -- states -----------------------------------------------------------------------------------
 
     def _enter(self, state: SaveState) -> bool:
-        """Advance to a later state and wake its waiters; return False if the save is over
-        already."""
+        """Advance to a later state and wake its waiters; return False if the save is over."""
         with self._lock:
             if self.state >= SaveState.COMMITTED:
                 return False
@@ -323,7 +321,7 @@ class Save:
 
     def flushed(self, message: Flushed) -> None:
         """Record that this rank's part is durable."""
-        with self._telling:
+        with self._sending:
             pass  # wait until "captured" has been reported
         report, self.written = self.report, message.written
         report.durable_s, report.size_bytes = self.since_began_s(), message.size_bytes
@@ -359,17 +357,16 @@ class Save:
                 seconds=report.committed_s,
             )
         )
-        self._tell_handle()
+        self._resolve()
 
     def fail(self, error: LaststepError) -> None:
-        """End the save as failed; called when the flusher reports it, or on behalf of a dead
-        flusher."""
+        """End the save as failed; called when the flusher reports it or is dead."""
         if self._claim_end():
             self._fail(error)
 
     def failed(self, error: LaststepError) -> None:
         """End the save as failed on this side, and have the flusher give it up."""
-        with self._beginning:
+        with self._sending:
             is_first = self._claim_end()
         if is_first:
             if self._begun:
@@ -382,15 +379,15 @@ class Save:
         self.error = error.of_save(self.step)
         self._enter(SaveState.FAILED)
         self._client.bus.emit(SaveFailed(step=self.step, reason=error.without_remedy()))
-        self._tell_handle()
+        self._resolve()
 
     def skip(self, reason: str) -> None:
         """End the save without saving anything and without an error."""
         self.report.skipped = reason
         self._enter(SaveState.SKIPPED)
-        self._tell_handle()
+        self._resolve()
 
-    def _tell_handle(self) -> None:
+    def _resolve(self) -> None:
         held, self._held = self._held, None
         if held is not None:
             held.resolve()
@@ -432,31 +429,26 @@ class Save:
         return self._client.last_committed
 
     @property
-    def is_member(self) -> bool:
-        """True if rank 0 of its job decides where it is written."""
-        return self._role == "member"
-
-    @property
     def may_be_committed(self) -> bool:
         """True if everything that this rank has to write is durable."""
         return self.reached >= SaveState.DURABLE
 
-    @property
-    def decided_by_all(self) -> bool:
-        """True if the ranks of a job decide about it together."""
-        return self._role != "alone"
-
     def refreshed_report(self) -> SaveReport:
         """Return the report with the capture costs known so far; reads the timers on the device."""
         report, job = self.report, self.job
-        if job is not None:
-            job.read_fence_timers()
-            timing = job.timing
-            if not report.capture:
-                report.capture = _ways_of(job)
-            report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
-            report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
-            report.unchanged_bytes = timing.unchanged_bytes
+        if job is None:
+            return report
+        job.read_fence_timers()
+        timing = job.timing
+        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
+        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+        report.unchanged_bytes = timing.unchanged_bytes
+        if not report.capture:
+            sums: dict[str, int] = {}
+            for piece, way in zip(job.plan.pieces, job.layout.ways, strict=True):
+                key = f"{'host' if piece.device == 'cpu' else 'device'} {way.value}"
+                sums[key] = sums.get(key, 0) + piece.size_bytes
+            report.capture = ", ".join([f"{way} {human(size)}" for way, size in sums.items()])
         return report
 
     # -- messages from the flusher ----------------------------------------------------------------
@@ -468,7 +460,6 @@ class Save:
         self._news.clear()
 
     def begun(self, at: AttemptName) -> None:
-        """Record the attempt that the flusher has begun."""
         self.at = at
         self._news.set()
 
@@ -492,7 +483,7 @@ class Save:
     def begin(self) -> None:
         """Announce the save to the flusher, once. Called by the first thread with something to hand
         over: the capture thread, unless host state is copied at once."""
-        with self._beginning:  # several threads copy host state: no chunk may be sent before this
+        with self._sending:  # several threads copy host state: no chunk may be sent before this
             if self._begun or self.ending:
                 return
             begin = Begin(
@@ -502,10 +493,10 @@ class Save:
                 files=tuple(map(attrgetter("layout"), self.plan.files)),
                 derived=self.plan.derived,
                 is_declared=self.plan.is_declared,
-                role=self._role,
+                role=self.role,
             )
             # One of several ranks cannot finish a save alone, so it marks nothing as pending.
-            (self._client.announce if self._role == "alone" else self._client.send)(begin)
+            (self._client.announce if self.role == "alone" else self._client.send)(begin)
             self._begun = True
 
     def chunks(self, filled: list[Filled]) -> None:
@@ -553,7 +544,7 @@ class Save:
         )
         # Sent first: once "captured" is reported, the trainer's death must lose nothing. The lock
         # keeps the flusher's answer from being reported before that.
-        with self._telling:
+        with self._sending:
             self._client.send(done)
             self.report.captured_s = timing.drained_s
             if self._enter(SaveState.CAPTURED):
@@ -579,15 +570,6 @@ def _spent() -> NoReturn:
     """Placeholder for `_parts` of a save that is over: the original would keep the state's trees
     alive."""
     raise AbortedError("the save is over")
-
-
-def _ways_of(job: Job) -> str:
-    """Return the bytes captured in each way, as text for a report."""
-    sums: dict[str, int] = {}
-    for piece, way in zip(job.plan.pieces, job.layout.ways, strict=True):
-        key = f"{'host' if piece.device == 'cpu' else 'device'} {way.value} "
-        sums[key] = sums.get(key, 0) + piece.size_bytes
-    return ", ".join(map(str.__add__, sums, map(human, sums.values())))
 
 
 class Saves:
@@ -616,8 +598,7 @@ class Saves:
             self._saves[save.number] = save
 
     def all(self) -> list[Save]:
-        """Return the saves in the order in which they began. Takes no lock, because an interrupt
-        handler may call it."""
+        """Return the saves in the order in which they began; an interrupt handler may call it."""
         return list(self._saves.values())
 
     def under_way(self) -> list[Save]:
@@ -646,7 +627,6 @@ class Saves:
             return self.to_end()
 
     def forget(self, save: Save) -> None:
-        """Remove a save."""
         self._saves.pop(save.number, None)
 
     def call_off_queued(self, step: int) -> None:

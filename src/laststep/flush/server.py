@@ -391,7 +391,9 @@ class Flusher:
         """Finish the oldest save if everything it will get is written."""
         with self._changed:
             save = next(iter(self._saves.values()), None)
-            if save is None or save.is_finishing or not save.is_written:
+            if save is None or save.is_finishing or save.pending:
+                return
+            if save.error is None and not (save.is_whole and save.is_open):
                 return
             save.is_finishing = True
         self._writers.put(self._end_save, save)
