@@ -46,10 +46,6 @@ class _Wanted(NamedTuple):
     run: DerivedRun
     master: Master
 
-    @property
-    def key(self) -> tuple[int, int, Master]:
-        return self.file, self.run.start, self.master
-
 
 class Deriving:
     """The derivations of one save. Thread-safe."""
@@ -72,13 +68,11 @@ class Deriving:
         self._parts: dict[tuple[int, int, Master], tuple[bytearray, int]] = {}
         """Rounded bytes of incomplete runs, and how many of them have arrived."""
         self._wanted: dict[int, list[_Wanted]] = {}
-        made = {
-            number: DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
-            for number in sorted({pair.file for pair in pairs})
-        }
-        self._files = {number: file for number, file in made.items() if file.is_hopeful}
-        for file in self._files.values():
-            for there, wanted in file.wanted():
+        self._files: dict[int, DerivedFile] = {}
+        for number in sorted({pair.file for pair in pairs}):
+            file = DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
+            for there, wanted in file.wanted():  # else no block of it may be derived
+                self._files[number] = file
                 self._wanted.setdefault(there, []).append(wanted)
         for some in self._wanted.values():
             some.sort(key=lambda wanted: wanted[:2])
@@ -88,7 +82,7 @@ class Deriving:
         return self._files.get(file)
 
     def end(self) -> None:
-        """Called when all of the save has arrived."""
+        """Record which candidates were useless, when all of the save has arrived."""
         for file in self._files.values():
             file.end()
 
@@ -108,25 +102,21 @@ class Deriving:
         for wanted in self._among(file, start, start + len(data)):
             low, high = max(wanted.start, start), min(wanted.stop, start + len(data))
             values = rounded(data[low - start : high - start], wanted.run.dtype)
-            if high - low < wanted.stop - wanted.start:
-                self._put_together(wanted, (low - wanted.start) // 2, values)
-            else:
-                self._note(wanted, digest(values))
-
-    def _put_together(self, wanted: _Wanted, at: int, values: memoryview) -> None:
-        with self._changed:
+            key = wanted.file, wanted.run.start, wanted.master
             size = (wanted.stop - wanted.start) // 2
-            whole, there = self._parts.pop(wanted.key, (bytearray(size), 0))
-            whole[at : at + len(values)] = values
-            if there + len(values) < size:
-                self._parts[wanted.key] = whole, there + len(values)
-                return
-        self._note(wanted, digest(whole))
-
-    def _note(self, wanted: _Wanted, found: bytes) -> None:
-        with self._changed:
-            self._sums[wanted.key] = found
-            self._changed.notify_all()
+            if len(values) < size:
+                at = (low - wanted.start) // 2
+                with self._changed:
+                    whole, there = self._parts.pop(key, (bytearray(size), 0))
+                    whole[at : at + len(values)] = values
+                    if there + len(values) < size:
+                        self._parts[key] = whole, there + len(values)
+                        continue
+                values = memoryview(whole)
+            found = digest(values)
+            with self._changed:
+                self._sums[key] = found
+                self._changed.notify_all()
 
     def _among(self, file: int, start: int, stop: int) -> list[_Wanted]:
         some = self._wanted.get(file, [])
@@ -205,13 +195,9 @@ class DerivedFile:
         self._misses[self._name, tensor, master] += 1
         return False
 
-    @property
-    def is_hopeful(self) -> bool:
-        """True if any block may be derived."""
-        return not self._apart.issuperset(self._runs.blocks())
-
     def wanted(self) -> list[tuple[int, _Wanted]]:
-        """Return the bytes of masters that have to be rounded, each with the number of its file."""
+        """Return the bytes of masters that have to be rounded, each with the number of its file;
+        none if no block may be derived."""
         found = []
         for block in sorted(set(self._runs.blocks()) - self._apart):
             for run in self._runs.of_block(block):
@@ -239,8 +225,7 @@ class DerivedFile:
         return {name: self._chosen.get(name, some[0]) for name, some in self._candidates.items()}
 
     def end(self) -> None:
-        """Called when all of the file has arrived: record which candidates were wrong or
-        unneeded."""
+        """Record which candidates were wrong or unneeded."""
         for name, some in self._candidates.items():
             chosen = self._chosen.get(name)
             for master in some:

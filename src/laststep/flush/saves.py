@@ -280,9 +280,9 @@ class Save:
         """True once it was announced to the flusher."""
         self._lock = threading.Lock()
         """Guards `state` and `ending`."""
-        self._sending = threading.Lock()
-        """Held while it is announced, and while it is reported as captured: nothing may overtake
-        that."""
+        self._announcing = threading.Lock()
+        self._telling = threading.Lock()
+        """Held while it is reported as captured, which nothing may overtake."""
         self._held: SaveHandle | None = SaveHandle(self)
         """Strong reference until the save is over, so that callbacks run even if the caller has
         dropped the handle."""
@@ -321,7 +321,7 @@ class Save:
 
     def flushed(self, message: Flushed) -> None:
         """Record that this rank's part is durable."""
-        with self._sending:
+        with self._telling:
             pass  # wait until "captured" has been reported
         report, self.written = self.report, message.written
         report.durable_s, report.size_bytes = self.since_began_s(), message.size_bytes
@@ -366,7 +366,7 @@ class Save:
 
     def failed(self, error: LaststepError) -> None:
         """End the save as failed on this side, and have the flusher give it up."""
-        with self._sending:
+        with self._announcing:
             is_first = self._claim_end()
         if is_first:
             if self._begun:
@@ -483,7 +483,7 @@ class Save:
     def begin(self) -> None:
         """Announce the save to the flusher, once. Called by the first thread with something to hand
         over: the capture thread, unless host state is copied at once."""
-        with self._sending:  # several threads copy host state: no chunk may be sent before this
+        with self._announcing:  # several threads copy host state: no chunk may be sent before this
             if self._begun or self.ending:
                 return
             begin = Begin(
@@ -544,7 +544,7 @@ class Save:
         )
         # Sent first: once "captured" is reported, the trainer's death must lose nothing. The lock
         # keeps the flusher's answer from being reported before that.
-        with self._sending:
+        with self._telling:
             self._client.send(done)
             self.report.captured_s = timing.drained_s
             if self._enter(SaveState.CAPTURED):

@@ -537,8 +537,10 @@ class Flusher:
         **_: _Told.kwargs,
     ) -> None:
         for listener in self._listeners:
-            with threads.outlasting(log, "%s failed", type(listener).__name__):
-                getattr(listener, event.__name__)(*args)
+            kind = type(listener)
+            if getattr(kind, event.__name__) is not event:  # else it does not override this event
+                with threads.outlasting(log, "%s failed", kind.__name__):
+                    getattr(listener, event.__name__)(*args)
 
     def _send(self, message: ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone
