@@ -19,8 +19,7 @@ from laststep.catalog import attempt, decision
 from laststep.catalog.lineage import AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.commit.layouts import GlobalLayouts
-from laststep.commit.round import Round, RoundContext
-from laststep.commit.thread import Participant
+from laststep.commit.rounds import Leader, Member, Participant, Round
 from laststep.errors import AbortedError, LaststepError, StorageError, brief
 from laststep.events import Bus
 from laststep.flush.protocol import Begin, Begun, Decide
@@ -325,11 +324,13 @@ class SimulatedRank:
         self.kv = kv = MemoryBoard(job.clock, job.notes, self.comes_to)
         rank = Rank(number, job.groups.ranks)
         self.global_layouts = GlobalLayouts(rank, kv, deadline_s=DEADLINE_S)
-        context = RoundContext(
-            rank, kv, self.flusher, self.global_layouts, job.store, deadline_s=DEADLINE_S
+        own = (rank, kv, self.flusher, self.global_layouts, job.store)
+        self._participant: Participant = (
+            Leader(*own, deadline_s=DEADLINE_S, groups=job.groups, bus=Bus())
+            if number == 0
+            else Member(*own, deadline_s=DEADLINE_S)
         )
-        self._participant = Participant(context, job.groups, Bus())
-        self.global_layouts.known = lambda: self._participant.part.known
+        self.global_layouts.known = lambda: self._participant.known
 
     def comes_to(self, name: str) -> None:
         for end in [end for end in self.at if name.endswith(end)]:
@@ -375,7 +376,7 @@ class SimulatedRank:
 
     def _rest(self, begun: int) -> None:
         """Until the next save, as the commit thread does."""
-        part, clock = self._participant.part, self._job.clock
+        part, clock = self._participant, self._job.clock
         while (rest_s := part.rest_s()) is not None:
             until_s = clock.now_s + rest_s
             if clock.until(lambda: True if self._begun != begun else None, until_s):

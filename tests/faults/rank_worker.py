@@ -29,11 +29,9 @@ from torch.distributed import tensor as dist_tensor
 
 import laststep
 from laststep import events
-from laststep.commit import member as members
 from laststep.commit import thread as teaming
 from laststep.commit.layouts import GlobalLayouts
-from laststep.commit.leader import Leader
-from laststep.commit.round import RoundContext
+from laststep.commit.rounds import Leader, Member, Participant
 from laststep.flush import server
 from laststep.plan import files as planning
 from laststep.plan.receipts import Groups
@@ -53,6 +51,13 @@ def say(*words: object) -> None:
 def ramp_at(step: int, size: int) -> torch.Tensor:
     """The values of a ramp at a step: no two are the same."""
     return torch.arange(size, dtype=torch.float32).add_(step * size)
+
+
+def drawn(step: int) -> torch.Generator:
+    """This rank's random numbers at a step, of which it has drawn some."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    torch.rand(7, generator=generator)
+    return generator
 
 
 def _is_all(tensor: torch.Tensor, value: float) -> bool:
@@ -117,9 +122,9 @@ def put_gates() -> None:
 
     stand(GlobalLayouts, "on", "agree", after=False)
     stand(Leader, "_post", "post", after=True)
-    stand(RoundContext, "own_receipt", "receipt", after=True)
-    stand(members, "summarise", "summary", after=True)
-    stand(Leader, "_gathered", "decide", after=True)
+    stand(Participant, "_own_receipt", "receipt", after=True)
+    stand(Member, "_summary", "summary", after=True)
+    stand(Leader, "_summaries", "decide", after=True)
     stand(Leader, "_tell", "tell", after=False)
 
 
@@ -149,7 +154,8 @@ class Worker:
     - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher. With
       `memory` its saves are kept in shared memory there, with `further` they are drained to that
       place, with `stuck` nothing is ever durable, with `sharded` the state is one tensor that lies
-      over all ranks; with `ramp` of so many elements, each of which has another value;
+      over all ranks; with `ramp` of so many elements, each of which has another value, beside a
+      tensor that all ranks hold alike and random numbers of each rank's own;
     - `restore`: says `restored` and the step; with the name of an item, that alone;
     - `exact N`: says whether all that it holds is what it was at step N, or one item is;
     - `train N`: save from step N on, until it is killed; says `TierHolds` and `Committed`;
@@ -209,14 +215,15 @@ class Worker:
         self.state: dict[str, Any] = {"t": torch.zeros(1 << 18), "n": -1}
         self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
         self.ramp = how.pop("ramp", 0)
-        if self.ramp:
-            self.state["t"] = torch.zeros(self.ramp)
         if how.pop("sharded", False) or self.ramp:
-            self.state["t"] = dist_tensor.distribute_tensor(
-                self.state["t"],
-                device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
-                [dist_tensor.Shard(0)],
+            mesh = device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+            whole = torch.zeros(self.ramp) if self.ramp else self.state["t"]
+            self.state["t"] = dist_tensor.distribute_tensor(whole, mesh, [dist_tensor.Shard(0)])
+        if self.ramp:
+            self.state["same"] = dist_tensor.distribute_tensor(
+                torch.zeros(self.ramp), mesh, [dist_tensor.Replicate()]
             )
+            how["rng"] = laststep.RNG()
         if how.pop("stuck", False):
             server.open_store = stuck_store.Stuck
         place: tuple[str, ...] = (run,)
@@ -253,10 +260,16 @@ class Worker:
         number, _, item = rest.partition(" ")
         step, held = float(number), self.state["t"]
         local = held.to_local() if isinstance(held, dist_tensor.DTensor) else held
-        filled = torch.equal(local, self._part(int(number))) if self.ramp else _is_all(local, step)
-        exact = [filled] if item else [filled, _is_all(self.mine["t"], step)]
-        own = self.mine["rank"] == dist.get_rank()
-        say("exact", all(exact) and self.state["n"] == step and own)
+        exact = [self.state["n"] == step, self.mine["rank"] == dist.get_rank()]
+        if self.ramp:
+            exact.append(torch.equal(local, self._part(int(number))))
+            exact.append(torch.equal(self.state["same"].to_local(), self._same(int(number))))
+            exact.append(torch.equal(torch.get_rng_state(), drawn(int(number)).get_state()))
+        else:
+            exact.append(_is_all(local, step))
+        if not item:
+            exact.append(_is_all(self.mine["t"], step))
+        say("exact", all(exact))
 
     def do_differ(self, rest: str) -> None:
         self.state["odd"] = dist.get_rank()
@@ -268,9 +281,15 @@ class Worker:
         parts = whole.chunk(dist.get_world_size())
         return parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
 
+    def _same(self, step: int) -> torch.Tensor:
+        """What all ranks hold alike at that step."""
+        return ramp_at(step, self.ramp).neg_()
+
     def _save(self, step: int) -> laststep.SaveHandle:
         if self.ramp:
             self.state["t"].to_local().copy_(self._part(step))
+            self.state["same"].to_local().copy_(self._same(step))
+            torch.set_rng_state(drawn(step).get_state())
         else:
             self.state["t"].fill_(step)
         self.state["n"] = step

@@ -1,8 +1,7 @@
 """The commit thread of a rank: takes part in the job's saves one by one, in the background.
 
-Every rank makes its files durable and reports; rank 0 decides (`leader`) and the others follow
-(`member`). Whatever happens, a save is committed completely or absent, every live rank gets the
-outcome and its reason in time, and every `SaveHandle` is resolved here.
+Whatever happens in a save (`rounds`), every live rank gets the outcome and its reason in time, and
+every `SaveHandle` is resolved here.
 
 Before the first save, the ranks agree on a random key prefix for this job instance.
 """
@@ -20,11 +19,8 @@ from typing import TYPE_CHECKING
 from laststep.codecs.digests import digest
 from laststep.commit.differences import Comparing
 from laststep.commit.layouts import GlobalLayouts
-from laststep.commit.leader import Leader
-from laststep.commit.member import Member
-from laststep.commit.round import GivenUp, Round, RoundContext
-from laststep.errors import AbortedError, LaststepError, StorageError
-from laststep.flush.protocol import Decide
+from laststep.commit.rounds import Leader, Member, Participant, Round
+from laststep.errors import LaststepError, StorageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
 from laststep.ranks.group import Alone, RankGroup
@@ -39,10 +35,8 @@ from laststep.storage.registry import open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from laststep.events import Bus
     from laststep.flush.client import Client
     from laststep.flush.saves import Save
-    from laststep.plan.receipts import Groups
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.saving.context import RunContext
@@ -55,74 +49,15 @@ log = logging.getLogger(__name__)
 _NAME_BYTES = 8
 
 
-class Participant:
-    """This rank's part in the job's saves, one after the other. For one thread at a time."""
-
-    def __init__(self, context: RoundContext, groups: Groups, bus: Bus) -> None:
-        self._context = context
-        self.part = Leader(context, groups, bus) if context.rank.is_first else Member(context)
-
-    def go_through(self, round_: Round) -> None:
-        """Take part in a save; it is over when this returns, committed or not."""
-        self._context.settle(round_, self._outcome(round_))
-        # Free this memory now: the next save may be far away.
-        round_.trees.clear()
-        round_.contained = None
-
-    def _outcome(self, round_: Round) -> LaststepError | None:
-        """Take part in a save; return the error if it is aborted."""
-        round_.began_s = self._context.kv.now_s()
-        try:
-            self._publish_progress(round_)
-            self.part.take_part(round_)
-        except GivenUp as over:
-            return self._give_up(round_, AbortedError(str(over)), str(over))
-        except LaststepError as error:
-            return self._give_up(round_, error, self._context.trouble(error.without_remedy()))
-        except Exception as error:
-            log.exception("the commit of step %d failed", round_.step)
-            failed = StorageError("a commit failed", found=repr(error))
-            return self._give_up(round_, failed, self._context.trouble(str(failed)))
-        return None
-
-    def _publish_progress(self, round_: Round) -> None:
-        """Publish the step that this rank is at, for ranks that may miss it. The reason for not
-        taking part is left out: it may itself be about missing ranks, which would nest these
-        messages."""
-        seen = f"step {round_.step}{', which it did not take part in' if round_.problem else ''}"
-        try:
-            self._context.kv.put(f"last/{self._context.rank.number}", seen.encode())
-        except LaststepError as error:
-            log.warning("step %d: other ranks may not hear from this rank: %s", round_.step, error)
-
-    def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
-        """Notify the other ranks and the flusher that a save is aborted; the run holds the final
-        outcome."""
-        with contextlib.suppress(LaststepError):
-            self.part.warn(round_, reason)
-        save = round_.save
-        if save is None:
-            return error
-        if not save.may_be_committed:
-            save.failed(error)
-            return error
-        # The flusher finds out whether the save is committed after all.
-        self._context.client.send(Decide(save=save.number, reason=reason))
-        self._context.await_flusher(save)
-        return error
-
-
 class CommitThread:
     """The thread on which this rank takes part in the saves of its job."""
 
-    def __init__(
-        self, context: RoundContext, groups: Groups, comparing: Comparing, bus: Bus
-    ) -> None:
-        self.rank = context.rank
-        self.global_layouts = context.global_layouts
-        self._context = context
+    def __init__(self, participant: Participant, client: Client, comparing: Comparing) -> None:
+        self.rank = participant.rank
+        self.global_layouts = participant.global_layouts
+        self._participant = participant
+        self._client = client
         self._comparing = comparing
-        self._participant = Participant(context, groups, bus)
         self._entered = self._ended = 0
         """Counts of saves entered (written by the training thread) and finished (by the commit
         thread)."""
@@ -137,7 +72,7 @@ class CommitThread:
         ones. Collective."""
         name = ranks.broadcast(0, os.urandom(_NAME_BYTES)).hex()
         if not ranks.all_max(self._entered > 0):
-            self._context.kv.under(name)
+            self._participant.kv.under(name)
             self.global_layouts.kv.under(name)
 
     def notes(self, ranks: Ranks) -> SharedNotes:
@@ -146,14 +81,14 @@ class CommitThread:
         if self._step_kv is not None:
             self._step_kv.close()
         self._step_kv = self.new_kv(ranks, "step")
-        deadline_s = self._context.deadline_s
+        deadline_s = self._participant.deadline_s
         return SharedNotes(self._step_kv, is_first=self.rank.is_first, deadline_s=deadline_s)
 
     def new_kv(self, ranks: Ranks, what: str) -> KeyValueStore:
         """Open a key-value store under a prefix that is used only once. Collective."""
         name = ranks.broadcast(0, os.urandom(_NAME_BYTES)).hex()
         prefix = f"{self.global_layouts.kv.prefix}/{what}/{name}"
-        return KeyValueStore(prefix, ranks=ranks.size, patience_s=self._context.deadline_s)
+        return KeyValueStore(prefix, ranks=ranks.size, patience_s=self._participant.deadline_s)
 
     def begin(self, save: Save, prepared: Prepared, taken: TakenState) -> None:
         """Enter a save of all ranks; its chunks may follow."""
@@ -164,7 +99,7 @@ class CommitThread:
             save.handle, taken, global_layout, self.rank.number
         )
         seal = functools.partial(round_.seal, rank=self.rank.number)
-        self._context.client.begin(save, prepared.plan, taken.sealing(prepared, seal))
+        self._client.begin(save, prepared.plan, taken.sealing(prepared, seal))
         self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:
@@ -175,14 +110,14 @@ class CommitThread:
         """End the thread; call it when all saves are over."""
         self._rounds.put(None)
         self._thread.join()
-        self._context.kv.close()
+        self._participant.kv.close()
         self.global_layouts.close()
         if self._step_kv is not None:
             self._step_kv.close()
 
     def leave(self) -> None:
         """Close the connections at interpreter exit, whatever is in progress."""
-        for kv in (self._context.kv, self.global_layouts.kv, self._step_kv):
+        for kv in (self._participant.kv, self.global_layouts.kv, self._step_kv):
             if kv is not None:
                 kv.close_at_exit()
 
@@ -191,7 +126,7 @@ class CommitThread:
         self._rounds.put(round_)
 
     def _known(self) -> int | None:
-        return self._participant.part.known if self._entered == self._ended else None
+        return self._participant.known if self._entered == self._ended else None
 
     # -- on the commit thread ---------------------------------------------------------------------
 
@@ -212,14 +147,14 @@ class CommitThread:
         rank will not join (`look_up`)."""
         while True:
             try:
-                return self._rounds.get(timeout=self._participant.part.rest_s())
+                return self._rounds.get(timeout=self._participant.rest_s())
             except queue.Empty:
                 # If this fails, the other ranks find out at their deadline.
                 with (
                     threads.outlasting(log, "the other ranks are told late"),
                     contextlib.suppress(LaststepError),
                 ):
-                    self._participant.part.look_up()
+                    self._participant.look_up()
 
 
 _made: Counter[str] = Counter()
@@ -264,9 +199,14 @@ def gather(run: RunContext, client: Client) -> CommitThread:
     key_value = [KeyValueStore(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     global_layouts = GlobalLayouts(rank, key_value[0], deadline_s=deadline_s)
     store = open_store(url)
-    context = RoundContext(rank, key_value[1], client, global_layouts, store, deadline_s=deadline_s)
-    comparing = Comparing(run.settings.compare_replicas)
-    return CommitThread(context, cut(rank.ranks, ranks_per_node()), comparing, run.bus)
+    own = (rank, key_value[1], client, global_layouts, store)
+    participant: Participant
+    if rank.is_first:
+        groups = cut(rank.ranks, ranks_per_node())
+        participant = Leader(*own, deadline_s=deadline_s, groups=groups, bus=run.bus)
+    else:
+        participant = Member(*own, deadline_s=deadline_s)
+    return CommitThread(participant, client, Comparing(run.settings.compare_replicas))
 
 
 def kv_to_stop(team: CommitThread | None, ranks: Ranks) -> KeyValueStore:

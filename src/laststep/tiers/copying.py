@@ -8,7 +8,7 @@ linked. A partial copy, with only some items, has indexes and a manifest of its 
 
 Each of several threads holds one chunk in memory, plus the memory to decode a block; the rate limit
 and the stop event apply to all threads together. The first error ends a copy. This module knows
-nothing of torch, lineage or retention. A `Copier` is used by one thread.
+nothing of torch or retention. A `Copier` is used by one thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog import decision
+from laststep.catalog import decision, lineage, run, terms
 from laststep.catalog.attempt import Attempt, inner_folders
 from laststep.catalog.indexes import FileId, file_id, name_of, read_bytes, read_indexes
 from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name, parse_folder
 from laststep.catalog.listing import Scanner
+from laststep.catalog.terms import RECORD_LIMIT_BYTES, Terms
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
 from laststep.errors import (
     AbortedError,
@@ -36,6 +37,7 @@ from laststep.errors import (
     LaststepError,
     NotFoundError,
     StorageError,
+    UsageError,
 )
 from laststep.format import index as index_format
 from laststep.format import manifest
@@ -43,7 +45,6 @@ from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit, WrittenIndexe
 from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
 from laststep.process.threads import WorkerPool
 from laststep.read.blocks import BlockReader, file_ranges, refuse
-from laststep.tiers.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +58,7 @@ _of_thread = threading.local()
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of data files that are done and the total."""
+_RESUMES = "copy again: it resumes there"
 
 
 class Pacing:
@@ -81,18 +83,15 @@ class Pacing:
                 self._free_s = begin_s + size_bytes / self._bytes_per_s
             self._stop.wait(begin_s - now_s)
         if self._stop.is_set():
-            raise AbortedError("the copy was stopped", remedy="copy again: it resumes there")
+            raise AbortedError("the copy was stopped", remedy=_RESUMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRoute:
-    """The source, the target, the number of threads and the rate of a copy."""
-
     source: Store
     target: Store
     threads: int = 4
     pacing: Pacing = field(default_factory=Pacing)
-    progress: Progress | None = None
 
 
 @dataclass(slots=True)
@@ -104,26 +103,18 @@ class Moved:
     kept_bytes: int = 0
     """Bytes of files that an earlier, interrupted copy had left there."""
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.copied_bytes + other.copied_bytes,
-            self.linked_bytes + other.linked_bytes,
-            self.kept_bytes + other.kept_bytes,
-        )
-
 
 class Copier:
     """Copies checkpoints of one run, one at a time, with all items or only `items`."""
 
     def __init__(self, route: CopyRoute, items: Sequence[str] | None = None) -> None:
         self._route = route
-        self._source = route.source
-        self._target = route.target
-        self._originals = _Originals(route.source, items)
+        self._source, self._target = route.source, route.target
+        self._items = items
         self._records = Records(route.source, route.target)
         self._shared = _TargetFiles(route.target)
 
-    def copy(self, folder: str) -> Moved | None:
+    def copy(self, folder: str, progress: Progress | None = None) -> Moved | None:
         """Copy one checkpoint. Return None if the target already has it.
 
         Raise `NotFoundError` if the checkpoint was deleted meanwhile and `CorruptError` if it is
@@ -135,7 +126,7 @@ class Copier:
         if self.is_there(folder):
             return None
         try:
-            moved = self.bring(folder)
+            moved = self.bring(folder, progress=progress)
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
@@ -153,59 +144,82 @@ class Copier:
     def is_there(self, folder: str) -> bool:
         """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
         different one of that name."""
-        return self._originals.is_at(self._target, folder)
+        there = decision.read(self._target, folder)
+        if not isinstance(there, Commit):
+            return False
+        omitted: tuple[str, ...] = ()
+        commit = None if self._items is None else self._commit(folder)
+        if commit is not None and (omitted := self._omitted_items(commit)) != commit.omitted_items:
+            same = is_partial(there, commit, omitted)
+        else:
+            original = decision.read_bytes(self._source, folder)
+            same = original == decision.read_bytes(self._target, folder)
+        if not same:
+            raise AlreadyExistsError(
+                "a different checkpoint has this name",
+                where=f"{self._target.url}/{folder}",
+                expected=f"a copy of {self._source.url}/{folder}{_without(omitted)}",
+                found=f"another manifest{_without(there.omitted_items)}",
+                remedy="copy to another place",
+            )
+        return True
 
-    def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
+    def bring(
+        self, folder: str, ranks: Sequence[int] | None = None, progress: Progress | None = None
+    ) -> Moved:
         """Copy the files of all ranks, or of `ranks`, without committing. Several processes may
         copy the files of different ranks at the same time; one of them commits when all are
         done."""
-        commit = self._originals.commit(folder)
+        commit = self._commit(folder)
         # Rank 0 commits, so it also copies the coordinator's files, which belong to no rank.
         wanted = list(range(commit.index_count) if ranks is None else ranks)
         if ranks is not None and 0 in ranks:
             wanted += range(commit.ranks, commit.index_count)
-        indexes = {rank: self._originals.index(folder, commit, rank) for rank in wanted}
+        originals = {rank: self._original(folder, commit, rank) for rank in wanted}
+        indexes = [original.part for original in originals.values()]
         self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
             if isinstance(decision.read(self._target, folder), Commit):
                 return Moved()  # another process was faster
-            parsed = [index for index, _ in indexes.values()]
-            names = _names(commit, parsed)
+            names = _names(commit, indexes)
             self._attempt(folder).make_folders(names)
             there = self._sizes(folder, names)
-            for rank in wanted:  # remains of an interrupted copy of other items
-                for name in self._originals.dropped(folder, commit, rank) & there.keys():
+            for original in originals.values():  # remains of an interrupted copy of other items
+                for name in original.dropped & there.keys():
                     self._target.delete(f"{folder}/{name}")
-            moved = _FileCopies(self._route, self._shared, folder, parsed, there).all()
-            for rank, (_, data) in indexes.items():
-                name = name_of(commit, rank)
-                self._put_index(f"{folder}/{name}", data, there.get(name))
+            moved = _FileCopies(self._route, self._shared, folder, there, progress).bring(indexes)
+            for rank, original in originals.items():
+                name, data = name_of(commit, rank), original.data
+                path = f"{folder}/{name}"
+                is_same_size = there.get(name) == len(data)
+                if is_same_size and self._target.read(path, limit_bytes=len(data)) == data:
+                    continue  # another process may be reading it
+                if name in there:
+                    self._target.delete(path)
+                self._target.create(path, data)
             return moved
-
-    def _put_index(self, path: str, data: bytes, there_bytes: int | None) -> None:
-        """Write an index to the target. An identical one is kept, because another process may be
-        reading it."""
-        if there_bytes == len(data) and self._target.read(path, limit_bytes=len(data)) == data:
-            return
-        if there_bytes is not None:
-            self._target.delete(path)
-        self._target.create(path, data)
 
     def is_under_way(self, folder: str) -> bool:
         """Return True if a process is copying files of this checkpoint to the target."""
-        return bool(self._under_way(folder))
+        return bool(self._locked(folder))
 
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
-        commit, data = self._originals.manifest(folder)
-        attempt, indexes = self._attempt(folder), self._indexes_there(folder, commit)
+        commit, data = self._manifest(folder)
+        names = [name_of(commit, rank) for rank in range(commit.index_count)]
+        sizes = self._sizes(folder, names)
+        for name in names:
+            if name not in sizes:
+                raise self._not_whole(folder, name, "an index", "no file")
+        indexes = read_indexes(self._target, folder, commit)
         names = _names(commit, indexes)
         sizes = self._sizes(folder, names)
         for file in (file for index in indexes for file in index.files):
             if sizes.get(file.name) != file.size_bytes:
                 found = str(sizes.get(file.name, "no file"))
                 raise self._not_whole(folder, file.name, f"{file.size_bytes} bytes", found)
+        attempt = self._attempt(folder)
         attempt.sync(names)
         attempt.publish(data)
         for index in indexes:
@@ -223,7 +237,40 @@ class Copier:
             commit.size_bytes,
         )
 
-    # Helpers
+    # The checkpoint as the target will have it
+
+    def _commit(self, folder: str) -> Commit:
+        commit = decision.read(self._source, folder)
+        if not isinstance(commit, Commit):
+            raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
+        return commit
+
+    def _omitted_items(self, commit: Commit) -> tuple[str, ...]:
+        if self._items is None:
+            return commit.omitted_items
+        return omitted_items_of(commit, self._items)
+
+    def _manifest(self, folder: str) -> tuple[Commit, bytes]:
+        commit = self._commit(folder)
+        if self._omitted_items(commit) == commit.omitted_items:
+            return commit, decision.read_bytes(self._source, folder)
+        written = WrittenIndexes()
+        for rank in range(commit.index_count):
+            original = self._original(folder, commit, rank)
+            written = written.plus(index_format.written_of(original.part, original.data))
+        partial = partial_of(commit, self._items or (), written)
+        return partial, manifest.encode(partial)
+
+    def _original(self, folder: str, commit: Commit, rank: int) -> _Original:
+        data, where = read_bytes(self._source, folder, commit, rank)
+        index = index_format.decode(data, where=where)
+        if self._omitted_items(commit) == commit.omitted_items:
+            return _Original(index, data)
+        part = only_items(index, self._items or (), f"{self._source.url}/{folder}")
+        dropped = {file.name for file in index.files} - {file.name for file in part.files}
+        return _Original(part, index_format.encode(part), frozenset(dropped))
+
+    # The target
 
     def _attempt(self, folder: str) -> Attempt:
         """Return the attempt at the target. It can be committed only while the target is the same
@@ -248,13 +295,13 @@ class Copier:
             lock = self._target.lock(f"{folder}/{own}")
         except AlreadyExistsError:
             raise self._busy(folder, own) from None
-        for name in self._under_way(folder):
+        for name in self._locked(folder):
             if name != own and whole in (name, own):
                 lock.close()
                 raise self._busy(folder, name)
         return lock
 
-    def _under_way(self, folder: str) -> list[str]:
+    def _locked(self, folder: str) -> list[str]:
         """Return the names of the locks that are held by processes copying this checkpoint now."""
         names = filter(is_copying_name, self._target.file_names(folder))
         return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
@@ -267,22 +314,13 @@ class Copier:
             remedy="wait for that copy to end",
         )
 
-    def _indexes_there(self, folder: str, commit: Commit) -> list[Index]:
-        """Read all indexes at the target. Raise `StorageError` if one is missing."""
-        names = [name_of(commit, rank) for rank in range(commit.index_count)]
-        sizes = self._sizes(folder, names)
-        for name in names:
-            if name not in sizes:
-                raise self._not_whole(folder, name, "an index", "no file")
-        return read_indexes(self._target, folder, commit)
-
     def _not_whole(self, folder: str, name: str, expected: str, found: str) -> StorageError:
         return StorageError(
             "cannot commit a copy that is not whole",
             where=f"{self._target.url}/{folder}/{name}",
             expected=expected,
             found=found,
-            remedy="copy again: it resumes there",
+            remedy=_RESUMES,
         )
 
     def _sizes(self, folder: str, names: Sequence[str]) -> dict[str, int]:
@@ -299,91 +337,19 @@ class Copier:
         }
 
 
+class _Original(NamedTuple):
+    """A rank's index as the target will have it, its bytes, and the files that a partial copy
+    omits."""
+
+    part: Index
+    data: bytes
+    dropped: frozenset[str] = frozenset()
+
+
 def _names(commit: Commit, indexes: Sequence[Index]) -> list[str]:
     """Return the file names of these indexes and of their data files."""
     files = [file.name for index in indexes for file in index.files]
     return [*files, *(name_of(commit, index.rank) for index in indexes)]
-
-
-class _Originals:
-    """The checkpoints of the source, reduced to `items` if given."""
-
-    def __init__(self, store: Store, items: Sequence[str] | None) -> None:
-        self._store = store
-        self._items = items
-        self._last: tuple[str, int, Index, bytes] | None = None
-        """Folder, rank, value and bytes of the index that was read last, because a partial copy
-        needs each index twice."""
-
-    def commit(self, folder: str) -> Commit:
-        commit = decision.read(self._store, folder)
-        if not isinstance(commit, Commit):
-            raise NotFoundError("there is no such checkpoint", where=f"{self._store.url}/{folder}")
-        return commit
-
-    def index(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
-        """Return the index of a rank as the target will have it, and its bytes."""
-        index, data = self._original(folder, commit, rank)
-        if self._is_whole(commit):
-            return index, data
-        index = only_items(index, self._items or (), f"{self._store.url}/{folder}")
-        return index, index_format.encode(index)
-
-    def dropped(self, folder: str, commit: Commit, rank: int) -> frozenset[str]:
-        """Return the files of a rank that a partial copy omits."""
-        if self._is_whole(commit):
-            return frozenset()
-        every = {file.name for file in self._original(folder, commit, rank)[0].files}
-        kept = {file.name for file in self.index(folder, commit, rank)[0].files}
-        return frozenset(every - kept)
-
-    def _original(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
-        if self._last is None or self._last[:2] != (folder, rank):
-            data, where = read_bytes(self._store, folder, commit, rank)
-            self._last = folder, rank, index_format.decode(data, where=where), data
-        return self._last[2:]
-
-    def manifest(self, folder: str) -> tuple[Commit, bytes]:
-        """Return the commit as the target will have it, and the bytes of its manifest."""
-        commit = self.commit(folder)
-        if self._is_whole(commit):
-            return commit, decision.read_bytes(self._store, folder)
-        written = WrittenIndexes()
-        for rank in range(commit.index_count):
-            written = written.plus(index_format.written_of(*self.index(folder, commit, rank)))
-        partial = partial_of(commit, self._items or (), written)
-        return partial, manifest.encode(partial)
-
-    def is_at(self, target: Store, folder: str) -> bool:
-        """Return True if the target has exactly this checkpoint. Raise `AlreadyExistsError` if it
-        has a different one of that name."""
-        there = decision.read(target, folder)
-        if not isinstance(there, Commit):
-            return False
-        commit = None if self._items is None else self.commit(folder)
-        omitted_items = () if commit is None else self._omitted_items(commit)
-        if commit is not None and omitted_items != commit.omitted_items:
-            same = is_partial(there, commit, omitted_items)
-        else:
-            same = decision.read_bytes(self._store, folder) == decision.read_bytes(target, folder)
-        if not same:
-            raise AlreadyExistsError(
-                "a different checkpoint has this name",
-                where=f"{target.url}/{folder}",
-                expected=f"a copy of {self._store.url}/{folder}{_without(omitted_items)}",
-                found=f"another manifest{_without(there.omitted_items)}",
-                remedy="copy to another place",
-            )
-        return True
-
-    def _is_whole(self, commit: Commit) -> bool:
-        """Return True if the copy omits nothing that the checkpoint has."""
-        return self._omitted_items(commit) == commit.omitted_items
-
-    def _omitted_items(self, commit: Commit) -> tuple[str, ...]:
-        return (
-            commit.omitted_items if self._items is None else omitted_items_of(commit, self._items)
-        )
 
 
 def _without(items: Sequence[str]) -> str:
@@ -446,40 +412,36 @@ class _FileCopies:
         route: CopyRoute,
         shared: _TargetFiles,
         folder: str,
-        indexes: Sequence[Index],
         there: Mapping[str, int],
+        progress: Progress | None,
     ) -> None:
         self._route = route
         self._shared = shared
         self._folder = folder
-        self._indexes = indexes
         self._there = there
-        self._total_bytes = sum(index.size_bytes for index in indexes)
-        self._done_bytes = 0
-        self._moved = Moved()
+        self._progress = progress
+        self._total_bytes = self._done_bytes = 0
         self._mutex = threading.Lock()
 
-    def all(self) -> Moved:
+    def bring(self, indexes: Sequence[Index]) -> Moved:
         """Copy all files, rank by rank."""
-        for index in self._indexes:
+        moved = Moved()
+        self._total_bytes = sum(index.size_bytes for index in indexes)
+        for index in indexes:
             with closing(BlockReader(self._route.source, self._folder, index)) as opened:
-                self._bring(file_ranges(opened.sound()))
-        return self._moved
-
-    def _bring(self, files: Iterable[FileRanges]) -> None:
-        missing = []
-        for file in files:
-            size = file.file.size_bytes
-            is_there = file.file.name in self._there
-            if is_there and self._is_right(file):
-                self._moved.kept_bytes += size
-            elif not is_there and self._shared.link(file.file, self._folder):
-                self._moved.linked_bytes += size
-                self._tell(size)
-            else:
-                self._moved.copied_bytes += size
-                missing.append(file)
-        self._run([_FileCopy(file, file.reader, self._writer_of(file)) for file in missing])
+                missing = []
+                for file in file_ranges(opened.sound()):
+                    size, is_there = file.file.size_bytes, file.file.name in self._there
+                    if is_there and self._is_right(file):
+                        moved.kept_bytes += size
+                    elif not is_there and self._shared.link(file.file, self._folder):
+                        moved.linked_bytes += size
+                        self._tell(size)
+                    else:
+                        moved.copied_bytes += size
+                        missing.append(_FileCopy(file, file.reader, self._writer_of(file)))
+                self._run(missing)
+        return moved
 
     def _writer_of(self, file: FileRanges) -> Callable[[], FileWriting]:
         name, size = f"{self._folder}/{file.file.name}", file.file.size_bytes
@@ -522,25 +484,23 @@ class _FileCopies:
     def _tell(self, size: int) -> None:
         with self._mutex:
             self._done_bytes += size
-            if self._route.progress is not None:
-                self._route.progress(self._done_bytes, self._total_bytes)
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
 
 
-@dataclass(slots=True, kw_only=True)
-class _FileChunk:
+class _FileChunk(NamedTuple):
     """Bytes [start, stop) of a file, and the block ranges that overlap them."""
 
     start: int
     stop: int
-    ranges: list[StoredRange] = field(default_factory=list)
+    ranges: list[StoredRange]
 
 
 def _chunks_of(file: FileRanges) -> list[_FileChunk]:
     """Return the chunks of a file; the header is a chunk of its own."""
     size, data_at = file.file.size_bytes, file.header_bytes
     starts = [*range(0, data_at, max(data_at, 1)), *range(data_at, size, CHUNK_BYTES)]
-    stops = [*starts[1:], size]
-    chunks = [_FileChunk(start=start, stop=stop) for start, stop in zip(starts, stops, strict=True)]
+    chunks = [_FileChunk(*place, []) for place in zip(starts, [*starts[1:], size], strict=True)]
     first = 0
     for part in sorted(file.ranges.values(), key=lambda part: part.start):
         while chunks[first].stop <= part.start:
@@ -576,7 +536,10 @@ class _FileCopy:
         self._read(start, stop, view)
         for part in chunk.ranges:
             refuse(part.verify(view[part.start - start : part.stop - start], self._reader))
-        writer = self._opened()
+        with self._mutex:
+            if self._writer is None and self._open_writer is not None:
+                self._writer = self._open_writer()
+            writer = self._writer
         if writer is not None:
             padded = align_up(chunk.stop - chunk.start, writer.alignment_bytes)
             at = chunk.start - start
@@ -591,12 +554,6 @@ class _FileCopy:
         """Close the writer. An incomplete file is left as it is."""
         if self._writer is not None:
             self._writer.close()
-
-    def _opened(self) -> FileWriting | None:
-        with self._mutex:
-            if self._writer is None and self._open_writer is not None:
-                self._writer = self._open_writer()
-            return self._writer
 
     def _read(self, start: int, stop: int, view: memoryview) -> None:
         try:  # whole pages, so that a direct read needs no extra copy
@@ -630,3 +587,118 @@ def _buffer(size: int) -> memoryview:
         kept = memoryview(mmap.mmap(-1, align_up(size, ALIGN_BYTES)))
         _of_thread.buffer = kept
     return kept
+
+
+class Records:
+    """The records that make two places the same run: its id, and the records of its terms.
+
+    A checkpoint is copied under its own name, so that name must mean the same in both places. The
+    target may lack records, but it MUST NOT have any that the source lacks or has with different
+    bytes: a job would then have continued there, and the order of commits would no longer determine
+    the newest checkpoint. Records are copied in the order of their numbers, before the first commit
+    that needs them, so the target is a valid run at any time.
+    """
+
+    def __init__(self, source: Store, target: Store, *, may_be_ahead: bool = False) -> None:
+        """Compare `source` with `target`. With `may_be_ahead` the target may have terms that the
+        source lacks; records that it is missing are still copied."""
+        self._source = source
+        self._target = target
+        self._may_be_ahead = may_be_ahead
+        self._same: set[str] = set()
+        """Names of records that are equal in both places. Cached, because records never change."""
+
+    def bring(self, term: int | None) -> None:
+        """Copy the record of the run, and those of all terms (up to `term` if given) with the
+        endings of their job instances. Raise `UsageError` if the target is a different run."""
+        self.check()
+        self.bring_run()
+        known = Terms(self._source)
+        if numbers := [n for n in known.numbers() if term is None or n <= term]:
+            terms.make_folder(self._target)
+        folder = lineage.TERMS_FOLDER
+        there = {f"{folder}/{name}" for name in self._target.file_names(folder)} if numbers else ()
+        for number in numbers:
+            record = known.read(number)
+            wanted = [lineage.term_record_name(number)]
+            if record is not None and record.start:
+                wanted.append(lineage.ending_name(record.start))
+            for name in wanted:
+                if name not in there:
+                    with contextlib.suppress(NotFoundError):  # the job instance did not end well
+                        self._bring(name)
+
+    def check(self) -> None:
+        """Raise `UsageError` if the run ids differ, or if the target has a term that the source
+        lacks or has with another record.
+
+        Of the terms that both have, only the newest is compared: every term belongs to one job
+        instance, so if the places had diverged earlier, this record would differ too.
+        """
+        self._check_run()
+        here, there = (frozenset(Terms(store).numbers()) for store in (self._source, self._target))
+        wrong = [] if self._may_be_ahead else sorted(there - here)
+        wrong += [
+            number
+            for number in sorted(here & there)[-1:]
+            if not self._is_same(lineage.term_record_name(number))
+        ]
+        if wrong:
+            who = Terms(self._target).described(wrong[0])
+            raise self._other(f"another job saved there separately: {who}")
+
+    def bring_run(self) -> None:
+        """Copy the record of the run."""
+        is_same, name = self._check_run(), lineage.RUN_NAME
+        if name in self._same:
+            return
+        has_record = name in self._target.file_names("")
+        try:
+            data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+        except NotFoundError:  # folders without run.json are also a run
+            if has_record and not is_same:
+                raise self._other("the other has a record, this one has none") from None
+            return
+        if not has_record and Scanner(self._target).names() and not is_same:
+            raise self._other("folders of checkpoints without a record")
+        # Even if `has_record`: that record may exist only in shared memory.
+        with contextlib.suppress(AlreadyExistsError):
+            self._target.create(name, data)
+        self._check_run()
+        self._same.add(name)
+
+    def _check_run(self) -> bool:
+        """Return True if the two places have the same run id. Raise `UsageError` if they differ. If
+        one has lost `run.json`, its manifests provide the id."""
+        if lineage.RUN_NAME in self._same:
+            return True
+        expected, found = (run.run_id(store) for store in (self._source, self._target))
+        if expected and found and expected != found:
+            raise self._other(f"run {found} instead of {expected}")
+        return bool(expected) and expected == found
+
+    def _bring(self, name: str) -> None:
+        data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+        try:
+            self._target.create(name, data)
+            self._same.add(name)
+        except AlreadyExistsError:
+            if not self._is_same(name):
+                raise self._other(f"{name} differs") from None
+
+    def _is_same(self, name: str) -> bool:
+        if name not in self._same:
+            places = (self._source, self._target)
+            one, other = (store.read(name, limit_bytes=RECORD_LIMIT_BYTES) for store in places)
+            if one == other:
+                self._same.add(name)
+        return name in self._same
+
+    def _other(self, found: str) -> UsageError:
+        return UsageError(
+            "cannot copy into a different run",
+            where=self._target.url,
+            expected=f"an empty place, or a copy of {self._source.url}",
+            found=found,
+            remedy="copy to another place; two copies that were both saved to cannot be merged",
+        )

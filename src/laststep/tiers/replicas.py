@@ -25,8 +25,8 @@ from laststep.process import signals
 from laststep.process.threads import WorkerPool
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
+from laststep.tiers.copying import Records
 from laststep.tiers.orphans import SnapshotState, recover
-from laststep.tiers.records import Records
 from laststep.tiers.replicating import noted_replicas
 from laststep.tiers.tier import Tier
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.storage.store import Store
-    from laststep.tiers.copying import Copier
+    from laststep.tiers.copying import Copier, Progress
 
 log = logging.getLogger(__name__)
 
@@ -298,12 +298,12 @@ class Replicator:
     def _lead(self, at: AttemptName) -> None:
         """On rank 0: copy one checkpoint, together with the other ranks if there are any, and
         commit it."""
-        copier = self._copier(at)
+        copier = self._copier()
         if not copier.is_there(at.folder):
             if self._ranks == 1 or at == self._left:
-                copier.copy(at.folder)
+                copier.copy(at.folder, self._progress_of(at))
             else:
-                copier.bring(at.folder, [0])
+                copier.bring(at.folder, [0], self._progress_of(at))
                 self._commit_when_whole(copier, at)
         self._report(at, "held")
         _note_replicas(self._primary, self._urls)
@@ -336,7 +336,7 @@ class Replicator:
                 due = list(self._due)
             for at in reversed(due):
                 if self._is_begun(at):
-                    self._copier(at).bring(at.folder, [self._rank])
+                    self._copier().bring(at.folder, [self._rank], self._progress_of(at))
                     return at
                 if decision.read(self._replica(), at.folder) is not None:
                     return at
@@ -378,10 +378,16 @@ class Replicator:
     def _replica(self) -> Store:
         return open_store(self._order.url)
 
-    def _copier(self, at: AttemptName) -> Copier:
+    def _copier(self) -> Copier:
         # Imported late: the start of a job waits for the imports of its flusher.
         from laststep.tiers.copying import Copier, CopyRoute, Pacing
 
+        pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
+        route = CopyRoute(source=self._primary, target=self._replica(), pacing=pacing)
+        return Copier(route, self._order.items)
+
+    def _progress_of(self, at: AttemptName) -> Progress:
+        """Return a function that reports the progress of a copy, once a second."""
         reported_s = 0.0
 
         def report(_done_bytes: int, _size_bytes: int) -> None:
@@ -390,8 +396,4 @@ class Replicator:
                 reported_s = time.monotonic()
                 self._report(at, "copying")
 
-        pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
-        return Copier(
-            CopyRoute(source=self._primary, target=self._replica(), pacing=pacing, progress=report),
-            self._order.items,
-        )
+        return report

@@ -23,7 +23,7 @@ from laststep.tiers.copying import Copier, CopyRoute, Moved, Pacing, Progress
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from laststep.storage.store import Store
 
@@ -90,86 +90,51 @@ class CopyPlan:
         a newer commit, which is then copied too. Raise `NotFoundError` if the deleted one was named
         by the caller.
         """
-        doing = _Doing(self, threads, pacing or Pacing())
+        route = CopyRoute(
+            source=self.source, target=self.target, threads=threads, pacing=pacing or Pacing()
+        )
+        copier, outcomes = Copier(route, self.items), dict[str, CopyOutcome]()
         pending = self.checkpoints
         for _ in decision.looks():
-            if not pending:
-                break
-            outcomes = []
             for item in pending:
                 with watch(item) as progress:
-                    outcomes.append(doing.one(item, progress))
-                ended(item, outcomes[-1])
-            pending = doing.missed() if "deleted" in outcomes else ()
+                    outcomes[item.folder] = self._copy(copier, item, progress)
+                ended(item, outcomes[item.folder])
+            if not any(outcomes[item.folder] == "deleted" for item in pending):
+                break
+            run = Run(self.source, None)
+            listed = _chosen(run, run.checkpoints(), None, None)
+            pending = tuple(item for item in listed if item.folder not in outcomes)
+            _check_items(pending, self.items)
         Run(self.target, None).clean()  # there may never be a writer that does it
-        return doing.report()
+        return _report(outcomes)
 
-
-class _Doing:
-    """The execution of a plan."""
-
-    def __init__(self, plan: CopyPlan, threads: int, pacing: Pacing) -> None:
-        self._source = plan.source
-        self._run = Run(plan.source, None)
-        self._plan = plan
-        self._progress: Progress | None = None
-        self._copier = Copier(
-            CopyRoute(
-                source=plan.source,
-                target=plan.target,
-                threads=threads,
-                pacing=pacing,
-                progress=self._tell,
-            ),
-            plan.items,
-        )
-        self._outcomes: dict[str, CopyOutcome] = {}
-        self._moved = Moved()
-
-    def one(self, item: Listed, progress: Progress | None) -> CopyOutcome:
-        self._progress = progress
-        outcome: CopyOutcome
+    def _copy(self, copier: Copier, item: Listed, progress: Progress | None) -> CopyOutcome:
         try:
             if item.error is not None:
                 raise item.error
-            outcome = self._copier.copy(item.folder)
+            return copier.copy(item.folder, progress)
         except NotFoundError:
-            if self._plan.is_named or decision.deleted(self._source, item.folder) is None:
+            if self.is_named or decision.deleted(self.source, item.folder) is None:
                 raise
-            outcome = "deleted"
+            return "deleted"
         except CorruptError as error:
-            outcome = error
-        if isinstance(outcome, Moved):
-            self._moved += outcome
-        self._outcomes[item.folder] = outcome
-        return outcome
+            return error
 
-    def missed(self) -> tuple[Listed, ...]:
-        """Return the checkpoints that were committed since the last listing."""
-        listed = _chosen(self._run, self._run.checkpoints(), None, None)
-        new = tuple(item for item in listed if item.folder not in self._outcomes)
-        _check_items(new, self._plan.items)
-        return new
 
-    def report(self) -> CopyReport:
-        outcomes = self._outcomes.items()
-        return CopyReport(
-            copied=tuple(folder for folder, outcome in outcomes if isinstance(outcome, Moved)),
-            there=tuple(folder for folder, outcome in outcomes if outcome is None),
-            deleted=tuple(folder for folder, outcome in outcomes if outcome == "deleted"),
-            damaged=tuple(
-                (folder, outcome)
-                for folder, outcome in outcomes
-                if isinstance(outcome, CorruptError)
-            ),
-            copied_bytes=self._moved.copied_bytes,
-            linked_bytes=self._moved.linked_bytes,
-            kept_bytes=self._moved.kept_bytes,
-        )
-
-    def _tell(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(done, total)
+def _report(outcomes: Mapping[str, CopyOutcome]) -> CopyReport:
+    moved = {folder: one for folder, one in outcomes.items() if isinstance(one, Moved)}
+    return CopyReport(
+        copied=tuple(moved),
+        there=tuple(folder for folder, outcome in outcomes.items() if outcome is None),
+        deleted=tuple(folder for folder, outcome in outcomes.items() if outcome == "deleted"),
+        damaged=tuple(
+            (folder, one) for folder, one in outcomes.items() if isinstance(one, CorruptError)
+        ),
+        copied_bytes=sum(one.copied_bytes for one in moved.values()),
+        linked_bytes=sum(one.linked_bytes for one in moved.values()),
+        kept_bytes=sum(one.kept_bytes for one in moved.values()),
+    )
 
 
 def plan_copy(

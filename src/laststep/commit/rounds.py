@@ -1,0 +1,755 @@
+"""The rounds in which the ranks of a job commit their saves, one save after the other.
+
+Rank 0 (`Leader`) announces the attempt of a save under the key `now`. Every rank makes its files
+durable and publishes a receipt; the leader of a group of ranks (`Groups`) collects those of its
+group and publishes one summary, and rank 0 collects the summaries and decides (`plan.receipts`).
+The decision is a file of the run that can be created only once: rank 0's flusher creates it to
+commit, and a rank that loses contact with rank 0 creates it to abort, or finds that the save is
+committed. A checkpoint is therefore complete or absent, even if ranks die or stall meanwhile.
+
+In each save, a rank waits for other ranks for at most one deadline in total; its own work does not
+count. A rank that collects stops waiting earlier than the ranks that wait for it, so that it can
+still tell them which ranks are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog.attempt import abort
+from laststep.codecs.digests import digest
+from laststep.commit.differences import (
+    ReplicaContents,
+    UnequalRanks,
+    Values,
+    describe,
+    gone_apart,
+    incomparable,
+    unequal,
+    values_of,
+)
+from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound, grace_s, margin_s
+from laststep.constants import listed
+from laststep.errors import AbortedError, LaststepError, MismatchError, StorageError
+from laststep.flush.protocol import Begun, Decide
+from laststep.format.manifest import Commit, WrittenIndexes
+from laststep.plan.receipts import (
+    Differing,
+    Groups,
+    ItemTally,
+    Receipt,
+    Summary,
+    items_of,
+    layout_groups_of,
+    objection_to,
+    seen_by,
+    summarise,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.catalog.lineage import AttemptName
+    from laststep.commit.layouts import GlobalLayouts
+    from laststep.events import Bus
+    from laststep.flush.client import Client
+    from laststep.flush.saves import Save
+    from laststep.format.manifest import LayoutGroupRecord
+    from laststep.plan.layouts import GlobalLayout
+    from laststep.ranks.key_value import KeyValueStore
+    from laststep.ranks.rank import Rank
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+_BEGUN, _SUMMARISED, _GATHERED, _COMMITTED, _DECIDED = 0.5, 0.6, 0.8, 0.9, 1.0
+"""The waits of a save, in order, each with the fraction of the margin that is added to the
+deadline: until rank 0 has begun (it may itself have waited for local layouts of others), for the
+receipts of a group, for the summaries of all groups, for the commit by rank 0's flusher, and for
+the decision that rank 0 publishes."""
+_SHOWN = 4
+_PAST = 16
+_STUCK = "it may be stopped or its disk may hang; the next save tries again"
+_SEE_FIRST = "it may be stopped, slow or dead: check its log"
+
+
+class GivenUp(Exception):
+    """The save is aborted. The message is meant for all ranks: it names the rank at fault and the
+    remedy."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a save; an empty reason means committed. If `asks` is set, the save is not
+    decided yet: rank 0 asks ranks for the values or tensors in which they differ."""
+
+    reason: str = ""
+    asks: Differing | UnequalRanks | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One save on this rank, until all ranks have its decision."""
+
+    step: int
+    save: Save | None
+    global_layout: GlobalLayout | None
+    trees: dict[str, bytes] = field(default_factory=dict)
+    """The encoded plain values of each item; filled in when they are serialised."""
+    receipt: Receipt = field(default_factory=Receipt)
+    """This rank's receipt without the fields known only at the end; filled in together with
+    `trees`."""
+    contained: ReplicaContents | None = None
+    """This rank's replicas, if this save compares them."""
+    problem: str = ""
+    """The reason why this rank takes no part; empty if it does."""
+    number: int = 0
+    """Rank 0's number of this save; known together with the next two fields."""
+    place: AttemptName | None = None
+    groups: Groups | None = None
+    began_s: float = 0.0
+    """The time at which this rank started to take part (monotonic)."""
+    own_s: float = 0.0
+    """Seconds of this rank's own work since then, which do not count as waiting for others."""
+
+    def seal(self, trees: dict[str, bytes], rank: int) -> bytes:
+        """Record the plain values of each item and return the encoded receipt, complete except for
+        the written files and the replicas."""
+        assert self.save is not None  # noqa: S101 (a rank without a save seals nothing)
+        assert self.global_layout is not None  # noqa: S101 (as above)
+        items = self.save.plan.items
+        self.trees.update(trees)
+        self.receipt = Receipt(
+            global_layout=self.global_layout.digest,
+            layout_group=self.global_layout.layout_group_of[rank],
+            items={
+                item.name: ItemTally(
+                    kind=item.kind,
+                    per_rank=item.per_rank,
+                    tensors=len(item.pieces),
+                    size_bytes=item.size_bytes,
+                )
+                for item in items
+            },
+            trees={item.name: digest(trees[item.name]) for item in items if not item.per_rank},
+        )
+        return msgspec.msgpack.encode(self.receipt)
+
+    def key(self, name: str) -> str:
+        """Return the key `name` of this save in the key-value store."""
+        return f"s/{self.number}/{name}"
+
+    def answer_key(self, asked: Differing | UnequalRanks, rank: int) -> str:
+        """Return the key of a rank's answer to a question of rank 0."""
+        return self.key(f"{'v' if isinstance(asked, Differing) else asked.number}/{rank}")
+
+    def answer_to(self, asked: Differing | UnequalRanks) -> bytes:
+        """Return this rank's values or tensor digests that rank 0 asks for."""
+        if isinstance(asked, Differing):
+            return msgspec.msgpack.encode(values_of(self.trees[asked.item]))
+        return b"" if self.contained is None else self.contained.single(asked.number)
+
+
+class Participant:
+    """This rank's part in the job's saves, one after the other; for one thread at a time."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        kv: KeyValueStore,
+        client: Client,
+        global_layouts: GlobalLayouts,
+        store: Store,
+        *,
+        deadline_s: float,
+    ) -> None:
+        self.rank = rank
+        self.kv = kv
+        self.global_layouts = global_layouts
+        self.deadline_s = deadline_s
+        self._client = client
+        self._store = store
+        self.known = 0
+        """The number of the last save of rank 0 that this rank led, joined or refused."""
+
+    def go_through(self, round_: Round) -> None:
+        """Take part in a save; it is over when this returns, committed or not."""
+        self.settle(round_, self._outcome(round_))
+        # Free this memory now: the next save may be far away.
+        round_.trees.clear()
+        round_.contained = None
+
+    def rest_s(self) -> float | None:
+        """Return how long to wait for a save before calling `look_up`; None means without limit."""
+        return None
+
+    def look_up(self) -> None:
+        """Refuse a save of rank 0 that this rank has not reached in time."""
+
+    def settle(self, round_: Round, error: LaststepError | None) -> LaststepError | None:
+        """Make sure that this rank's save is over, and return its error, or None if it is
+        committed.
+
+        Usually the flusher has already reported the outcome. If it has died or hangs, this rank
+        aborts the save in the run itself, or finds there that it is decided. `error` is the failure
+        to report otherwise; None if another rank has reported the commit.
+        """
+        save = round_.save
+        if save is None or save.over:
+            return None if save is None else save.error
+        failure = error or save.lost
+        if failure is not None and round_.place is not None:
+            failure = self._abort(round_.place, failure)
+        if failure is None and round_.place is not None:
+            save.decided(round_.place)
+        else:
+            save.failed(failure or StorageError("a commit failed", found="no answer"))
+        return save.error
+
+    def _abort(self, place: AttemptName, failure: LaststepError) -> LaststepError | None:
+        """Abort the save in the run too, so that a flusher that resumes later cannot commit it.
+        Return the reason; None if the save turns out to be committed."""
+        try:
+            stands = abort(self._store, place.folder, str(failure))
+        except LaststepError as second:
+            return StorageError(
+                f"unknown whether step {place.step} is committed",
+                found=f"{failure}; then {second}",
+                remedy="`laststep ls` shows it if it is",
+            )
+        if isinstance(stands, Commit):
+            return None
+        if stands.reason == str(failure) or not isinstance(failure, AbortedError):
+            return failure
+        return AbortedError(stands.reason)  # the reason of the rank that aborted first
+
+    def _outcome(self, round_: Round) -> LaststepError | None:
+        """Take part in a save; return the error if it is aborted."""
+        round_.began_s = self.kv.now_s()
+        error: LaststepError
+        try:
+            self._publish_progress(round_)
+            self._take_part(round_)
+        except GivenUp as over:
+            error, reason = AbortedError(str(over)), str(over)
+        except LaststepError as raised:
+            error, reason = raised, self._trouble(raised.without_remedy())
+        except Exception as raised:
+            log.exception("the commit of step %d failed", round_.step)
+            error = StorageError("a commit failed", found=repr(raised))
+            reason = self._trouble(str(error))
+        else:
+            return None
+        with contextlib.suppress(LaststepError):
+            self._warn(round_, reason)
+        save = round_.save
+        if save is not None and save.may_be_committed:
+            # The flusher finds out whether the save is committed after all.
+            self._client.send(Decide(save=save.number, reason=reason))
+            self._await_flusher(save)
+        elif save is not None:
+            save.failed(error)
+        return error
+
+    def _publish_progress(self, round_: Round) -> None:
+        """Publish the step that this rank is at, for ranks that may miss it. The reason for not
+        taking part is left out: it may itself be about missing ranks, which would nest these
+        messages."""
+        seen = f"step {round_.step}{', which it did not take part in' if round_.problem else ''}"
+        try:
+            self.kv.put(f"last/{self.rank.number}", seen.encode())
+        except LaststepError as error:
+            log.warning("step %d: other ranks may not hear from this rank: %s", round_.step, error)
+
+    # Differs between rank 0 and the others
+
+    def _take_part(self, round_: Round) -> None:
+        """Go through a save; raise `GivenUp` if it is aborted."""
+        raise NotImplementedError
+
+    def _warn(self, round_: Round, reason: str) -> None:
+        """Notify the other ranks that this rank aborts a save."""
+        raise NotImplementedError
+
+    def _listen(self, round_: Round) -> None:
+        """Raise `GivenUp` if another rank has failed or has decided the save."""
+        raise NotImplementedError
+
+    # Shared by both
+
+    def _until_s(self, round_: Round, margin: float) -> float:
+        """Return the time (monotonic) at which this rank stops waiting for others in this save;
+        `margin` is the fraction of the margin to add to the deadline."""
+        return round_.began_s + round_.own_s + self.deadline_s + margin * margin_s(self.deadline_s)
+
+    def _trouble(self, problem: str) -> str:
+        """Return a problem for other ranks to read, prefixed with this rank unless it already names
+        one."""
+        if problem.startswith("rank "):
+            return problem
+        return f"rank {self.rank.number}: {problem}; see its log"
+
+    def _absent(self, round_: Round, who: Sequence[str]) -> GivenUp:
+        """Return the error for ranks that did not save in time."""
+        late = f"did not save step {round_.step} within {self.deadline_s:g} s"
+        return GivenUp(f"{listed(who)} {late}; {ABSENT}")
+
+    def _join_layouts(self) -> None:
+        """Agree on a new global layout if another rank has called for it. If the ranks cannot
+        agree, raise `GivenUp` with the differences rather than an error of this rank."""
+        try:
+            self.global_layouts.join()
+        except MismatchError as error:
+            differences = "; ".join(error.problems.lines()[:_SHOWN])
+            raise GivenUp(f"{error.what}: {differences}; {error.remedy}") from error
+
+    def _own_receipt(self, round_: Round) -> Receipt:
+        """Wait until this rank's files are durable or have failed, and return its receipt."""
+        if round_.save is None or round_.global_layout is None:
+            return Receipt(problem=round_.problem)
+        began_s, durable = self.kv.now_s(), round_.save.handle.durable
+
+        def look() -> bool | None:
+            if durable.over():
+                return True
+            self._join_layouts()
+            self._listen(round_)
+            return None
+
+        self.kv.until(look, rest=durable.over_within)
+        round_.own_s += self.kv.now_s() - began_s
+        error = round_.save.error or round_.save.lost
+        if error is not None:
+            return Receipt(problem=error.without_remedy())
+        return msgspec.structs.replace(
+            round_.receipt,
+            written=round_.save.written,
+            replicas={} if round_.contained is None else round_.contained.sums(),
+        )
+
+    def _gather(self, round_: Round, names: Sequence[str], until_s: float) -> dict[str, bytes]:
+        """Wait for keys of this save that other ranks publish. Raise at the first problem, or
+        `GivenUp` that names the missing ranks when the time is up."""
+
+        def meanwhile() -> None:
+            self._join_layouts()
+            self._listen(round_)
+            if round_.save is not None and (error := round_.save.error or round_.save.lost):
+                raise error
+
+        keys = {round_.key(name): name for name in names}
+        notes = self.kv.wait_all(keys, until_s, meanwhile=meanwhile)
+        late = [name for key, name in keys.items() if key not in notes]
+        if late:
+            self._listen(round_)
+            raise self._absent(round_, self._missing(round_, late))
+        return {keys[key]: note for key, note in notes.items()}
+
+    def _missing(self, round_: Round, late: Sequence[str]) -> list[str]:
+        """Describe the ranks that have not reported. If the summary of a group is missing, these
+        are the ranks that its leader waits for, or the leader itself."""
+        last_of, missing = self.global_layouts.last_of, []
+        for name in late:
+            kind, _, number = name.partition("/")
+            if kind == "r" or round_.groups is None:
+                missing.append(last_of(int(number)))
+                continue
+            group = round_.groups.group_of(int(number))
+            there = self.kv.look_all(round_.key(f"r/{rank}") for rank in group)
+            silent = [rank for rank in group if round_.key(f"r/{rank}") not in there]
+            missing += map(last_of, silent)
+            if not silent:
+                whose = f"which speaks for ranks {group[0]} to {group[-1]}"
+                missing.append(f"{last_of(group[0])}, {whose},")
+        return missing
+
+    def _await_flusher(self, save: Save, until_s: float | None = None) -> None:
+        """Wait until the flusher reports the outcome of a decided save or has died, for at most the
+        deadline or until `until_s` (monotonic)."""
+
+        def look() -> bool | None:
+            return True if save.over or save.lost is not None else None
+
+        if until_s is None:
+            until_s = self.kv.now_s() + self.deadline_s
+        self.kv.until(look, until_s, rest=save.rest)
+
+
+class Leader(Participant):
+    """Rank 0 in the commit of saves: it numbers them, collects the receipts and decides."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        kv: KeyValueStore,
+        client: Client,
+        global_layouts: GlobalLayouts,
+        store: Store,
+        *,
+        deadline_s: float,
+        groups: Groups,
+        bus: Bus,
+    ) -> None:
+        super().__init__(rank, kv, client, global_layouts, store, deadline_s=deadline_s)
+        self._bus = bus
+        self._groups = groups
+        self._number = time.time_ns() // 1_000_000
+        """The number of the last save that this rank led. It starts at the current time in ms, so
+        that it is higher than the numbers left by a dead job instance: a launcher may restart ranks
+        with the same key-value store."""
+        self._posted = 0
+        """The number of the last save that was published to the other ranks."""
+        self._past: deque[EndedRound] = deque(maxlen=_PAST)
+        self._told_incomparable = False
+        self._before: list[str] = []
+        """Keys of the previous save, removed when the next one is decided."""
+        self._layout_groups: tuple[GlobalLayout | None, tuple[LayoutGroupRecord, ...]] = (None, ())
+
+    def _take_part(self, round_: Round) -> None:
+        """Lead a save until it is committed or aborted, and publish the outcome."""
+        round_.groups = self._groups
+        round_.place = self._begun(round_)
+        round_.number = self._next_number()
+        save, global_layout = round_.save, round_.global_layout
+        if round_.place is None or save is None or global_layout is None:
+            reason = self._trouble(self._own_receipt(round_).problem)
+            self._post(round_, problem=reason)
+            self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
+            return
+        self._post(round_)
+        mine = self._own_receipt(round_)
+        if mine.problem:
+            self._tell(round_, self._trouble(mine.problem))
+            return
+        summaries = self._summaries(round_, mine, global_layout)
+        objection = objection_to(summaries, global_layout)
+        if isinstance(objection, Differing):
+            objection = self._difference(round_, objection)
+        if objection:
+            self._client.send(Decide(save=save.number, reason=objection))
+        else:
+            self._tell_of_replicas(round_, global_layout, summaries)
+            self._commit(save, global_layout, summaries)
+        self._await_flusher(save, self._until_s(round_, _COMMITTED))
+        late = f"did not commit step {round_.step} within {self.deadline_s:g} s"
+        failure = AbortedError(f"the flusher of rank 0 {late}", remedy=_STUCK)
+        if objection:
+            failure = AbortedError(objection)
+        error = self.settle(round_, save.lost or failure)
+        if error is not None and not objection:
+            objection = self._trouble(error.without_remedy())
+        with contextlib.suppress(LaststepError):  # the others find the outcome in the run
+            self._tell(round_, objection)
+
+    def _next_number(self) -> int:
+        self._number += 1
+        self.known = self._number
+        return self._number
+
+    def _warn(self, round_: Round, reason: str) -> None:
+        self._tell(round_, reason)
+
+    def _listen(self, round_: Round) -> None:
+        note = self.kv.look(round_.key("failed"))
+        if note is not None:
+            raise GivenUp(note.decode())
+
+    def _begun(self, round_: Round) -> AttemptName | None:
+        """Wait until this rank's flusher has begun the attempt and return its name; None if the
+        save has failed or this rank takes no part. Raise `AbortedError` at the deadline."""
+        save = round_.save
+        if save is None:
+            return None
+
+        def look() -> bool | None:
+            return True if save.at is not None or save.over else None
+
+        until_s = round_.began_s + self.deadline_s + margin_s(self.deadline_s)
+        if self.kv.until(look, until_s, rest=save.rest) is None:
+            late = f"the flusher did not start within {self.deadline_s:g} s"
+            raise AbortedError(late, remedy=_STUCK)
+        round_.own_s = self.kv.now_s() - round_.began_s
+        return save.at
+
+    def _post(self, round_: Round, *, problem: str = "") -> None:
+        now = CurrentRound(
+            number=round_.number,
+            step=round_.step,
+            place=None if problem else round_.place,
+            problem=problem,
+            past=tuple(self._past),
+            group_size=self._groups.size,
+        )
+        self.kv.put("now", msgspec.msgpack.encode(now))
+        self._posted = round_.number
+
+    def _summaries(
+        self, round_: Round, mine: Receipt, global_layout: GlobalLayout
+    ) -> list[Summary]:
+        """Wait for the receipts of this rank's group and the summaries of all other groups."""
+        own, leaders = self._groups.group_of(0)[1:], self._groups.leaders[1:]
+        names = [*(f"r/{rank}" for rank in own), *(f"g/{leader}" for leader in leaders)]
+        notes = self._gather(round_, names, self._until_s(round_, _GATHERED if leaders else 0.0))
+        decode = msgspec.msgpack.Decoder(Receipt).decode
+        receipts = {0: mine} | {rank: decode(notes[f"r/{rank}"]) for rank in own}
+        decode_summary = msgspec.msgpack.Decoder(Summary).decode
+        summaries = [decode_summary(notes[f"g/{leader}"]) for leader in leaders]
+        return [summarise(receipts, global_layout), *summaries]
+
+    def _commit(self, save: Save, global_layout: GlobalLayout, summaries: list[Summary]) -> None:
+        """Ask the flusher to commit the save."""
+        if self._layout_groups[0] is not global_layout:
+            self._layout_groups = (global_layout, layout_groups_of(global_layout))
+        written = WrittenIndexes()
+        for summary in summaries:
+            written = written.plus(summary.written)
+        self._client.send(
+            Decide(
+                save=save.number,
+                items=items_of(summaries, global_layout),
+                written=written,
+                layout_groups=self._layout_groups[1],
+                ranks=self.rank.ranks,
+            )
+        )
+
+    def _difference(self, round_: Round, differing: Differing) -> str:
+        """Return the reason not to commit a state in which two ranks differ. The two ranks publish
+        their values only on request."""
+        decode = msgspec.msgpack.Decoder(Values).decode
+        shown = self._ask(round_, differing)
+        return describe(differing, {rank: decode(note) for rank, note in shown.items()})
+
+    def _tell_of_replicas(
+        self, round_: Round, global_layout: GlobalLayout, summaries: list[Summary]
+    ) -> None:
+        """Emit an event for each replica set that differs; the checkpoint stores one rank's
+        contents."""
+        seen = seen_by(summary.replicas for summary in summaries)
+        for differs in unequal(seen, global_layout):
+            shown = self._ask(round_, differs)
+            self._bus.emit(gone_apart(round_.step, differs, shown, global_layout))
+        if (ranks := incomparable(seen)) is not None and not self._told_incomparable:
+            self._told_incomparable = True
+            log.warning(
+                "replicas of ranks %d and %d are not compared: some are on a device here "
+                "and on the host there",
+                *ranks,
+            )
+
+    def _ask(self, round_: Round, asked: Differing | UnequalRanks) -> dict[int, bytes]:
+        """Ask the differing ranks for their values or digests; return, by rank, the answers that
+        arrive in time."""
+        self.kv.put(round_.key("decision"), msgspec.msgpack.encode(Decision(asks=asked)))
+        names = {round_.answer_key(asked, rank): rank for rank in asked.ranks if rank != 0}
+        # These ranks have just reported, so a short wait is enough: one that does not answer died.
+        soon_s = self.kv.now_s() + margin_s(self.deadline_s)
+        notes = self.kv.wait_all(names, min(soon_s, self._until_s(round_, _COMMITTED)))
+        shown = {names[name]: note for name, note in notes.items()}
+        self.kv.remove(names)
+        return shown | ({0: round_.answer_to(asked)} if 0 in asked.ranks else {})
+
+    def _tell(self, round_: Round, reason: str) -> None:
+        """Publish the outcome of a save."""
+        if not round_.number or self._posted != round_.number:
+            # This save was never published: publish it now, together with its outcome.
+            round_.number = round_.number or self._next_number()
+            self._post(round_, problem=reason)
+        self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
+        self.kv.put(round_.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
+        self.kv.remove(self._before)
+        names = ["decision", "failed"]
+        names += [f"r/{rank}" for rank in self._groups.group_of(0)[1:]]
+        names += [f"g/{leader}" for leader in self._groups.leaders[1:]]
+        self._before = [round_.key(name) for name in names]
+
+
+class Member(Participant):
+    """A rank other than 0 in the commit of saves: it joins, writes, reports and waits for the
+    decision.
+
+    It finds the save of its own step under `now`; if several saves have that step, it takes the
+    first that it has not joined. If ranks save different steps, the save of the lower step fails at
+    once: a rank that skipped a save is back in sync at the higher step. A step that no other rank
+    saves is an error and fails after a grace period of seconds, whichever rank made it.
+    """
+
+    _passed_by: CurrentRound | None = None
+    """The save of a higher step that rank 0 led when this rank last saved another step."""
+    _passed_with, _passed_s = 0, 0.0
+    """The step of this rank's save at that moment, and its time (monotonic)."""
+    _alone_s = math.inf
+    """Deadline (monotonic) after which this rank abandons a step that rank 0 does not save."""
+    _answered = ""
+    """The key of this rank's last answer to a question of rank 0."""
+    _left: tuple[str, ...] = ()
+    """Keys of receipts of this rank's group, removed once a summary is published."""
+
+    def _take_part(self, round_: Round) -> None:
+        save, me = round_.save, self.rank.number
+        place, groups = self._join(round_)
+        if save is not None:
+            self._listen(round_)  # this rank may be late: the save may be decided
+            save.begin()  # the flusher must know the save before it gets its attempt
+            self._client.send(Begun(save=save.number, at=place))
+        mine = self._own_receipt(round_)
+        if mine.problem or save is None or round_.global_layout is None:
+            self.kv.put(round_.key("failed"), self._trouble(mine.problem).encode())
+            return
+        self.kv.put(round_.key(f"r/{me}"), msgspec.msgpack.encode(mine))
+        if groups.leader_of(me) == me:
+            summary = self._summary(round_, groups, mine, round_.global_layout)
+            self.kv.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
+            left, self._left = self._left, ()
+            self.kv.remove(left)
+        decision = self._decision(round_)
+        if decision.reason:
+            raise GivenUp(decision.reason)
+        self._client.send(Decide(save=save.number))
+        self._await_flusher(save)
+
+    def _warn(self, round_: Round, reason: str) -> None:
+        if round_.number:
+            mine = f"rank {self.rank.number}"
+            reason = reason if reason.startswith(mine) else f"{mine} gave it up: {reason}"
+            self.kv.put(round_.key("failed"), reason.encode())
+
+    def _join(self, round_: Round) -> tuple[AttemptName, Groups]:
+        """Wait for rank 0's save of this step and return its attempt; raise `GivenUp` if there will
+        be none."""
+
+        def look() -> CurrentRound | None:
+            now = self._now()
+            if now is not None and now.number > self.known:
+                self._check_missed(round_, now)
+                if now.step == round_.step:
+                    return now
+                self._part_ways(round_, now)
+            elif now is not None and self.kv.now_s() >= self._alone_s:
+                raise GivenUp(_apart(now, round_))
+            if round_.problem:
+                why = self._trouble(round_.problem)
+                self.global_layouts.refuse(round_.step, self.known, why)
+            self._join_layouts()
+            return None
+
+        self._alone_s = math.inf
+        now = self.kv.until(look, self._until_s(round_, _BEGUN))
+        if now is None:
+            raise self._absent(round_, [self.global_layouts.last_of(0)])
+        self.known = round_.number = now.number
+        self._passed_by = None
+        round_.groups, round_.place = Groups(self.rank.ranks, now.group_size), now.place
+        if now.place is None:
+            raise GivenUp(now.problem)
+        return now.place, round_.groups
+
+    def _part_ways(self, round_: Round, now: CurrentRound) -> None:
+        """Handle a save of another step by rank 0; raise `GivenUp` if this rank's save has to
+        fail."""
+        if now.step > round_.step:
+            if self._passed_by is None or self._passed_by.number != now.number:
+                # Rank 0 may have skipped this step; this rank's next save may then match.
+                self._passed_by, self._passed_with = now, round_.step
+                self._passed_s = self.kv.now_s()
+                raise GivenUp(_apart(now, round_))
+            self._refuse(now, round_.step)
+        elif self._alone_s < math.inf:  # rank 0 has moved on to yet another step
+            raise GivenUp(_apart(now, round_))
+        elif now.place is None or self.kv.look(f"s/{now.number}/decision"):
+            self.known = now.number  # it is over; rank 0 may reach this step next
+        else:
+            self._alone_s = self.kv.now_s() + grace_s(self.deadline_s)
+            self._refuse(now, round_.step)
+
+    def rest_s(self) -> float | None:
+        if self._passed_by is None or self._passed_by.number <= self.known:
+            return None
+        return max(self._passed_s + grace_s(self.deadline_s) - self.kv.now_s(), 0)
+
+    def look_up(self) -> None:
+        if self._passed_by is not None:
+            self._refuse(self._passed_by, self._passed_with)
+
+    def _refuse(self, now: CurrentRound, step: int) -> None:
+        """Notify rank 0, once, that this rank will not take part in its save."""
+        self.known, self._passed_by = now.number, None
+        reason = f"rank {self.rank.number} saves step {step} and not {now.step}"
+        log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, reason, SAME_STEPS)
+        self.kv.put(f"s/{now.number}/failed", f"{reason}; {SAME_STEPS}".encode())
+
+    def _now(self) -> CurrentRound | None:
+        note = self.kv.look("now")
+        return None if note is None else msgspec.msgpack.decode(note, type=CurrentRound)
+
+    def _check_missed(self, round_: Round, now: CurrentRound) -> None:
+        """Raise `GivenUp` with the reason if rank 0 has finished this save without this rank."""
+        # A save that this rank has refused or given way to does not count as missed.
+        known = max(self.known, 0 if self._passed_by is None else self._passed_by.number)
+        for past in now.past:
+            if past.step == round_.step and past.number > known:
+                self.known = past.number
+                late = f"rank {self.rank.number} did not take part and was late"
+                raise GivenUp(past.reason or f"{late}; {SAME_STEPS}")
+
+    def _summary(
+        self, round_: Round, groups: Groups, mine: Receipt, global_layout: GlobalLayout
+    ) -> Summary:
+        """Collect the receipts of this rank's group and sum them up."""
+        me = self.rank.number
+        others = groups.group_of(me)[1:]
+        self._left += tuple(round_.key(f"r/{rank}") for rank in groups.group_of(me))
+        names = [f"r/{rank}" for rank in others]
+        notes = self._gather(round_, names, self._until_s(round_, _SUMMARISED))
+        decode = msgspec.msgpack.Decoder(Receipt).decode
+        receipts = {me: mine} | {rank: decode(notes[f"r/{rank}"]) for rank in others}
+        return summarise(receipts, global_layout)
+
+    def _decision(self, round_: Round) -> Decision:
+        def look() -> Decision | None:
+            decision = self._heard(round_)
+            if decision is None:
+                self._join_layouts()
+            return decision
+
+        decision = self.kv.until(look, self._until_s(round_, _DECIDED))
+        if decision is None:
+            why = f"rank 0 did not commit step {round_.step} within {self.deadline_s:g} s"
+            raise GivenUp(f"rank {self.rank.number} gave it up: {why}; {_SEE_FIRST}")
+        return decision
+
+    def _listen(self, round_: Round) -> None:
+        decision = self._heard(round_)
+        if decision is not None:
+            raise GivenUp(decision.reason)
+
+    def _heard(self, round_: Round) -> Decision | None:
+        """Return the outcome of a save that this rank has joined, or None if it is not published.
+        Answer a pending question of rank 0, once, if this rank is among those asked."""
+        if (note := self.kv.look(round_.key("decision"))) is not None:
+            decision = msgspec.msgpack.decode(note, type=Decision)
+            if (asked := decision.asks) is None:
+                return decision
+            name = round_.answer_key(asked, self.rank.number)
+            if self.rank.number in asked.ranks and self._answered != name:
+                self._answered = name
+                self.kv.put(name, round_.answer_to(asked))
+        now = self._now()
+        if now is None or now.number <= round_.number:
+            return None
+        # This rank stalled so long that the keys have been removed.
+        for past in now.past:
+            if past.number == round_.number:
+                return Decision(reason=past.reason)
+        return Decision(reason=f"rank {self.rank.number} was not told its outcome in time")
+
+
+def _apart(now: CurrentRound, round_: Round) -> str:
+    return f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}"
