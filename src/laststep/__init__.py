@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from laststep.state.tensors import LocalShard, register_tensor_type
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
-    from laststep.tiers.orphans import RecoverReport, recover
+    from laststep.tiers.recovery import RecoverReport, recover
     from laststep.tiers.runs import CopyReport, copy
     from laststep.tiers.tier import Tier
 
@@ -89,7 +89,7 @@ _WHERE = {
     "laststep.state.items": ("Deferred", "trainable"),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
-    "laststep.tiers.orphans": ("RecoverReport", "recover"),
+    "laststep.tiers.recovery": ("RecoverReport", "recover"),
     "laststep.tiers.runs": ("CopyReport", "copy"),
     "laststep.tiers.tier": ("Tier",),
 }

@@ -32,7 +32,7 @@ from laststep.errors import (
 from laststep.memory.slots import ReadBuffers
 from laststep.plan.files import index_name
 from laststep.process import signals, system
-from laststep.ranks.group import Alone
+from laststep.ranks.group import Ranks
 from laststep.ranks.rank import Rank, this_rank
 from laststep.restoring.exchange import Transfer, load_all
 from laststep.restoring.plan import VALUE, compare_aliases, plan_restore
@@ -308,7 +308,7 @@ def _load(
     strict: bool,
 ) -> object:
     me = this_rank()
-    alone = Alone(me)
+    alone = Ranks(me)
     own = me.number if me.number < checkpoint.ranks else 0
     checkpoint = checkpoint.of_rank(own if rank is None else rank)
     with contextlib.closing(checkpoint), ReadBuffers(_READERS) as room:
@@ -330,7 +330,7 @@ def _load(
             where=where,
             remedy=pass_objects(content, providers) + _remedy(checkpoint, rank),
             # Per-rank items of an explicitly chosen rank fit any number of ranks.
-            ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
+            ranks=alone if rank is None else Ranks(Rank(rank, checkpoint.ranks)),
         )
         if rank is None:
             taken = [match for match in found.matches if match.item.name not in found.derived]

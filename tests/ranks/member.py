@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from laststep.commit import thread as teaming
-from laststep.ranks import missing_ranks
+from laststep.ranks import key_value
 
 _GROUP_S = 120.0
-missing_ranks.PATIENCE_S = _GROUP_S  # what is warned of is not how slow the machine is
+key_value.PATIENCE_S = _GROUP_S  # what is warned of is not how slow the machine is
 
 
 def do(task: str, rank: int, ranks: int, port: int, arguments: dict[str, Any]) -> object:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from laststep.ranks import missing_ranks
+from laststep.ranks import key_value
 from laststep.ranks.rank import Rank
 from waiting import PATIENCE_S
 
@@ -35,13 +35,13 @@ class Told(logging.Handler):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     """All ranks are this process, meet in one store, and have patience unless a test says so."""
-    monkeypatch.setattr(missing_ranks, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(key_value, "PATIENCE_S", 600.0)
     store = dist.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     handler = Told()
-    missing_ranks.log.addHandler(handler)
+    key_value.log.addHandler(handler)
     yield handler
-    missing_ranks.log.removeHandler(handler)
+    key_value.log.removeHandler(handler)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_the_last_who_comes_says_who_has_not_come(
     with contextlib.ExitStack() as stack:
         for number in come:
             if number == come[-1]:
-                monkeypatch.setattr(missing_ranks, "PATIENCE_S", 0.0)
-            stack.enter_context(missing_ranks.awaited(Rank(number, 3), "restore()", "call", 150))
+                monkeypatch.setattr(key_value, "PATIENCE_S", 0.0)
+            stack.enter_context(key_value.awaited(Rank(number, 3), "restore()", "call", 150))
         assert told.came.wait(PATIENCE_S)
     [said] = told.lines
     assert said.startswith("restore()")
@@ -66,16 +66,16 @@ def test_the_last_who_comes_says_who_has_not_come(
 def test_a_rank_that_waits_for_others_than_the_first_says_nothing(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with missing_ranks.awaited(Rank(0, 3), "restore()", "call", 150):
+    with key_value.awaited(Rank(0, 3), "restore()", "call", 150):
         before = set(threading.enumerate())
-        monkeypatch.setattr(missing_ranks, "PATIENCE_S", 0.0)
-        with missing_ranks.awaited(Rank(2, 3), "restore()", "call", 150):
+        monkeypatch.setattr(key_value, "PATIENCE_S", 0.0)
+        with key_value.awaited(Rank(2, 3), "restore()", "call", 150):
             for looks in set(threading.enumerate()) - before:
                 looks.join(PATIENCE_S)
     assert told.lines == []
 
 
 def test_nobody_is_named_when_the_wait_is_over_in_time(told: Told) -> None:
-    with missing_ranks.awaited(Rank(0, 3), "restore()", "call", 150):
+    with key_value.awaited(Rank(0, 3), "restore()", "call", 150):
         pass
     assert told.lines == []

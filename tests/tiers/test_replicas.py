@@ -17,7 +17,7 @@ import laststep
 from expect import raises, warned
 from laststep.errors import StorageError
 from laststep.settings import as_keywords
-from laststep.tiers import replicas
+from laststep.tiers import nearest
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def test_a_home_without_checkpoints_is_no_new_run_while_a_tier_cannot_be_asked(
         raise StorageError("the key is wrong")
 
     with monkeypatch.context() as patch:
-        patch.setattr(replicas, "open_store", fail)
+        patch.setattr(nearest, "open_store", fail)
         for _ in range(2):  # whoever starts it again is told so again
             told = raises(StorageError, job.far, where=job.primary)
             with job.open() as ckpt, told:
@@ -242,8 +242,8 @@ def test_a_tier_that_does_not_answer_holds_up_no_start_for_long(
         answers.wait()
         raise StorageError("too late")
 
-    monkeypatch.setattr(replicas, "BRIEF_S", 0.1)
-    monkeypatch.setattr(replicas, "open_store", stuck)
+    monkeypatch.setattr(nearest, "BRIEF_S", 0.1)
+    monkeypatch.setattr(nearest, "open_store", stuck)
     assert job.back() == 1
     answers.set()
     assert warned(caplog, job.far)

@@ -436,7 +436,7 @@ def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_its_restore(
     def fail(_: str) -> DirectoryStore:
         raise StorageError("the network is down")
 
-    monkeypatch.setattr("laststep.tiers.replicas.open_store", fail)
+    monkeypatch.setattr("laststep.tiers.nearest.open_store", fail)
     with places.open() as ckpt:
         assert ckpt.restore().step == 1
     assert warned(caplog, places.far, "the network is down")

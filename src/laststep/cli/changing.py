@@ -33,8 +33,8 @@ from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.shared_memory import BASE
 from laststep.tiers.copying import Moved, Pacing
-from laststep.tiers.orphans import SnapshotState
-from laststep.tiers.orphans import recover as recover_all
+from laststep.tiers.recovery import SnapshotState
+from laststep.tiers.recovery import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.catalog.retention import PrunePlan, Verdict
     from laststep.catalog.run import Run
-    from laststep.tiers.orphans import OrphanedSegment, OrphanedSnapshot, RecoverReport
+    from laststep.tiers.recovery import OrphanedSegment, OrphanedSnapshot, RecoverReport
     from laststep.tiers.runs import CopyOutcome, CopyPlan, CopyReport
 
 

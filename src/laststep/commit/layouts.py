@@ -19,7 +19,6 @@ save that needed it fails, and the next call recovers.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -41,7 +40,7 @@ from laststep.plan.layouts import (
     encode_local_layout,
 )
 from laststep.process import signals
-from laststep.ranks import missing_ranks
+from laststep.ranks import key_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -94,20 +93,6 @@ def margin_s(deadline_s: float) -> float:
 def grace_s(deadline_s: float) -> float:
     """Return how long a rank that saves a different step may take to catch up by itself."""
     return min(_GRACE_S, deadline_s / 4)
-
-
-def on_some_ranks(global_layout: GlobalLayout) -> dict[str, tuple[int, ...]]:
-    """Return the items that only some ranks have, with those ranks. Pipeline stages do not count:
-    every stage has the same item, with different tensors."""
-    holders: dict[str, list[tuple[int, ...]]] = {}
-    for layout_group in global_layout.layout_groups:
-        for item in layout_group.local_layout:
-            holders.setdefault(item.name, []).append(layout_group.ranks)
-    return {
-        name: tuple(sorted(itertools.chain.from_iterable(some)))
-        for name, some in holders.items()
-        if sum(map(len, some)) < len(global_layout.layout_group_of)
-    }
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +148,7 @@ class GlobalLayouts:
         self.known: Callable[[], int | None] = lambda: None
         """Returns the number of rank 0's last save that this rank has finished; None while a save
         of this rank is in progress. A higher number belongs to the next save."""
-        self._on_some: dict[str, tuple[int, ...]] = {}
+        self._on_some: dict[str, list[int]] = {}
         """The items on only some ranks that have already been logged."""
 
     def on(self, local_layout: LocalLayout, step: int) -> GlobalLayout:
@@ -224,10 +209,6 @@ class GlobalLayouts:
         last = self.kv.look(f"last/{rank}")
         return f"rank {rank} ({f'last seen at {last.decode()}' if last else 'not seen before'})"
 
-    def close(self) -> None:
-        """Close the key-value store."""
-        self.kv.close()
-
     def _agree(self, step: int | None) -> GlobalLayout:
         self._global_layout, self._all_disagreed, began_s = None, False, self.kv.now_s()
         mine = digest_of(self._data)
@@ -237,7 +218,7 @@ class GlobalLayouts:
             with contextlib.suppress(_CalledAnew):
                 self._global_layout = self._agreed(call, mine, step, began_s)
         if self._rank.is_first:
-            self._tell_of_some(on_some_ranks(self._global_layout))
+            self._tell_of_some(self._global_layout)
         return self._global_layout
 
     def _agreed(self, call: _Call, mine: bytes, step: int | None, began_s: float) -> GlobalLayout:
@@ -277,19 +258,26 @@ class GlobalLayouts:
             self._answered, self._all_disagreed = 0, True
             raise
 
-    def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:
-        """Log once which items only some ranks have: it may be intended or an oversight."""
-        for name, some in found.items():
-            if self._on_some.get(name) != some:
-                log.info(
-                    "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
-                    "that has it then; pass it on all if that is not meant",
-                    name,
-                    len(some),
-                    self._rank.ranks,
-                    listed(some),
-                )
-        self._on_some = found
+    def _tell_of_some(self, global_layout: GlobalLayout) -> None:
+        """Log once which items only some ranks have: it may be intended or an oversight. Pipeline
+        stages do not count: every stage has the same item, with different tensors."""
+        holders: dict[str, list[int]] = {}
+        for layout_group in global_layout.layout_groups:
+            for item in layout_group.local_layout:
+                holders.setdefault(item.name, []).extend(layout_group.ranks)
+        some = {
+            name: sorted(ranks) for name, ranks in holders.items() if len(ranks) < self._rank.ranks
+        }
+        for name in [name for name, ranks in some.items() if self._on_some.get(name) != ranks]:
+            log.info(
+                "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
+                "that has it then; pass it on all if that is not meant",
+                name,
+                len(some[name]),
+                self._rank.ranks,
+                listed(some[name]),
+            )
+        self._on_some = some
 
     def _latest(self) -> _Call | None:
         note = self.kv.look("a/now")
@@ -350,21 +338,20 @@ class GlobalLayouts:
 
     def _missing(self, ranks: Sequence[int]) -> AbortedError:
         nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
-        return AbortedError(
-            f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
-        )
+        what = f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
+        return AbortedError(what)
 
     def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
         """Return a function to be called repeatedly; it logs the late ranks once, after a few
         seconds."""
-        due_s = self.kv.now_s() + missing_ranks.PATIENCE_S
+        due_s = self.kv.now_s() + key_value.PATIENCE_S
 
         def look() -> None:
             nonlocal due_s
             if self.kv.now_s() >= due_s:
                 due_s = math.inf
                 if ranks := late():
-                    missing_ranks.tell("save()", ranks, self._deadline_s)
+                    key_value.tell("save()", ranks, self._deadline_s)
 
         return look
 

@@ -23,7 +23,7 @@ from laststep.commit.rounds import Leader, Member, Participant, Round
 from laststep.errors import LaststepError, StorageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
-from laststep.ranks.group import Alone, RankGroup
+from laststep.ranks.group import RankGroup, Ranks
 from laststep.ranks.key_value import KeyValueStore
 from laststep.ranks.rank import ranks_per_node
 from laststep.saving.describe import refuse_mixed
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from laststep.flush.client import Client
     from laststep.flush.saves import Save
-    from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.saving.context import RunContext
     from laststep.saving.describe import Prepared, TakenState
@@ -111,7 +110,7 @@ class CommitThread:
         self._rounds.put(None)
         self._thread.join()
         self._participant.kv.close()
-        self.global_layouts.close()
+        self.global_layouts.kv.close()
         if self._step_kv is not None:
             self._step_kv.close()
 
@@ -181,7 +180,7 @@ def all_ranks(context: RunContext, team: CommitThread | None, call: str) -> Rank
     """Return the ranks that restore together (with a commit thread, those that also save together).
     Collective: all ranks make the same `call` now."""
     if team is None:
-        return Alone(context.rank)
+        return Ranks(context.rank)
     # Rank 0 may have to wait for a save that another process has not finished.
     name = team.global_layouts.kv.prefix
     deadline_s = context.settings.deadline_s + WAIT_FOR_OTHERS_S

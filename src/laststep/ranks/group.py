@@ -8,11 +8,10 @@ makes the same calls in the same order, on the training thread, inside `restore(
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -27,7 +26,7 @@ from laststep.errors import (
     from_wire,
 )
 from laststep.process import system
-from laststep.ranks.missing_ranks import awaited
+from laststep.ranks.key_value import awaited
 from laststep.ranks.transports import HOST, DeviceTransport, Transit, Transport, has_nccl
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 RankMessage = tuple[bytes, torch.Tensor]
 """A header and the bytes that one rank sends to another."""
@@ -58,76 +58,52 @@ class _IncomingMessage(NamedTuple):
     data: Transit
 
 
-class Ranks(Protocol):
-    """The ranks that restore together."""
+class Ranks:
+    """The ranks that restore together; here a single one, by itself."""
 
-    rank: Rank
-    size: int
-    """The number of ranks."""
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.size = 1
+        """The number of ranks."""
 
     def arrive(self) -> None:
         """Wait until all ranks call `restore()`, and log which ones are missing."""
 
     def all_gather(self, note: bytes) -> list[bytes]:
         """Return the bytes of all ranks, on all ranks."""
+        return [note]
 
     def broadcast(self, who: int, note: bytes) -> bytes:
         """Return the bytes of rank `who`, on all ranks."""
+        return note
 
     def all_max(self, number: int) -> int:
         """Return the largest number of any rank."""
+        return number
 
     def carrying(
         self, device: torch.device, most_bytes: int
     ) -> AbstractContextManager[torch.device]:
         """Prepare exchanges in which this rank, with its state on `device`, sends up to
         `most_bytes`; yield the device on which all its messages must lie."""
+        return contextlib.nullcontext(HOST)
 
     def exchange(
         self, each: Mapping[int, RankMessage], to_all: RankMessage | None
     ) -> Iterator[RankMessage]:
         """Send one message to each of some ranks and one to all others; yield the messages
         received, each to be used before the next."""
-
-
-class Alone:
-    """A single rank that restores by itself."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-        self.size = 1
-
-    def arrive(self) -> None:
-        pass
-
-    def all_gather(self, note: bytes) -> list[bytes]:
-        return [note]
-
-    def broadcast(self, who: int, note: bytes) -> bytes:
-        return note
-
-    def all_max(self, number: int) -> int:
-        return number
-
-    def carrying(
-        self, device: torch.device, most_bytes: int
-    ) -> AbstractContextManager[torch.device]:
-        return contextlib.nullcontext(HOST)
-
-    def exchange(
-        self, each: Mapping[int, RankMessage], to_all: RankMessage | None
-    ) -> Iterator[RankMessage]:
         return iter(())
 
 
-class RankGroup:
+class RankGroup(Ranks):
     """All ranks of a job; constructed by all of them at once."""
 
     def __init__(
         self, rank: Rank, name: str, *, deadline_s: float, call: str = "restore()"
     ) -> None:
         """`name` identifies this group on all ranks; `call` is the call that they are making."""
-        self.rank = rank
+        super().__init__(rank)
         self.size = rank.ranks
         self._name = name
         self._deadline_s = deadline_s
@@ -141,9 +117,9 @@ class RankGroup:
 
     def _awaited(self, act: Callable[[], T], call: str = "restore()") -> T:
         self._arrivals += 1
+        name = f"{self._name}/restore/{self._arrivals}"
 
         def work() -> T:
-            name = f"{self._name}/restore/{self._arrivals}"
             with awaited(self.rank, call, name, self._deadline_s):
                 return act()
 
@@ -154,10 +130,9 @@ class RankGroup:
         sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
         if max(sizes) > _NOTE_BYTES - _LENGTH_BYTES:
             rows = self._gather(note, max(sizes))
-            return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-        return [
-            row[_LENGTH_BYTES : _LENGTH_BYTES + size] for row, size in zip(rows, sizes, strict=True)
-        ]
+        else:
+            rows = [row[_LENGTH_BYTES:] for row in rows]
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, note: bytes, width: int) -> list[bytes]:
         """Return the bytes of all ranks, each padded to `width`."""
@@ -167,12 +142,12 @@ class RankGroup:
     def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal length."""
         rows = torch.empty(self.size * len(mine), dtype=mine.dtype)
-        _asked(lambda: _ALL_GATHER(rows, mine, group=self._group))
+        _asked(_ALL_GATHER, rows, mine, group=self._group)
         return rows.view(self.size, len(mine))
 
     def all_max(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
-        _asked(lambda: dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group))
+        _asked(dist.all_reduce, value, op=dist.ReduceOp.MAX, group=self._group)
         return int(value)
 
     def broadcast(self, who: int, note: bytes) -> bytes:
@@ -186,7 +161,7 @@ class RankGroup:
         """Return the bytes of rank `who`, padded to `width`."""
         mine = note if who == self.rank.number else b""
         data = torch.frombuffer(bytearray(mine.ljust(width, b"\0")), dtype=torch.uint8)
-        _asked(lambda: dist.broadcast(data, group_src=who, group=self._group))
+        _asked(dist.broadcast, data, group_src=who, group=self._group)
         return data.numpy().tobytes()
 
     @contextlib.contextmanager
@@ -236,8 +211,9 @@ class RankGroup:
         for who, (_, head_bytes, data_bytes) in enumerate(announced):
             if head_bytes:
                 own = who == self.rank.number
-                heard = self._tell(self._host, who, _tensor(head) if own else None, head_bytes)
-                came = self._tell(self._transport, who, data if own else None, data_bytes)
+                own_head, own_data = (_tensor(head), data) if own else (None, None)
+                heard = _asked(self._host.broadcast, who, own_head, head_bytes)
+                came = _asked(self._transport.broadcast, who, own_data, data_bytes)
                 if not own:
                     yield heard.numpy().tobytes(), came
 
@@ -249,7 +225,7 @@ class RankGroup:
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
         sent = torch.tensor([[len(head), data.numel()] for head, data in out])
         come = torch.empty_like(sent)
-        _asked(lambda: dist.all_to_all_single(come, sent, group=self._group))
+        _asked(dist.all_to_all_single, come, sent, group=self._group)
         sizes = come.tolist()
         coming: _IncomingMessage | None = None
         for apart in range(1, self.size):
@@ -257,26 +233,13 @@ class RankGroup:
             (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
             if not head and not head_bytes:
                 continue
-            swap = functools.partial(self._swap, to=to, source=source)
             before = coming
             coming = _IncomingMessage(
-                swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
-                swap(self._transport, data, come_bytes=data_bytes, tag=1),
+                _asked(self._host.swap, to, _tensor(head), source, head_bytes, tag=0),
+                _asked(self._transport.swap, to, data, source, data_bytes, tag=1),
             )
             yield from _arrived(before)
         yield from _arrived(coming)
-
-    @staticmethod
-    def _swap(
-        transport: Transport, data: torch.Tensor, *, to: int, source: int, come_bytes: int, tag: int
-    ) -> Transit:
-        return _asked(lambda: transport.swap(to, data, source, come_bytes, tag))
-
-    @staticmethod
-    def _tell(
-        transport: Transport, who: int, data: torch.Tensor | None, size_bytes: int
-    ) -> torch.Tensor:
-        return _asked(lambda: transport.broadcast(who, data, size_bytes))
 
     def close(self) -> None:
         self._host.close()
@@ -290,9 +253,9 @@ def _arrived(coming: _IncomingMessage | None) -> Iterator[RankMessage]:
         yield head.numpy().tobytes(), data
 
 
-def _asked(call: Callable[[], T]) -> T:
+def _asked(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     try:
-        return call()
+        return call(*arguments, **named)
     except RuntimeError as error:
         raise StorageError(
             "the ranks of this job could not restore collectively",

@@ -33,8 +33,7 @@ from laststep.ranks.group import collective
 from laststep.read.content import Content
 from laststep.restoring.plan import selection
 from laststep.storage.registry import open_store
-from laststep.tiers.nearest import NearestStore
-from laststep.tiers.replicas import look_at_replicas, only_there
+from laststep.tiers.nearest import NearestStore, look_at_replicas, only_there
 from laststep.tiers.snapshots import NodePart
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
-    from laststep.tiers.replicas import ReplicaHas
+    from laststep.tiers.nearest import ReplicaHas
     from laststep.tiers.snapshots import Readers
 
 

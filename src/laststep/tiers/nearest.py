@@ -1,9 +1,10 @@
 """A run as a restore sees it, including snapshots in shared memory and checkpoints of replicas.
 
-A store that forwards every call to the run's own store, except for the folders of in-memory
-snapshots. Those are read from memory whether or not they were ever stored, and so are the records
-of the run and of its terms if the store has lost them. Only for reading: writes are forwarded to
-the run's own store.
+`NearestStore` forwards every call to the run's own store, except for the folders of in-memory
+snapshots and of checkpoints that are read from a replica. A primary that has lost the run gets its
+records again, from memory or from a replica, so that it is the same run; nothing else is copied. If
+primary and replica have diverged, the primary is authoritative. A primary without any checkpoint is
+not treated as a new run while a replica cannot be reached.
 """
 
 from __future__ import annotations
@@ -11,24 +12,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
-from laststep.errors import NotFoundError, StorageError
+from laststep.catalog.run import Run
+from laststep.catalog.terms import Terms
+from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.format.manifest import Commit
 from laststep.memory import segments
+from laststep.process import signals
+from laststep.process.threads import WorkerPool
+from laststep.storage.registry import open_store
 from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
 from laststep.tiers.snapshots import MemorySnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
+    from laststep.catalog.listing import Listed
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
     from laststep.tiers.snapshots import NodePart, Readers
+    from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
+
+BRIEF_S = 30.0
+"""The longest wait for a replica if the primary has a checkpoint to continue from."""
+_WARN_S = 5.0
 
 
 class NearestStore(Store):
@@ -75,6 +87,7 @@ class NearestStore(Store):
                         found[-1].record.at.step,
                         " and ".join(found[-1].segments),
                     )
+                    recovery.put_records(self.primary, found[-1].record)
             return self._snapshots
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:
@@ -179,28 +192,13 @@ class NearestStore(Store):
             for name, created_s in {**dict.fromkeys(self._elsewhere, 0.0), **nearer}.items():
                 made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
                 entries.setdefault(name, made)
-        for record, data in self._records().items():
-            inner, _, name = record.rpartition("/")
-            if inner == folder:
-                entry = StoreEntry(name=name, is_folder=False, size_bytes=len(data), modified_s=0)
-                entries.setdefault(name, entry)
         return sorted(entries.values(), key=lambda entry: entry.name)
-
-    def _records(self) -> dict[str, bytes]:
-        """Return the records of runs and terms in memory."""
-        snapshots = self.look().values()
-        return {name: data for snapshot in snapshots for name, data in snapshot.record.records}
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         snapshot = self.look().get(name.partition("/")[0])
         if snapshot is not None and (data := snapshot.read(name)) is not None:
             return data
-        try:
-            return self._place(name).read(name, limit_bytes=limit_bytes)
-        except NotFoundError:
-            if (record := self._records().get(name)) is None:
-                raise
-            return record
+        return self._place(name).read(name, limit_bytes=limit_bytes)
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         snapshot = self.look().get(name.partition("/")[0])
@@ -238,3 +236,172 @@ class NearestStore(Store):
 
     def free_bytes(self) -> int | None:
         return self.primary.free_bytes()
+
+
+# --- replicas -----------------------------------------------------------------------------------
+
+
+class ReplicaHas(NamedTuple):
+    """The checkpoints of a replica."""
+
+    url: str
+    """The URL as the user passed it."""
+    store: Store
+    listed: tuple[Listed, ...]
+    """The checkpoints with all items, in the order of commits; files may be missing."""
+    partial: tuple[Listed, ...]
+    """The partial checkpoints of which no file is missing."""
+
+
+def look_at_replicas(nearest: Store, tiers: Sequence[Tier]) -> list[ReplicaHas]:
+    """List the checkpoints of the replicas, nearest first. If one cannot be reached, log a warning
+    if there is a checkpoint nearer than the replicas, else raise `StorageError`."""
+    has_some, found = bool(_listed(nearest)), []
+    for url in (tier.url for tier in tiers):
+        try:
+            found.append(ask(url, BRIEF_S if has_some else None))
+        except (LaststepError, OSError) as error:
+            if not has_some:
+                told, remedy = str(error), "start again when it can be reached"
+                if isinstance(error, LaststepError):
+                    told, remedy = error.without_remedy(), error.remedy or remedy
+                raise StorageError(
+                    f"there is no checkpoint here, but {url} may have some",
+                    where=nearest.url,
+                    found=told,
+                    remedy=f"{remedy}; leave that tier out to start a new run without it",
+                ) from error
+            log.warning("cannot check whether %s has a newer checkpoint: %s", url, error)
+    return found
+
+
+def only_there(
+    nearest: Store, found: list[ReplicaHas], step: int | None, takes: Callable[[str], bool]
+) -> dict[str, str]:
+    """Map the folders of checkpoints that exist only on replicas to the replica to read them from.
+    At most one partial checkpoint is included: the one to restore, as judged by the items that
+    `takes` accepts.
+
+    The primary gets the term records that it lacks, so that it is the same run again. A replica
+    that is a different run, or has diverged, is removed from `found`.
+    """
+    here = {one.folder: one for one in _listed(nearest)}
+    has_some, places = bool(here), dict[str, str]()
+    for has in tuple(found):
+        more = {one.folder: one for one in has.listed if one.folder not in here}
+        try:
+            if has.listed or has.partial:
+                _make_same_run(nearest, tuple(here.values()), has)
+        except UsageError as error:
+            if not has_some:
+                raise
+            log.warning("nothing is read at %s: %s", has.url, error)
+            found.remove(has)
+            continue
+        here |= more
+        places |= dict.fromkeys(more, has.url)
+    return places | _partial_beyond(tuple(here.values()), found, step, takes)
+
+
+def ask(url: str, within_s: float | None) -> ReplicaHas:
+    """List the checkpoints of a replica. Raise `StorageError` if it does not answer in time; its
+    thread is then abandoned, because a call to an unreachable server or a hanging mount cannot be
+    cancelled."""
+
+    def listing() -> ReplicaHas:
+        tier = open_store(url)
+        listed = _listed(tier)
+        partial = tuple(one for one in listed if _lacking(one) and one.is_whole)
+        return ReplicaHas(url, tier, tuple(one for one in listed if not _lacking(one)), partial)
+
+    answered = threading.Event()
+    future = WorkerPool("ask", 1).submit(listing)
+    future.add_done_callback(lambda _: answered.set())
+    told_s = _WARN_S if within_s is None else min(_WARN_S, within_s)
+    if not signals.wait(answered, told_s):
+        log.warning("waiting for %s, to learn which checkpoints it has", url)
+        if not signals.wait(answered, None if within_s is None else within_s - told_s):
+            raise StorageError(
+                "a replica does not answer",
+                where=url,
+                found=f"nothing within {within_s:g} s",
+                remedy="check the server and the network",
+            )
+    return future.result()
+
+
+def _partial_beyond(
+    here: Sequence[Listed],
+    found: Sequence[ReplicaHas],
+    step: int | None,
+    takes: Callable[[str], bool],
+) -> dict[str, str]:
+    """Return the partial checkpoint to restore and its replica: the newest that is newer than all
+    here, or the one of `step` if none here has it.
+
+    It must have every item that `takes` accepts. If there is nothing else at all, one that lacks
+    some is returned too, so that the restore reports the missing items.
+    """
+    newest = max((one.point for one in here), default=(0, 0))
+    has_it = any(step in (None, one.step) for one in here)
+    for has in found:
+        if step is None:
+            wanted = [one for one in has.partial if one.on_lineage and one.point > newest]
+        else:
+            wanted = [one for one in has.partial if one.step == step and not has_it]
+        for one in wanted[-1:]:
+            if not (has_it and any(map(takes, _lacking(one)))):
+                return {one.folder: has.url}
+            lacking = ", ".join(_lacking(one))
+            log.warning(
+                "%s is complete nowhere: %s has it without %s", one.folder, has.url, lacking
+            )
+    return {}
+
+
+def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> None:
+    """Copy the run's records that the primary lacks: of all terms, including those without a
+    commit, so that the next term gets an unused number.
+
+    Raise `UsageError` if the primary is a different run or both have diverged. The replica has not
+    diverged if a job there knew the primary's commits and abandoned them.
+    """
+    from laststep.tiers.copying import Records  # imported late: few restores need it
+
+    there = {one.folder: one for one in (*has.listed, *has.partial)}
+    records = Records(has.store, nearest, may_be_ahead=True)
+    records.check()
+    ours, theirs = (frozenset(Terms(store).numbers()) for store in (nearest, has.store))
+    if theirs <= ours:
+        records.bring_run()
+        return
+    if ours - theirs and min(ours - theirs) > max(theirs):  # older records were lost here
+        records.bring(None)
+        return
+    names = {**there, **{one.folder: one for one in here}}.values()
+    known = {name.folder for name in Run.open(has.store).would_descend(names)} | there.keys()
+    newest = max(here, key=lambda one: one.point).folder if here else None
+    if ours - theirs or not (newest is None or newest in known):
+        raise UsageError(
+            "this run and a replica have diverged",
+            where=nearest.url,
+            found=f"terms {sorted(theirs - ours)} at {has.url} alone",
+            remedy=(
+                "the primary is authoritative: use another place for this run's replica; "
+                "checkpoints saved there separately can be restored there"
+            ),
+        )
+    records.bring(None)
+
+
+def _lacking(listed: Listed) -> tuple[str, ...]:
+    """Return the items that a partial checkpoint lacks."""
+    return () if listed.commit is None else listed.commit.omitted_items
+
+
+def _listed(store: Store) -> tuple[Listed, ...]:
+    """Return all checkpoints, including incomplete ones."""
+    try:
+        return Run.open(store).checkpoints()
+    except NotFoundError:
+        return ()

@@ -3,16 +3,23 @@
 Storing does what the snapshot's own flusher would have done: it takes the lock of the term, whose
 writer is dead, begins the attempt again and commits it, unless another job instance has continued
 without it or is about to. The steps are in the same order as for any writer (`Attempt`), so at most
-one of the two succeeds. This module knows nothing of torch.
+one of the two succeeds.
+
+`recover` does so for all dead processes of this machine and frees their memory. A segment is
+removed once the run has all its snapshots or has continued without them; it is kept if something in
+it could not be stored. Segments of live processes are never touched. This module knows nothing of
+torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import mmap
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,17 +38,22 @@ from laststep.memory import segments
 from laststep.plan.files import index_name
 from laststep.process import signals
 from laststep.settings import WAIT_FOR_OTHERS_S
+from laststep.storage.files import absolute
 from laststep.storage.registry import open_store, real_place
+from laststep.storage.shared_memory import BASE
 from laststep.storage.store import write_aligned
 from laststep.tiers import snapshots
 from laststep.tiers.snapshots import records_in
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from laststep.memory.segments import Segment
     from laststep.storage.store import Store
     from laststep.tiers.snapshots import MemorySnapshot, SnapshotRecord
+
+__all__ = ["OrphanedSegment", "OrphanedSnapshot", "RecoverReport", "SnapshotState", "recover"]
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +182,28 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
     run, record, at = Run.open(store), snapshot.record, snapshot.record.at
     if isinstance(decision.read(store, at.folder), Commit):
         return False
-    attempt = Attempt(store, at, lambda: _check_not_gone_on(run, record))
-    _check_not_gone_on(run, record)
+
+    def check() -> None:
+        """Raise `AbortedError` if another job instance has continued, or is alive and may."""
+        known, living = Terms(store), run.live_writer()
+        if is_left_behind(store, record) or (living is not None and living.term > at.term):
+            raise known.superseded(max(known.numbers()), expected=f"abandoned {at.term}")
+
+    check()
     put_records(store, record)
     with closing(run.lock_term(at.term)):
         if isinstance(decision.read(store, at.folder), Commit):
             return False  # another process has stored it meanwhile
-        _check_record(run, record)
+        if run.term(at.term) is None:
+            raise NotFoundError(
+                f"cannot store step {at.step}: the run was replaced",
+                where=store.url,
+                expected=f"its record of term {at.term}",
+                found="none",
+                remedy="restore the record from a copy of the run",
+            )
         store.delete_folder(at.folder)  # its writer left it incomplete
+        attempt = Attempt(store, at, check)
         attempt.begin()
         indexes = [plain_index(index) for index in snapshot.indexes]
         names = [index_name(rank, len(indexes)) for rank in range(len(indexes))]
@@ -205,27 +231,6 @@ def put_records(store: Store, record: SnapshotRecord) -> None:
             store.create(name, data)
 
 
-def _check_record(run: Run, record: SnapshotRecord) -> None:
-    """Raise `NotFoundError` if the run has no record of the snapshot's term."""
-    if run.term(record.at.term) is None:
-        raise NotFoundError(
-            f"cannot store step {record.at.step}: the run was replaced",
-            where=run.store.url,
-            expected=f"its record of term {record.at.term}",
-            found="none",
-            remedy="restore the record from a copy of the run",
-        )
-
-
-def _check_not_gone_on(run: Run, record: SnapshotRecord) -> None:
-    """Raise `AbortedError` if another job instance has continued without the snapshot, or is alive
-    and may."""
-    known, term = Terms(run.store), record.at.term
-    living = run.live_writer()
-    if is_left_behind(run.store, record) or (living is not None and living.term > term):
-        raise known.superseded(max(known.numbers()), expected=f"abandoned {term}")
-
-
 def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> None:
     """Write the layouts of a rank as plain data files. Raise `CorruptError` if the memory has
     changed."""
@@ -245,3 +250,224 @@ def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> Non
                     padded = align_up(stop - start, writer.alignment_bytes)
                     writer.write_at(layout.header_bytes + start, buffer[:padded])
                 writer.finish(layout.size_bytes)
+
+
+# --- recover ------------------------------------------------------------------------------------
+
+
+class SnapshotState(enum.StrEnum):
+    """The state of a snapshot in shared memory."""
+
+    STORED = "stored"
+    """The run has it."""
+    RECOVERED = "recovered"
+    """It was stored in the run by this call."""
+    ALONE = "alone"
+    """It exists only in memory."""
+    LEFT_BEHIND = "left behind"
+    """It exists only in memory, and another job instance has continued without it."""
+    NOT_STORED = "not stored"
+    """It exists only in memory and could not be stored."""
+    GIVEN_UP = "given up"
+    """It could not be stored and was deleted at the user's request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanedSnapshot:
+    """A complete snapshot in a segment."""
+
+    step: int
+    folder: str
+    """The folder of this checkpoint in its run."""
+    created_s: float
+    size_bytes: int
+    fate: SnapshotState
+    error: str | None = None
+    """The reason why it could not be stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanedSegment:
+    """A segment: the shared memory of one rank of one job instance."""
+
+    folder: str
+    run: str
+    rank: int
+    ranks: int
+    pid: int
+    host: str
+    created_s: float
+    size_bytes: int
+    """The memory that it occupies."""
+    is_alive: bool
+    """True if its trainer or its flusher is alive."""
+    saves: tuple[OrphanedSnapshot, ...]
+    unreadable: int
+    """The number of its records that this version cannot read."""
+    is_removed: bool = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Return True if the segment must be kept: for its live owner, or because something in it
+        exists nowhere else or cannot be read."""
+        lost = (SnapshotState.ALONE, SnapshotState.NOT_STORED)
+        return self.is_alive or self.unreadable > 0 or any(save.fate in lost for save in self.saves)
+
+    def given_up(self) -> OrphanedSegment:
+        """Describe this segment after it was removed with snapshots that could not be stored."""
+        lost, given_up = SnapshotState.NOT_STORED, SnapshotState.GIVEN_UP
+        saves = [replace(save, fate=given_up) if save.fate is lost else save for save in self.saves]
+        return replace(self, saves=tuple(saves), is_removed=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverReport:
+    """The segments in shared memory and the outcome for each."""
+
+    segments: tuple[OrphanedSegment, ...]
+    debris: tuple[str, ...] = ()
+    """Removed folders that had been half created or half deleted."""
+
+    @property
+    def ok(self) -> bool:
+        """Return True if every snapshot of a dead process that should be stored was stored."""
+        return not self.stays
+
+    @property
+    def stays(self) -> tuple[OrphanedSegment, ...]:
+        """Return the segments of dead processes with content that could not be stored."""
+        lost = SnapshotState.NOT_STORED
+        return tuple(
+            one
+            for one in self.segments
+            if not (one.is_alive or one.is_removed)
+            and (one.unreadable or any(save.fate is lost for save in one.saves))
+        )
+
+    def discard(self) -> RecoverReport:
+        """Delete the segments in `stays` for good, and return the updated report."""
+        gone = {one.folder for one in self.stays if segments.opened(one.folder).remove()}
+        left = [one.given_up() if one.folder in gone else one for one in self.segments]
+        return replace(self, segments=tuple(left))
+
+
+def recover(
+    run: str | os.PathLike[str] | None = None,
+    *,
+    base: str | os.PathLike[str] = BASE,
+    keep: bool = False,
+    dry_run: bool = False,
+) -> RecoverReport:
+    """Store the snapshots of dead processes that exist only in shared memory, of one run or of all,
+    and remove the segments that are no longer needed. With `keep` nothing is removed; with
+    `dry_run` nothing is changed."""
+    place = absolute(base)
+    found = segments.found(place) if run is None else segments_of(open_store(run), place)
+    alive = {one.folder for one in found if one.is_alive()}
+    runs = {one.owner.run: _RunInMemory(run or one.owner.run) for one in found}
+    if not dry_run:
+        for before in {one.owner.run for one in found if one.folder not in alive}:
+            runs[before].store_all(place)
+    left = []
+    for segment in found:
+        orphan = runs[segment.owner.run].describe(segment, is_alive=segment.folder in alive)
+        if not (orphan.is_needed or keep or dry_run):
+            orphan = replace(orphan, is_removed=segment.remove())
+        left.append(orphan)
+    debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
+    return RecoverReport(segments=tuple(left), debris=tuple(debris))
+
+
+class _RunInMemory:
+    """One run that has segments in shared memory."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self._run: Run | None = None
+        self._recovered: set[str] = set()
+        self._failed: dict[str, LaststepError] = {}
+        """The errors of snapshots that could not be stored, by folder."""
+        self._error: LaststepError | None = None
+        """The reason why nothing can be stored in the run."""
+        self._has_tried = False
+        try:
+            self._run = Run.open(open_store(url))
+        except LaststepError as error:
+            self._error = error
+
+    def store_all(self, base: str) -> None:
+        """Store the snapshots of dead processes that exist nowhere else."""
+        self._has_tried = True
+        if self._run is None:
+            return
+        try:
+            found = snapshots_of(self._run.store, base)
+        except LaststepError as error:
+            self._error = error
+            return
+        with ExitStack() as stack:
+            for snapshot in found:
+                stack.callback(snapshot.close)
+            for snapshot in found:
+                try:
+                    if store_snapshot(self._run.store, snapshot):
+                        self._recovered.add(snapshot.folder)
+                except LaststepError as error:
+                    self._failed[snapshot.folder] = error
+
+    def describe(self, segment: Segment, *, is_alive: bool) -> OrphanedSegment:
+        """Describe a segment of this run and the state of each snapshot in it."""
+        owner, saves = segment.owner, []
+        records = records_in(segment)
+        for save in records:
+            fate, error = self._fate(save, owner.ranks)
+            if is_alive and fate is SnapshotState.NOT_STORED:
+                fate, error = SnapshotState.ALONE, None  # its owner is alive: not tried
+            saves.append(
+                OrphanedSnapshot(
+                    step=save.at.step,
+                    folder=save.at.folder,
+                    created_s=save.created_s,
+                    size_bytes=save.tensor_bytes,
+                    fate=fate,
+                    error=error,
+                )
+            )
+        return OrphanedSegment(
+            folder=segment.folder,
+            run=owner.run,
+            rank=owner.rank,
+            ranks=owner.ranks,
+            pid=owner.pid,
+            host=owner.host,
+            created_s=owner.created_s,
+            size_bytes=segment.size_bytes,
+            is_alive=is_alive,
+            saves=tuple(saves),
+            unreadable=max(len(segment.records()) - len(records), 0),
+        )
+
+    def _fate(self, save: SnapshotRecord, ranks: int) -> tuple[SnapshotState, str | None]:
+        """Return the state of a snapshot, and the reason if it could not be stored."""
+        folder, run = save.at.folder, self._run
+        if run is None:
+            return SnapshotState.NOT_STORED, str(self._error)
+        if save.run != run.id:
+            return SnapshotState.NOT_STORED, f"its run is gone: {run.store.url} holds another run"
+        try:
+            is_foreign = is_of_another(run.store, save)
+            if not is_foreign and isinstance(decision.read(run.store, folder), Commit):
+                is_new = folder in self._recovered
+                return (SnapshotState.RECOVERED if is_new else SnapshotState.STORED), None
+            if is_foreign or is_left_behind(run.store, save):
+                return SnapshotState.LEFT_BEHIND, None
+        except LaststepError as error:
+            return SnapshotState.NOT_STORED, str(error)
+        if not self._has_tried:
+            return SnapshotState.ALONE, None
+        why: object = self._failed.get(folder, self._error)
+        if why is None:
+            why = (
+                f"it is the snapshot of one of {ranks} ranks, and those of the others are not on "
+                "this machine"
+            )
+        return SnapshotState.NOT_STORED, str(why)

@@ -197,7 +197,6 @@ class Replicator:
                 self._changed.notify_all()
 
     def needed(self) -> frozenset[str]:
-        """Return the folders at the primary that are still to be copied."""
         with self._changed:
             current = [] if self._current is None else [self._current]
             return frozenset(at.folder for at in (*self._due, *current))
@@ -218,7 +217,8 @@ class Replicator:
     def _run(self) -> None:
         with threads.outlasting(log, "replication to %s ended", self._order.url):
             pause_s = 0.0
-            self._take_up()
+            if self._rank == 0:
+                self._take_up()
             while (at := self._next(pause_s)) is not None:
                 if self._tries(at):
                     pause_s = 0.0
@@ -231,22 +231,18 @@ class Replicator:
     def _take_up(self) -> None:
         """Schedule the newest checkpoint of the primary if an earlier job instance did not copy it
         to the replica."""
-        if self._rank != 0:
-            return
-        with contextlib.suppress(LaststepError, OSError):  # no run or no replica yet
+        with contextlib.suppress(LaststepError, OSError):  # no run yet, or no replica to reach
             newest = Run.open(self._primary).newest()
-            if newest is None or newest.folder in self._folders_there():
+            if newest is None:
                 return
+            with contextlib.suppress(NotFoundError):
+                there = Run.open(self._replica()).checkpoints()
+                if any(one.folder == newest.folder for one in there):
+                    return
             with self._changed:
-                if not self._due:
-                    self._left = parse_folder(newest.folder)
-                    self._due += [] if self._left is None else [self._left]
-
-    def _folders_there(self) -> frozenset[str]:
-        try:
-            return frozenset(one.folder for one in Run.open(self._replica()).checkpoints())
-        except NotFoundError:
-            return frozenset()
+                if not self._due and (name := parse_folder(newest.folder)) is not None:
+                    self._left = name
+                    self._due.append(name)
 
     def _next(self, pause_s: float) -> AttemptName | None:
         """Wait until a checkpoint is due and return it; None if there will be no more."""
@@ -313,16 +309,14 @@ class Replicator:
         waited_s = 0.0
         while True:
             try:
-                copier.commit(at.folder)
+                return copier.commit(at.folder)
             except StorageError as error:
                 if copier.is_under_way(at.folder):
                     waited_s = 0.0
                 elif waited_s > (_LAST_PATIENCE_S if self._ends else _PATIENCE_S):
                     if copier.abort(at.folder, error.what):
-                        return  # only a step after the commit failed
+                        return None  # only a step after the commit failed
                     raise
-            else:
-                return
             self._rest()
             waited_s += _LOOK_S
 
@@ -345,17 +339,17 @@ class Replicator:
             self._rest()
             waited_s += _LOOK_S if self._ends else 0.0
 
-    def _rest(self) -> None:
-        """Wait for one polling interval. Raise `AbortedError` if replication was stopped."""
-        if self._stop.wait(_LOOK_S):
-            raise AbortedError("the replication was stopped")
-
     def _is_begun(self, at: AttemptName) -> bool:
         try:
             self._replica().read(f"{at.folder}/{copying_name(0)}", limit_bytes=_PROBE_LIMIT_BYTES)
         except NotFoundError:
             return False
         return True
+
+    def _rest(self) -> None:
+        """Wait for one polling interval. Raise `AbortedError` if replication was stopped."""
+        if self._stop.wait(_LOOK_S):
+            raise AbortedError("the replication was stopped")
 
     def _retain(self) -> None:
         """Remove from the replica the checkpoints that its rules do not keep, and the remains of
