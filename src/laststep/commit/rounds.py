@@ -109,7 +109,7 @@ class Round:
     contained: ReplicaContents | None = None
     """This rank's replicas, if this save compares them."""
     problem: str = ""
-    """The reason why this rank takes no part; empty if it does."""
+    """The reason why this rank takes no part."""
     number: int = 0
     """Rank 0's number of this save; known together with the next two fields."""
     place: AttemptName | None = None
@@ -233,9 +233,15 @@ class Participant:
     def _outcome(self, round_: Round) -> LaststepError | None:
         """Take part in a save; return the error if it is aborted."""
         round_.began_s = self.kv.now_s()
+        # Other ranks name this step if they miss this rank. The reason for not taking part is left
+        # out: it may itself be about missing ranks, which would nest these messages.
+        seen = f"step {round_.step}{', which it did not take part in' if round_.problem else ''}"
         error: LaststepError
         try:
-            self._publish_progress(round_)
+            try:
+                self.kv.put(f"last/{self.rank.number}", seen.encode())
+            except LaststepError as lost:
+                log.warning("other ranks may not hear from this rank at %s: %s", seen, lost)
             self._take_part(round_)
         except GivenUp as over:
             error, reason = AbortedError(str(over)), str(over)
@@ -258,16 +264,6 @@ class Participant:
             save.failed(error)
         return error
 
-    def _publish_progress(self, round_: Round) -> None:
-        """Publish the step that this rank is at, for ranks that may miss it. The reason for not
-        taking part is left out: it may itself be about missing ranks, which would nest these
-        messages."""
-        seen = f"step {round_.step}{', which it did not take part in' if round_.problem else ''}"
-        try:
-            self.kv.put(f"last/{self.rank.number}", seen.encode())
-        except LaststepError as error:
-            log.warning("step %d: other ranks may not hear from this rank: %s", round_.step, error)
-
     # Differs between rank 0 and the others
 
     def _take_part(self, round_: Round) -> None:
@@ -276,11 +272,9 @@ class Participant:
 
     def _warn(self, round_: Round, reason: str) -> None:
         """Notify the other ranks that this rank aborts a save."""
-        raise NotImplementedError
 
     def _listen(self, round_: Round) -> None:
         """Raise `GivenUp` if another rank has failed or has decided the save."""
-        raise NotImplementedError
 
     # Shared by both
 
@@ -430,8 +424,11 @@ class Leader(Participant):
             return
         summaries = self._summaries(round_, mine, global_layout)
         objection = objection_to(summaries, global_layout)
-        if isinstance(objection, Differing):
-            objection = self._difference(round_, objection)
+        if isinstance(objection, Differing):  # the ranks publish their values only on request
+            decode = msgspec.msgpack.Decoder(Values).decode
+            notes = self._ask(round_, objection)
+            values = {rank: decode(note) for rank, note in notes.items()}
+            objection = describe(objection, values)
         if objection:
             self._client.send(Decide(save=save.number, reason=objection))
         else:
@@ -520,13 +517,6 @@ class Leader(Participant):
             )
         )
 
-    def _difference(self, round_: Round, differing: Differing) -> str:
-        """Return the reason not to commit a state in which two ranks differ. The two ranks publish
-        their values only on request."""
-        decode = msgspec.msgpack.Decoder(Values).decode
-        shown = self._ask(round_, differing)
-        return describe(differing, {rank: decode(note) for rank, note in shown.items()})
-
     def _tell_of_replicas(
         self, round_: Round, global_layout: GlobalLayout, summaries: list[Summary]
     ) -> None:
@@ -609,7 +599,17 @@ class Member(Participant):
             self.kv.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
             left, self._left = self._left, ()
             self.kv.remove(left)
-        decision = self._decision(round_)
+
+        def look() -> Decision | None:
+            decision = self._heard(round_)
+            if decision is None:
+                self._join_layouts()
+            return decision
+
+        decision = self.kv.until(look, self._until_s(round_, _DECIDED))
+        if decision is None:
+            why = f"rank 0 did not commit step {round_.step} within {self.deadline_s:g} s"
+            raise GivenUp(f"rank {me} gave it up: {why}; {_SEE_FIRST}")
         if decision.reason:
             raise GivenUp(decision.reason)
         self._client.send(Decide(save=save.number))
@@ -711,19 +711,6 @@ class Member(Participant):
         decode = msgspec.msgpack.Decoder(Receipt).decode
         receipts = {me: mine} | {rank: decode(notes[f"r/{rank}"]) for rank in others}
         return summarise(receipts, global_layout)
-
-    def _decision(self, round_: Round) -> Decision:
-        def look() -> Decision | None:
-            decision = self._heard(round_)
-            if decision is None:
-                self._join_layouts()
-            return decision
-
-        decision = self.kv.until(look, self._until_s(round_, _DECIDED))
-        if decision is None:
-            why = f"rank 0 did not commit step {round_.step} within {self.deadline_s:g} s"
-            raise GivenUp(f"rank {self.rank.number} gave it up: {why}; {_SEE_FIRST}")
-        return decision
 
     def _listen(self, round_: Round) -> None:
         decision = self._heard(round_)

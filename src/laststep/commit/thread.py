@@ -60,7 +60,9 @@ class CommitThread:
         self._entered = self._ended = 0
         """Counts of saves entered (written by the training thread) and finished (by the commit
         thread)."""
-        self.global_layouts.known = self._known
+        self.global_layouts.known = lambda: (
+            participant.known if self._entered == self._ended else None
+        )
         self._step_kv: KeyValueStore | None = None
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threads.Worker("commit", self._work).start()
@@ -123,9 +125,6 @@ class CommitThread:
     def _enter(self, round_: Round) -> None:
         self._entered += 1
         self._rounds.put(round_)
-
-    def _known(self) -> int | None:
-        return self._participant.known if self._entered == self._ended else None
 
     # -- on the commit thread ---------------------------------------------------------------------
 

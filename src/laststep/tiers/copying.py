@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision, lineage, run, terms
@@ -101,7 +102,7 @@ class Moved:
     copied_bytes: int = 0
     linked_bytes: int = 0
     kept_bytes: int = 0
-    """Bytes of files that an earlier, interrupted copy had left there."""
+    """Files that an interrupted copy had left there."""
 
 
 class Copier:
@@ -258,8 +259,8 @@ class Copier:
         for rank in range(commit.index_count):
             original = self._original(folder, commit, rank)
             written = written.plus(index_format.written_of(original.part, original.data))
-        partial = partial_of(commit, self._items or (), written)
-        return partial, manifest.encode(partial)
+        commit = partial_of(commit, self._items or (), written)
+        return commit, manifest.encode(commit)
 
     def _original(self, folder: str, commit: Commit, rank: int) -> _Original:
         data, where = read_bytes(self._source, folder, commit, rank)
@@ -273,8 +274,7 @@ class Copier:
     # The target
 
     def _attempt(self, folder: str) -> Attempt:
-        """Return the attempt at the target. It can be committed only while the target is the same
-        run."""
+        """Return the attempt, which can be committed only while the target is the same run."""
         name = parse_folder(folder)
         if name is None:
             raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
@@ -302,7 +302,7 @@ class Copier:
         return lock
 
     def _locked(self, folder: str) -> list[str]:
-        """Return the names of the locks that are held by processes copying this checkpoint now."""
+        """Return the locks that are held by processes copying this checkpoint now."""
         names = filter(is_copying_name, self._target.file_names(folder))
         return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
 
@@ -369,7 +369,13 @@ class _TargetFiles:
     def link(self, file: StoredFile, folder: str) -> bool:
         """Link a file of the target into this folder. Return False if the target does not have it
         or the store has no links."""
-        self._look(file)
+        if not self._is_listed:  # checkpoints that share files
+            self._is_listed = True
+            for name in Scanner(self._store).names():
+                self._add_stored(name.folder, only_sharing=True)
+        if file.origin and file.origin not in self._read:
+            # The checkpoint for which it was written: its manifest need not record any sharing.
+            self._add_stored(file.origin, only_sharing=False)
         place = self._places.get(file_id(file, folder))
         if place is None or not self._has_links:
             return False
@@ -384,16 +390,6 @@ class _TargetFiles:
         self._read.add(folder)
         for file in files:
             self._places.setdefault(file_id(file, folder), f"{folder}/{file.name}")
-
-    def _look(self, file: StoredFile) -> None:
-        """Register the checkpoints that share files, once, and the checkpoint for which this file
-        was written: its own manifest need not record any sharing."""
-        if not self._is_listed:
-            self._is_listed = True
-            for name in Scanner(self._store).names():
-                self._add_stored(name.folder, only_sharing=True)
-        if file.origin and file.origin not in self._read:
-            self._add_stored(file.origin, only_sharing=False)
 
     def _add_stored(self, folder: str, *, only_sharing: bool) -> None:
         with contextlib.suppress(LaststepError):  # unreadable checkpoints share nothing
@@ -439,13 +435,11 @@ class _FileCopies:
                         self._tell(size)
                     else:
                         moved.copied_bytes += size
-                        missing.append(_FileCopy(file, file.reader, self._writer_of(file)))
+                        name = f"{self._folder}/{file.file.name}"
+                        create = partial(self._route.target.open_writer, name, expected_bytes=size)
+                        missing.append(_FileCopy(file, file.reader, create))
                 self._run(missing)
         return moved
-
-    def _writer_of(self, file: FileRanges) -> Callable[[], FileWriting]:
-        name, size = f"{self._folder}/{file.file.name}", file.file.size_bytes
-        return lambda: self._route.target.open_writer(name, expected_bytes=size)
 
     def _is_right(self, file: FileRanges) -> bool:
         """Verify a file that is already at the target. Delete it and return False if it is wrong or
@@ -466,20 +460,21 @@ class _FileCopies:
     def _run(self, copies: Sequence[_FileCopy]) -> None:
         """Process all chunks of these files. On return or error no thread is still working on
         them."""
+
+        def take(copy: _FileCopy, chunk: _FileChunk) -> None:
+            self._route.pacing.take(chunk.stop - chunk.start)
+            copy.take(chunk)
+            self._tell(chunk.stop - chunk.start)
+
         threads = self._route.threads
         try:
             with WorkerPool("copy", threads, limit=threads) as workers:
                 for copy in copies:
                     for chunk in copy.chunks:
-                        workers.put(self._take, copy, chunk)
+                        workers.put(take, copy, chunk)
         finally:
             for copy in copies:
                 copy.close()
-
-    def _take(self, copy: _FileCopy, chunk: _FileChunk) -> None:
-        self._route.pacing.take(chunk.stop - chunk.start)
-        copy.take(chunk)
-        self._tell(chunk.stop - chunk.start)
 
     def _tell(self, size: int) -> None:
         with self._mutex:
@@ -623,10 +618,15 @@ class Records:
             wanted = [lineage.term_record_name(number)]
             if record is not None and record.start:
                 wanted.append(lineage.ending_name(record.start))
-            for name in wanted:
-                if name not in there:
-                    with contextlib.suppress(NotFoundError):  # the job instance did not end well
-                        self._bring(name)
+            for name in (name for name in wanted if name not in there):
+                try:
+                    data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+                    self._target.create(name, data)
+                except NotFoundError:
+                    continue  # the job instance did not end well
+                except AlreadyExistsError:
+                    if not self._is_same(name):
+                        raise self._other(f"{name} differs") from None
 
     def check(self) -> None:
         """Raise `UsageError` if the run ids differ, or if the target has a term that the source
@@ -676,15 +676,6 @@ class Records:
         if expected and found and expected != found:
             raise self._other(f"run {found} instead of {expected}")
         return bool(expected) and expected == found
-
-    def _bring(self, name: str) -> None:
-        data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
-        try:
-            self._target.create(name, data)
-            self._same.add(name)
-        except AlreadyExistsError:
-            if not self._is_same(name):
-                raise self._other(f"{name} differs") from None
 
     def _is_same(self, name: str) -> bool:
         if name not in self._same:

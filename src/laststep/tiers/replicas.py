@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,14 +16,7 @@ from laststep.tiers.replicating import noted_replicas
 from laststep.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-
-class Newest(NamedTuple):
-    """The newest checkpoint of a tier, and its creation time."""
-
-    name: AttemptName
-    created_s: float
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +39,30 @@ class ReplicaStatus:
     """The reason why the state of the tier is unknown."""
 
 
+class Newest(NamedTuple):
+    """The newest checkpoint of a tier, and its creation time."""
+
+    name: AttemptName
+    created_s: float
+
+
 def replica_status(run: Run, urls: Sequence[str] = ()) -> list[ReplicaStatus]:
     """Return the status of each tier of a run, nearest first: the recorded tiers and those at
     `urls`, where `shm:///…` names the location of shared memory."""
     bases = {url: base for url in urls if (base := Tier(url).memory_base) is not None}
     memory = bases or {MEMORY: BASE}
     found = [one for url, base in memory.items() if (one := _in_memory(run, url, base)) is not None]
-    found.append(_of_run(run.store.url, run))
+    found.append(_in_store(run.store.url, run))
     behind = [*noted_replicas(run.store), *(url for url in urls if url not in bases)]
-    found += [_of_store(url) for url in dict.fromkeys(behind)]
-    return _compared(found)
+    for url in dict.fromkeys(behind):
+        try:
+            found.append(_in_store(url, Run.open(open_store(url))))
+        except NotFoundError:
+            found.append(ReplicaStatus(tier=url))  # nothing was replicated yet
+        except LaststepError as error:
+            found.append(ReplicaStatus(tier=url, error=str(error)))
+    first = max((one.newest for one in found if one.newest is not None), key=_order, default=None)
+    return [one if first is None else _compared(one, first) for one in found]
 
 
 def _in_memory(run: Run, tier: str, base: str) -> ReplicaStatus | None:
@@ -69,56 +75,37 @@ def _in_memory(run: Run, tier: str, base: str) -> ReplicaStatus | None:
     if not segments:
         return None
     counted = (SnapshotState.STORED, SnapshotState.ALONE)
-    held = {
-        (one.rank, save.folder): save
-        for one in segments
-        for save in one.saves
-        if save.fate in counted
-    }
-    ranks = len({one.rank for one in segments})
-    holders = Counter(folder for _, folder in held)
-    saves = [save for (_, folder), save in held.items() if holders[folder] == ranks]
-    return _status(tier, ((parse_folder(save.folder), save.created_s) for save in saves))
+    holders: dict[str, set[int]] = {}
+    created_s: dict[str, float] = {}
+    for one in segments:
+        for save in (save for save in one.saves if save.fate in counted):
+            holders.setdefault(save.folder, set()).add(one.rank)
+            created_s[save.folder] = save.created_s
+    ranks = {one.rank for one in segments}
+    names = ((parse_folder(folder), folder) for folder in holders if holders[folder] == ranks)
+    return _status(tier, [Newest(name, created_s[folder]) for name, folder in names if name])
 
 
-def _of_run(tier: str, run: Run) -> ReplicaStatus:
-    whole = [item for item in run.lineage() if item.is_whole]
-    status = _status(tier, ((item, item.created_s) for item in whole))
-    commit = max(whole, key=lambda item: item.point).commit if whole else None
-    if commit is None:
+def _in_store(tier: str, run: Run) -> ReplicaStatus:
+    whole = sorted((item for item in run.lineage() if item.is_whole), key=lambda item: item.point)
+    status = _status(tier, [Newest(item, item.created_s) for item in whole])
+    if not whole or (commit := whole[-1].commit) is None:
         return status
     items = tuple(record.name for record in commit.items)
     return replace(status, items=items, omitted_items=commit.omitted_items)
 
 
-def _of_store(url: str) -> ReplicaStatus:
-    try:
-        return _of_run(url, Run.open(open_store(url)))
-    except NotFoundError:
-        return ReplicaStatus(tier=url)  # nothing was replicated yet
-    except LaststepError as error:
-        return ReplicaStatus(tier=url, error=str(error))
-
-
-def _status(tier: str, saves: Iterable[tuple[AttemptName | None, float]]) -> ReplicaStatus:
-    known = [Newest(name, created_s) for name, created_s in saves if name is not None]
+def _status(tier: str, known: Sequence[Newest]) -> ReplicaStatus:
+    folders = {one.name.folder for one in known}
     newest = max(known, key=_order, default=None)
-    return ReplicaStatus(
-        tier=tier, newest=newest, checkpoints=len({one.name.folder for one in known})
-    )
+    return ReplicaStatus(tier=tier, newest=newest, checkpoints=len(folders))
 
 
 def _order(one: Newest) -> tuple[int, int]:
     return one.name.point
 
 
-def _compared(found: list[ReplicaStatus]) -> list[ReplicaStatus]:
-    """Return the statuses with each tier's distance to the newest checkpoint of all."""
-    first = max((one.newest for one in found if one.newest is not None), key=_order, default=None)
-    return [one if first is None else _behind(one, first) for one in found]
-
-
-def _behind(one: ReplicaStatus, first: Newest) -> ReplicaStatus:
+def _compared(one: ReplicaStatus, first: Newest) -> ReplicaStatus:
     if one.newest is None:
         return one
     # Tiers have different times for the same checkpoint: that of the snapshot or of the commit.
