@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.capture.job import Job
+    from laststep.capture.mover import Job
     from laststep.catalog.retention import Keep
     from laststep.flush.protocol import Role
     from laststep.flush.saves import SaveHandle

@@ -14,7 +14,7 @@ import laststep
 from cases import long
 from expect import raises
 from laststep.capture import mover
-from laststep.capture.job import Job
+from laststep.capture.mover import Job
 from laststep.process import signals
 from waiting import PATIENCE_S
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from laststep.capture.capture import Capturer
-from laststep.capture.copies import Copies
-from laststep.capture.early import Remembered
-from laststep.capture.ways import choose
+from laststep.capture.copies import Copies, Remembered
+from laststep.capture.layout import choose
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError
 from laststep.memory.pool import Pool

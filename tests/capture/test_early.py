@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from laststep.capture.early import Remembered
+from laststep.capture.copies import Remembered
 from laststep.capture.gather import gather
 from laststep.capture.layout import ElementRange, Layout, StagingGroup, Way
 from laststep.state.tensors import TORCH_DTYPES

@@ -35,7 +35,7 @@ def stepper() -> torch.optim.Optimizer:
 
 def test_an_optimizer_step_in_a_forked_child_does_not_wait_for_captures_of_the_parent() -> None:
     fence, optimizer = Fence(), stepper()
-    fence.add(Endless())
+    fence.add(Endless())  # type: ignore[arg-type]
     try:
         pid = os.fork()
         if pid == 0:

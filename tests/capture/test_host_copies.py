@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laststep
-from laststep.capture.gather import strided_bits
-from laststep.capture.host import fill
+from laststep.capture.gather import bits, fill
 from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.state.tensors import TORCH_DTYPES
 
@@ -53,7 +52,7 @@ def test_any_stretch_of_a_strided_tensor_is_copied_in_row_major_order(
     rows = []
     for number in range(len(source)):
         whole[0] = number
-        rows.append(strided_bits(source)[tuple(whole)].reshape(-1))
+        rows.append(bits(source)[tuple(whole)].reshape(-1))
     wanted = torch.cat(rows).view(torch.uint8)
     start = first * dtype.itemsize
     assert torch.equal(buffer[16 : 16 + size], wanted[start : start + size])

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cases import long
-from laststep.capture.fingerprint import mixed
-from laststep.capture.gather import bytes_of
+from laststep.capture.gather import LiveTensor, bytes_of, hold_all
+from laststep.capture.kernels import mixed
 from laststep.capture.layout import Layout, Way, lower
 from laststep.capture.ring import RING_CHUNKS, Route, chunks_through, ring_chunks
-from laststep.capture.sources import LiveTensor, hold
 from laststep.constants import CHUNK_BYTES
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.provider import Piece
@@ -46,7 +45,7 @@ def planned(tensors: list[torch.Tensor]) -> tuple[Layout, dict[int, LiveTensor]]
     )
     item = ItemSpec(name="state", kind="tree", standalone=True, pieces=pieces, per_rank=False)
     layout = lower(plan_save((item,)), (Way.DIRECT,) * len(pieces))
-    return layout, {n: hold(t, pieces[n]) for n, t in enumerate(tensors)}
+    return layout, dict(enumerate(hold_all(tensors, pieces) or ()))
 
 
 def passed(

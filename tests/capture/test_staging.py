@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laststep.capture import staging
+from laststep.capture import device
 from laststep.capture.capture import Capturer
-from laststep.capture.job import Job
+from laststep.capture.device import DeviceStaging
 from laststep.capture.layout import Layout, Way
-from laststep.capture.staging import DeviceStaging
+from laststep.capture.mover import Job
 from laststep.errors import LaststepError, StorageError
 from laststep.settings import Capture
 
@@ -19,11 +19,11 @@ from laststep.settings import Capture
 def test_what_is_taken_together_counts_as_set_aside_and_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(staging, "spare_bytes", lambda _device, margin: max(500 - margin, 0))
-    monkeypatch.setattr(staging, "_make_pool", lambda: None)
+    monkeypatch.setattr(device, "spare_bytes", lambda _device, margin: max(500 - margin, 0))
+    monkeypatch.setattr(device, "_make_pool", lambda: None)
     made = DeviceStaging("cpu", 100)
     assert made.room() == 400
-    assert made.room_for_little() == 500
+    assert made.room(with_margin=True) == 500
     buffers = [made.take(300), made.take(50)]
     assert made.room() == 400
     for buffer in buffers:

@@ -18,7 +18,7 @@ import torch
 
 import laststep
 from expect import raises
-from laststep.capture.job import CaptureTiming
+from laststep.capture.mover import CaptureTiming
 from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.events import Captured, Committed
 from laststep.plan.files import plan_save

@@ -10,8 +10,7 @@ import torch
 
 import laststep
 from expect import raises
-from laststep.capture.fingerprint import Fingerprint
-from laststep.capture.kernels import kernels_on, prepare_kernels
+from laststep.capture.kernels import Fingerprint, kernels_on, prepare_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,9 +16,7 @@ import torch
 import laststep
 from expect import raises
 from laststep import events
-from laststep.capture.host import HostCopier
-from laststep.capture.job import Job
-from laststep.capture.mover import Mover
+from laststep.capture.mover import Job, Mover
 from laststep.flush.client import Client
 from laststep.process import threads
 from waiting import PATIENCE_S
@@ -52,9 +50,8 @@ def test_a_thread_that_cannot_be_started_is_told_with_a_remedy(
 def test_copying_threads_all_run_or_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     refuse(monkeypatch, "laststep-copy_1")
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
     with pytest.raises(laststep.StorageError):
-        HostCopier().batch()
+        threads.WorkerPool("copy", 4).start()
     assert set(threading.enumerate()) <= before
 
 

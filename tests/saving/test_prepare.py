@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from laststep.capture.sources import hold
+from laststep.capture.gather import hold_all
 from laststep.errors import AbortedError
 from laststep.plan.layouts import GlobalLayout, LocalLayout, agree, digest_of, encode_local_layout
 from laststep.ranks.rank import Rank
@@ -135,4 +135,5 @@ def test_the_window_of_a_rank_lies_as_the_memory_of_this_save_does() -> None:
     assert [piece.contiguous for piece in pieces] == [True, True, False, True]
     assert found[1][0] is found[0][0]
     for prepared, sources in found:
-        assert hold(sources[0], prepared.plan.pieces[0]).tensor.shape == (1, WIDE)
+        (held,) = hold_all(sources[:1], prepared.plan.pieces[:1]) or ()
+        assert held.tensor.shape == (1, WIDE)

@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
 import threading
 import time
+from concurrent.futures import Future, wait
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from laststep.capture.device import SideStreams, record
-from laststep.capture.early import Early
+from laststep.capture.copies import Early
+from laststep.capture.device import DeviceShort, DeviceStaging, SideStreams, record
 from laststep.capture.fence import Fence
-from laststep.capture.host import HostCopier, fill
-from laststep.capture.job import Job, Sink
+from laststep.capture.gather import Views, fill, hold_all
 from laststep.capture.kernels import prepare_kernels
-from laststep.capture.mover import Mover, host_digest, torn
+from laststep.capture.layout import choose
+from laststep.capture.mover import Job, Mover, Sink, host_digest, torn
 from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring_chunks
-from laststep.capture.sources import Views, hold, hold_all
-from laststep.capture.staging import DeviceShort, DeviceStaging
-from laststep.capture.ways import choose
 from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.errors import LaststepError, StorageError, TornCaptureError, UsageError
 from laststep.process import signals, system, threads
@@ -38,14 +37,15 @@ from laststep.state.tensors import in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import TracebackType
 
     from laststep.capture.copies import Copies
     from laststep.capture.layout import ChunkLayout
-    from laststep.capture.sources import LiveTensor
-    from laststep.capture.ways import Choice
     from laststep.memory.pool import Pool
 
 log = logging.getLogger(__name__)
+
+_MAX_COPIERS = 4
 
 
 class Capturer:
@@ -59,7 +59,7 @@ class Capturer:
         self._streams = SideStreams()
         self._mover = Mover(pool, self._streams)
         self._staging: dict[str, DeviceStaging] = {}
-        self._copier = HostCopier()
+        self._copiers = threads.WorkerPool("copy", min(_MAX_COPIERS, os.cpu_count() or 1))
         self._compiled = threading.Event()
         self._torn = False
         self._last: Job | None = None
@@ -93,21 +93,18 @@ class Capturer:
         """Capture the state as it is now. Training may continue on return; copies that are still to
         be made are behind the fence. Raise if the capture is impossible."""
         began = time.perf_counter()
-        lazy = self._lazy_is_safe()
-        if early is not None and not early.is_of(copies.remembered, sources):
+        # Lazy capture needs the fence, which works only if its hook was seen to fire.
+        fired = self._fence.take_evidence()
+        lazy = fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
+        if early is not None and not (
+            early.of is copies.remembered and early.of.are_among(sources, early.sources)
+        ):
             self.cancel(early)
             early = None
         if early is None:
             copies.remembered = None  # from here on the tables may be those of these sources
             self._choose(copies)
-        job = Job(
-            plan=copies.plan,
-            layout=copies.layout,
-            sources=sources,
-            sink=sink,
-            began_s=began,
-            looks=copies.looks,
-        )
+        job = Job(copies.plan, copies.layout, sources, sink, began, copies.looks)
         try:
             self._stage_or_choose_again(job, copies, early)
             if early is None:
@@ -115,11 +112,13 @@ class Capturer:
             self._hold_direct(job)
             devices = [device for device in job.layout.direct if device != "cpu"]
             rings = lazy and self._take_rings(job, copies, devices)
+            for device in devices:
+                with torch.cuda.device(device):
+                    job.ready[device] = record(torch.cuda.current_stream(), timing=True)
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
-            self._mark(job, devices)
             if host_lazy:
                 self._digest_host(job)
-            else:
+            elif "cpu" in job.layout.direct:
                 self._fill_from_host(job)
         except BaseException:
             self._pool.slots.release(sorted(job.held))
@@ -133,132 +132,6 @@ class Capturer:
             self._wait_for(job)
         job.timing.stall_s = time.perf_counter() - began
         return job
-
-    def _stage_or_choose_again(self, job: Job, copies: Copies, early: Early | None) -> None:
-        """Stage; if training has taken the reserved memory, choose again with what is left."""
-        try:
-            self._stage(job, copies, early)
-        except DeviceShort:
-            self._forget_staging(copies)
-            self._give_back_staging(job)
-            if self._mode is not Capture.AUTO:
-                raise
-            self._choose(copies)
-            job.layout, job.looks = copies.layout, copies.looks
-            self._stage(job, copies, None)
-
-    def _forget_staging(self, copies: Copies) -> None:
-        """Stop relying on the reserved device memory and on anything that was chosen for it."""
-        for staging in self._staging.values():
-            staging.forget()
-        copies.choice = None
-
-    def _wait_for(self, job: Job) -> None:
-        """Block until a capture is over, also during Ctrl-C: its copies read the live state."""
-        interrupted: BaseException | None = None
-        while not job.over.is_set():
-            try:
-                signals.wait(job.over)
-            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
-                interrupted = raised
-                job.cancelled = True
-        if interrupted is not None:
-            raise interrupted
-        if job.error is not None:
-            raise job.error
-
-    def settle(self) -> None:
-        """Wait until everything that was taken is captured or has failed."""
-        if self._last is not None:
-            signals.wait(self._last.over)
-
-    def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
-        """Run `errand` on the training thread just before that optimizer step; if it returns False,
-        again at a later one."""
-        self._fence.at_step(number, errand)
-
-    def is_ready(self) -> bool:
-        """Return whether the kernels are compiled."""
-        return self._compiled.is_set()
-
-    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
-        """Compute modes, layout and address tables before the first save, so that it can start
-        early."""
-        self._choose(copies)
-        for device in copies.layout.staging_bytes:
-            if device != "cpu":
-                copies.gatherers[device].prepare(sources, self._streams.stream(device))
-        copies.remember(sources)
-
-    def close(self) -> None:
-        """Finish what was taken and stop."""
-        self._jobs.put(None)
-        self._thread.join()
-        self._copier.close()
-        self._fence.close()
-
-    # -- on the training thread -----------------------------------------------------------------
-
-    def _lazy_is_safe(self) -> bool:
-        """Return whether lazy capture is safe: it needs the fence, which works only if its hook was
-        seen to fire."""
-        fired = self._fence.take_evidence()
-        return fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
-
-    def _choose(self, copies: Copies) -> None:
-        """Choose the capture mode of each piece; keep the previous choice while it still fits."""
-        if copies.choice is not None and self._fits(copies.choice):
-            return
-        pieces = copies.plan.pieces
-        devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
-        rooms = {device: self._room_on(device, copies) for device in devices}
-        copies.go(choose(pieces, self._mode, rooms))
-
-    def _room_on(self, device: str, copies: Copies) -> int:
-        """Return how much of a device's memory may be used for staging. A ring must fit beside it
-        unless nothing is left to be lazy."""
-        room = self._staging_on(device).room()
-        needed = sum(piece.size_bytes for piece in copies.plan.pieces if piece.device == device)
-        lazy = needed > room and self._mode is Capture.AUTO
-        return max(room - RING_CHUNKS * CHUNK_BYTES, 0) if lazy else room
-
-    def _fits(self, known: Choice) -> bool:
-        needs = known.needs.items()
-        return all(self._staging_on(device).room() >= need for device, need in needs)
-
-    def _staging_on(self, device: str) -> DeviceStaging:
-        if not device.startswith("cuda"):
-            raise UsageError(
-                "cannot capture from this kind of device", found=device, expected="cpu or cuda"
-            )
-        if device not in self._staging:
-            self._staging[device] = DeviceStaging(device, self._margin)
-            if self._thread.is_alive() and device not in self._devices:
-                # Nobody expected it at construction: this save goes slowly, later ones do not.
-                self._pool.pin()
-                self._jobs.put(functools.partial(prepare_kernels, torch.device(device)))
-        return self._staging[device]
-
-    def _stage(self, job: Job, copies: Copies, early: Early | None) -> None:
-        """Copy the staged pieces on the stream that training uses, so that stream order holds."""
-        if early is not None:
-            # All of it is this job's now, to be given back with it.
-            job.staging.update(early.staging)
-            early.staging.clear()
-        for device, size in job.layout.staging_bytes.items():
-            gatherer = copies.gatherers[device]
-            if device == "cpu":
-                job.staging[device] = torch.empty(size, dtype=torch.uint8)
-                gatherer.run(job.staging[device], job.sources, None)
-                continue
-            if early is not None:
-                job.staging_began[device], job.ready[device] = early.events[device]
-                continue
-            with torch.cuda.device(device):
-                job.staging[device] = self._staging_on(device).take(size)
-                job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
-                gatherer.run(job.staging[device], job.sources, self._streams.stream(device))
-                job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
     def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
         """Make the current streams wait for these, on which state was also written."""
@@ -295,8 +168,127 @@ class Capturer:
         return early
 
     def cancel(self, early: Early) -> None:
-        """Discard an early copy."""
-        early.let_go(self._staging)
+        """Discard an early copy; stream order keeps its memory until the copies end."""
+        self._give_back(early.staging)
+
+    def settle(self) -> None:
+        """Wait until everything that was taken is captured or has failed."""
+        if self._last is not None:
+            signals.wait(self._last.over)
+
+    def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
+        """Run `errand` on the training thread just before that optimizer step; if it returns False,
+        again at a later one."""
+        self._fence.at_step(number, errand)
+
+    def is_ready(self) -> bool:
+        """Return whether the kernels are compiled."""
+        return self._compiled.is_set()
+
+    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
+        """Compute modes, layout and address tables before the first save, so that it can start
+        early."""
+        self._choose(copies)
+        for device in copies.layout.staging_bytes:
+            if device != "cpu":
+                copies.gatherers[device].prepare(sources, self._streams.stream(device))
+        copies.remember(sources)
+
+    def close(self) -> None:
+        """Finish what was taken and stop."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._copiers.close()
+        self._fence.close()
+
+    # -- on the training thread: device memory --------------------------------------------------
+
+    def _choose(self, copies: Copies) -> None:
+        """Choose the capture mode of each piece; keep the previous choice while it still fits."""
+        if copies.choice is not None and all(
+            self._staging_on(device).room() >= need for device, need in copies.choice.needs.items()
+        ):
+            return
+        pieces = copies.plan.pieces
+        devices = dict.fromkeys([piece.device for piece in pieces if piece.device != "cpu"])
+        rooms = {device: self._room_on(device, copies) for device in devices}
+        copies.go(choose(pieces, self._mode, rooms))
+
+    def _room_on(self, device: str, copies: Copies) -> int:
+        """Return how much of a device's memory may be used for staging. A ring must fit beside it
+        unless nothing is left to be lazy."""
+        room = self._staging_on(device).room()
+        needed = sum(piece.size_bytes for piece in copies.plan.pieces if piece.device == device)
+        lazy = needed > room and self._mode is Capture.AUTO
+        return max(room - RING_CHUNKS * CHUNK_BYTES, 0) if lazy else room
+
+    def _staging_on(self, device: str) -> DeviceStaging:
+        if not device.startswith("cuda"):
+            raise UsageError(
+                "cannot capture from this kind of device", found=device, expected="cpu or cuda"
+            )
+        if device not in self._staging:
+            self._staging[device] = DeviceStaging(device, self._margin)
+            if self._thread.is_alive() and device not in self._devices:
+                # Nobody expected it at construction: this save goes slowly, later ones do not.
+                self._pool.pin()
+                self._jobs.put(functools.partial(prepare_kernels, torch.device(device)))
+        return self._staging[device]
+
+    def _stage_or_choose_again(self, job: Job, copies: Copies, early: Early | None) -> None:
+        """Stage; if training has taken the reserved memory, choose again with what is left."""
+        try:
+            self._stage(job, copies, early)
+        except DeviceShort:
+            self._forget_staging(copies)
+            self._give_back(job.staging)
+            if self._mode is not Capture.AUTO:
+                raise
+            self._choose(copies)
+            job.layout, job.looks = copies.layout, copies.looks
+            self._stage(job, copies, None)
+
+    def _stage(self, job: Job, copies: Copies, early: Early | None) -> None:
+        """Copy the staged pieces on the stream that training uses, so that stream order holds."""
+        if early is not None:
+            # All of it is this job's now, to be given back with it.
+            job.staging.update(early.staging)
+            early.staging.clear()
+        for device, size in job.layout.staging_bytes.items():
+            gatherer = copies.gatherers[device]
+            if device == "cpu":
+                job.staging[device] = torch.empty(size, dtype=torch.uint8)
+                gatherer.run(job.staging[device], job.sources, None)
+                continue
+            if early is not None:
+                job.staging_began[device], job.ready[device] = early.events[device]
+                continue
+            with torch.cuda.device(device):
+                job.staging[device] = self._staging_on(device).take(size)
+                job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
+                gatherer.run(job.staging[device], job.sources, self._streams.stream(device))
+                job.ready[device] = record(torch.cuda.current_stream(), timing=True)
+
+    def _forget_staging(self, copies: Copies) -> None:
+        """Stop relying on the reserved device memory and on anything that was chosen for it."""
+        for staging in self._staging.values():
+            staging.forget()
+        copies.choice = None
+
+    def _give_back(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Return buffers of device memory, by device."""
+        for device, buffer in buffers.items():
+            if device != "cpu":
+                self._staging[device].give_back(buffer.nbytes)
+        buffers.clear()
+
+    def _let_go(self, job: Job) -> None:
+        """Return staging memory and release live tensors after the copies have ended."""
+        self._give_back(job.staging)
+        self._give_back({device: ring.memory for device, ring in job.rings.items()})
+        job.let_go()
+
+    # -- on the training thread: state that is not staged ------------------------------------------
 
     def _hold_direct(self, job: Job) -> None:
         """Hold the tensors that are copied after planning, as they are now."""
@@ -304,15 +296,11 @@ class Capturer:
         for some in chain.from_iterable(map(in_batches, job.layout.direct.values())):
             held = hold_all([sources[n] for n in some], [pieces[n] for n in some])
             if held is None:
-                held = [self._hold_one(job, piece) for piece in some]
+                wrong = [n for n in some if hold_all([sources[n]], [pieces[n]]) is None]
+                changed = wrong or some[:1]
+                tensor = sources[changed[0]]
+                raise torn(job, list(changed), found=f"{tuple(tensor.shape)} of {tensor.dtype}")
             job.direct.update(zip(some, held, strict=True))
-
-    def _hold_one(self, job: Job, piece: int) -> LiveTensor:
-        """Hold one tensor, to find which of many has changed."""
-        try:
-            return hold(job.sources[piece], job.plan.pieces[piece])
-        except TornCaptureError as error:
-            raise torn(job, [piece], found=error.found) from error
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
         """Allocate the rings of lazy copies and fingerprint the live memory. Return False if a
@@ -320,42 +308,34 @@ class Capturer:
         for device in devices:
             staging = self._staging_on(device)
             wanted = len(chunks_through(job.layout, device))
-            count = ring_chunks(wanted, staging.room_for_little())
-            if count == 0:
-                return self._give_up_rings(job, device)
+            count = ring_chunks(wanted, staging.room(with_margin=True))
             with torch.cuda.device(device):
                 try:
-                    memory = staging.take(count * CHUNK_BYTES)
+                    memory = staging.take(count * CHUNK_BYTES) if count else None
                 except DeviceShort:
-                    return self._give_up_rings(job, device)
+                    memory = None
+                if memory is None:
+                    log.warning(
+                        "save() blocks: %s has no room for what a lazy capture needs", device
+                    )
+                    self._give_back({device: ring.memory for device, ring in job.rings.items()})
+                    job.rings.clear()
+                    return False
                 try:
-                    route = self._route(job, copies, device, memory)
+                    route = copies.routes.get(device)
+                    if route is None or not route.fits(job.layout, job.direct, memory):
+                        stream = self._streams.filling(device)
+                        route = Route(job.layout, device, job.direct, memory, stream)
+                        copies.routes[device] = route
                     job.rings[device] = Ring(route, memory, job.direct)
                 except BaseException:
                     staging.give_back(memory.nbytes)
                     raise
         return True
 
-    def _give_up_rings(self, job: Job, device: str) -> bool:
-        log.warning("save() blocks: %s has no room for what a lazy capture needs", device)
-        self._give_back_rings(job)
-        return False
-
-    def _route(self, job: Job, copies: Copies, device: str, memory: torch.Tensor) -> Route:
-        known = copies.routes.get(device)
-        if known is None or not known.fits(job.layout, job.direct, memory):
-            stream = self._streams.filling(device)
-            known = copies.routes[device] = Route(job.layout, device, job.direct, memory, stream)
-        return known
-
-    def _mark(self, job: Job, devices: list[str]) -> None:
-        """Record events on training's stream for pieces that are copied straight from a device."""
-        for device in devices:
-            with torch.cuda.device(device):
-                job.ready[device] = record(torch.cuda.current_stream(), timing=True)
-
     def _digest_host(self, job: Job) -> None:
-        for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
+        """Digest the host state that is copied lazily."""
+        for group in (g for c in job.layout.chunks for g in c.direct if g.device == "cpu"):
             size = DTYPES[group.dtype].size_bytes
             for span in group.spans:
                 start = job.direct[span.piece].address + span.first * size
@@ -363,30 +343,27 @@ class Capturer:
                 job.host_before[span.piece, span.first, span.last] = before
 
     def _fill_from_host(self, job: Job) -> None:
-        """Copy unstaged host state straight into slots and hand over complete chunks."""
-        if "cpu" not in job.layout.direct:
-            return
-        chunks = [c for c in job.chunks() if any(g.device == "cpu" for g in c.direct)]
+        """Copy unstaged host state straight into slots, on several threads, and hand over complete
+        chunks."""
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.
             signals.wait(self._last.over)
         job.timing.waited_s += time.perf_counter() - began
+        chunks = [c for c in job.layout.chunks if any(g.device == "cpu" for g in c.direct)]
         derived = {pair.file for pair in job.plan.derived}
-        for follows in (False, True):
-            # All that others follow from is handed over before these.
-            self._fill_some(job, [c for c in chunks if (c.file in derived) is follows])
-
-    def _fill_some(self, job: Job, chunks: list[ChunkLayout]) -> None:
-        with self._copier.batch() as batch:
-            for chunk in chunks:
-                if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
-                    batch.add(functools.partial(self._set_aside, job, chunk))
-                    continue
-                began = time.perf_counter()
-                (slot,) = self._mover.lease(job)
-                job.timing.waited_s += time.perf_counter() - began
-                batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
+        # All that others follow from is handed over before these.
+        first = [chunk for chunk in chunks if chunk.file not in derived]
+        for some in (first, [chunk for chunk in chunks if chunk.file in derived]):
+            with CopyBatch(self._copiers.start()) as batch:
+                for chunk in some:
+                    if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
+                        batch.add(functools.partial(self._set_aside, job, chunk))
+                        continue
+                    began = time.perf_counter()
+                    (slot,) = self._mover.lease(job)
+                    job.timing.waited_s += time.perf_counter() - began
+                    batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """Fill a chunk that is entirely host state; runs on a copying thread."""
@@ -399,9 +376,22 @@ class Capturer:
         which may have too few slots to keep one waiting. There is at most one such chunk where
         devices meet in a file."""
         buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-        own = [group for group in chunk.direct if group.device == "cpu"]
-        fill(buffer, own, Views(job.direct))
+        fill(buffer, [group for group in chunk.direct if group.device == "cpu"], Views(job.direct))
         job.aside[chunk.file, chunk.start] = buffer
+
+    def _wait_for(self, job: Job) -> None:
+        """Block until a capture is over, also during Ctrl-C: its copies read the live state."""
+        interrupted: BaseException | None = None
+        while not job.over.is_set():
+            try:
+                signals.wait(job.over)
+            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
+                interrupted = raised
+                job.cancelled = True
+        if interrupted is not None:
+            raise interrupted
+        if job.error is not None:
+            raise job.error
 
     # -- on the capture thread --------------------------------------------------------------------
 
@@ -418,15 +408,13 @@ class Capturer:
 
     def _move(self, job: Job) -> None:
         try:
-            self._mover.move(job)
+            with system.translate_oom("capture the state"):
+                self._mover.move(job)
         except LaststepError as error:
             job.error = error
         except BaseException as error:
-            if system.is_one(error):
-                job.error = system.error_for("capture the state", error)
-            else:
-                job.error = StorageError("a capture failed", found=repr(error))
-                log.exception("a capture failed")
+            job.error = StorageError("a capture failed", found=repr(error))
+            log.exception("a capture failed")
         finally:
             self._torn = self._torn or isinstance(job.error, TornCaptureError)
             self._end(job)
@@ -450,24 +438,46 @@ class Capturer:
             try:
                 if job.error is not None:
                     sink.failed(job.error)
-                job.forget()
+                del job.sink  # the save, which keeps this job
             finally:
                 job.enqueued.set()
                 job.over.set()
 
-    def _let_go(self, job: Job) -> None:
-        """Return staging memory and release live tensors after the copies have ended."""
-        self._give_back_staging(job)
-        self._give_back_rings(job)
-        job.let_go()
 
-    def _give_back_staging(self, job: Job) -> None:
-        for device, buffer in job.staging.items():
-            if device != "cpu":
-                self._staging[device].give_back(buffer.nbytes)
-        job.staging.clear()
+class CopyBatch:
+    """Runs copies on several threads; on exit all have ended, and the first error is raised.
 
-    def _give_back_rings(self, job: Job) -> None:
-        for device, ring in job.rings.items():
-            self._staging[device].give_back(ring.memory.nbytes)
-        job.rings.clear()
+    One copy call of torch splits its work evenly over its threads and waits for the slowest, which
+    on a busy machine is the one that shares its core with the flusher. Here every thread takes the
+    next chunk when it has finished one.
+    """
+
+    def __init__(self, copiers: threads.WorkerPool) -> None:
+        self._copiers = copiers
+        self._running: list[Future[None]] = []
+
+    def add(self, task: Callable[[], None]) -> None:
+        self._running.append(self._copiers.submit(task))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        interrupted: BaseException | None = None
+        for copy in self._running:
+            while not copy.done():
+                try:
+                    wait([copy])
+                except BaseException as raised:  # noqa: BLE001 (Ctrl-C: raised below)
+                    # The threads still write into slots: nobody may have these back before the end.
+                    interrupted = raised
+        errors = [failed for copy in self._running if (failed := copy.exception()) is not None]
+        if interrupted is not None:
+            raise interrupted
+        if errors and error is None:
+            raise errors[0]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from laststep.capture.fingerprint import Fingerprint
-from laststep.capture.gather import bytes_of, flat
-from laststep.capture.kernels import kernels_on
+from laststep.capture.gather import flat
+from laststep.capture.kernels import Fingerprint, kernels_on
 from laststep.capture.mover import host_digest
 from laststep.codecs.digests import digest
 
@@ -35,20 +34,17 @@ class _OnDevice(NamedTuple):
     done: torch.cuda.Event
 
 
-def _way(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    return 1 if tensor.device.type == "cpu" else 2
-
-
 class Contents:
     """The contents of some tensors now. Made on the training thread; queried from any other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: dict[int, bytes] = {}
         self._under_way: list[_OnDevice] = []
-        self.ways = bytes(map(_way, tensors))
-        """The way in which each tensor is digested."""
+        self.ways = bytes(
+            0 if tensor.numel() == 0 else 1 if tensor.device.type == "cpu" else 2
+            for tensor in tensors
+        )
+        """The way in which each tensor is digested: not at all, on the host, on a device."""
         self._known = True
         """All tensors could be digested; some would need too much device memory or time."""
         devices: dict[torch.device, list[int]] = {}
@@ -89,7 +85,7 @@ class Contents:
             whole = [tensor.contiguous() for tensor in tensors]
             ranges = [(tensor.data_ptr(), tensor.nbytes) for tensor in whole]
             fingerprint = Fingerprint(ranges, kernels, torch.cuda.Stream(device))
-            _, rows = fingerprint.sums(0, len(whole), lambda number: bytes_of(whole[number]))
+            _, rows = fingerprint.sums(0, len(whole))
             done = torch.cuda.Event()
             done.record()
         self._under_way.append(_OnDevice(numbers, whole, fingerprint, rows, done))

@@ -1,36 +1,45 @@
-"""How a plan is carried out: capture modes, layout and address tables.
+"""How a plan is carried out, and what later saves with the same plan can use again.
 
-Made with a plan and replaced with it, so it never describes another state. Holds no memory of the
-state. Belongs to the training thread.
+`Copies` is made with a plan and replaced with it, so it never describes another state. It holds no
+memory of the state between saves.
 """
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from laststep.capture.early import Remembered
+import torch
+
 from laststep.capture.gather import Gatherer
+from laststep.capture.kernels import Fingerprint, kernels_on
 from laststep.capture.layout import lower
-from laststep.capture.unchanged import ChunkLooks
+from laststep.constants import BLOCK_BYTES
+from laststep.state.tensors import KnownTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    import torch
-
-    from laststep.capture.layout import Layout
+    from laststep.capture.device import SideStreams
+    from laststep.capture.layout import Choice, ChunkLayout, Layout
     from laststep.capture.ring import Route
-    from laststep.capture.ways import Choice
     from laststep.plan.files import SavePlan
-
 
 EARLY_PAYS_BYTES: Final = 2 << 20
 """Average tensor size from which an early copy pays off: checking that a tensor is in place takes
 the training thread a microsecond, in which an H200 copies this much."""
+_SAVES_KEPT = 8
+"""Saves whose digests are kept: as many as may be in progress."""
+_LEAST_BYTES = 16 * BLOCK_BYTES
+"""Smaller states are compared only in the flusher, which compares anyway."""
+
+Place = tuple[int, int]
+"""A chunk: its file, and where it begins there."""
 
 
 class Copies:
-    """The copies of a plan."""
+    """The capture modes, layout and address tables of a plan. Belongs to the training thread."""
 
     layout: Layout
     """The layout of the last choice of modes; set by `go`."""
@@ -61,3 +70,98 @@ class Copies:
         fit = sizes and all(self.gatherers[device].can_run_again() for device in sizes)
         pays = sum(sizes.values()) >= count * EARLY_PAYS_BYTES
         self.remembered = Remembered(self.layout, sources) if fit and pays else None
+
+
+class Remembered:
+    """The tensors that the last capture staged on devices, and their addresses."""
+
+    def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        self._pieces = [
+            span.piece
+            for device, groups in layout.gathers.items()
+            if device != "cpu"
+            for group in groups
+            for span in group.spans
+        ]
+        self._kept = KnownTensors([sources[piece] for piece in self._pieces])
+
+    def in_place(self) -> list[torch.Tensor] | None:
+        """Return all of them, held, if each is alive and in place; else None."""
+        return self._kept.in_place()
+
+    def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
+        """Return whether the held tensors are exactly those that a save of `sources` stages."""
+        staged = [sources[piece] for piece in self._pieces]
+        return all(map(operator.is_, staged, held))
+
+
+@dataclass(slots=True)
+class Early:
+    """Staging that started on a guess: copies that are running before it is known whether they are
+    the right ones."""
+
+    of: Remembered
+    sources: list[torch.Tensor]
+    """The tensors being copied, held."""
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+    events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
+
+
+class ChunkLooks:
+    """Finds on the device which chunks of a layout are equal to those of an earlier save.
+
+    Such a chunk need not be copied to the host: its blocks are reused from that save's files. Only
+    chunks that lie entirely in one staging buffer are compared; nobody changes those bytes any
+    more, so what is compared is what would be stored. Digests of 128 bits per 256 KiB, computed on
+    a side stream; a few are kept on the host. Belongs to the capture thread.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._chunks: dict[str, list[ChunkLayout]] = {}
+        for chunk in layout.chunks:
+            devices = {part.device for part in chunk.staged}
+            if len(devices) == 1 and not chunk.direct and "cpu" not in devices:
+                self._chunks.setdefault(chunk.staged[0].device, []).append(chunk)
+        self._tables: dict[str, tuple[int, Fingerprint]] = {}
+        """Per device: the address of the staging buffer that they are for, and the tables."""
+        self._seen: dict[int, dict[Place, bytes]] = {}
+        """Digests by save number."""
+
+    def unchanged(
+        self, staging: Mapping[str, torch.Tensor], streams: SideStreams, *, number: int, since: int
+    ) -> list[Place]:
+        """Digest the chunks of save `number`, where its devices can, and return those that equal
+        the ones of save `since`. Staged bytes MUST be complete in the order of the side streams."""
+        found: dict[Place, bytes] = {}
+        for device, chunks in self._chunks.items():
+            buffer = staging.get(device)
+            if buffer is not None and buffer.nbytes >= _LEAST_BYTES:
+                found.update(self._digests(device, chunks, buffer, streams))
+        before = self._seen.get(since, {})
+        self._seen[number] = found
+        for old in sorted(self._seen)[:-_SAVES_KEPT]:
+            del self._seen[old]
+        return [place for place, sums in found.items() if before.get(place) == sums]
+
+    def _digests(
+        self, device: str, chunks: list[ChunkLayout], staging: torch.Tensor, streams: SideStreams
+    ) -> dict[Place, bytes]:
+        kernels = kernels_on(torch.device(device))
+        if kernels is None:
+            return {}
+        with torch.cuda.device(device), torch.cuda.stream(streams.filling(device)):
+            address, table = self._tables.get(device, (0, None))
+            if table is None or address != staging.data_ptr():
+                address = staging.data_ptr()
+                ranges = [(address + p.start, p.size_bytes) for c in chunks for p in c.staged]
+                table = Fingerprint(ranges, kernels, streams.stream(device), strong=True)
+                self._tables[device] = address, table
+            sums = table.sums(0, sum(len(chunk.staged) for chunk in chunks))[1].cpu().numpy()
+        found: dict[Place, bytes] = {}
+        first = 0
+        for chunk in chunks:
+            last = first + len(chunk.staged)
+            found[chunk.file, chunk.start] = sums[table.rows(first, last)].tobytes()
+            first = last
+        return found

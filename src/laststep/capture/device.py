@@ -1,17 +1,22 @@
-"""Spare device memory, and the side streams for copies.
+"""Device memory for staged copies, and the side streams on which copies run.
 
-Knows nothing of saves. CUDA only; every function is safe to call on a machine without it.
+Knows nothing of saves. CUDA only; importing it is safe on a machine without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from laststep.errors import StorageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+log = logging.getLogger(__name__)
 
 
 def spare_bytes(device: str, margin_bytes: int) -> int:
@@ -26,35 +31,117 @@ def spare_bytes(device: str, margin_bytes: int) -> int:
     return max(free - (reserved["peak"] - reserved["current"]) - margin_bytes, 0)
 
 
+class DeviceShort(StorageError):
+    """Less device memory was available than reported."""
+
+
+class DeviceStaging:
+    """Staging memory of one device: reserved early, never at training's expense.
+
+    A separate memory pool keeps training's allocations from fragmenting the reserve, so that a save
+    finds one block and does not wait for cudaMalloc, which synchronises the device. The allocator
+    falls back on this pool when training runs out of memory: reserved but unused memory serves any
+    request that fits, and the next save uses what is left. Used only on the training thread, but
+    for `give_back`.
+    """
+
+    def __init__(self, device: str, margin_bytes: int) -> None:
+        self._device = device
+        self._margin = margin_bytes
+        self._set_aside = 0
+        self._out = 0
+        self._pool = _make_pool()
+
+    def set_aside(self, size_bytes: int) -> bool:
+        """Take memory from the driver now, if it is spare, and keep it in the pool. Return whether
+        that much is available."""
+        if size_bytes <= self._set_aside:
+            return True
+        if spare_bytes(self._device, self._margin) < size_bytes:
+            return False
+        if self._pool is None:
+            return True
+        try:
+            self._allocate(size_bytes)
+        except torch.OutOfMemoryError:
+            return False
+        self._set_aside = size_bytes
+        return True
+
+    def room(self, *, with_margin: bool = False) -> int:
+        """Return the bytes that may be taken now without affecting training; small requests may use
+        the margin too."""
+        margin = 0 if with_margin else self._margin
+        return spare_bytes(self._device, margin) + max(self._set_aside - self._out, 0)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return a byte buffer on the current stream; return it with `give_back`."""
+        try:
+            buffer = self._allocate(size_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceShort(
+                "device memory is short for what must be copied at once",
+                where=self._device,
+                expected=f"{size_bytes} bytes",
+                found=str(error).split(".")[0],
+                remedy="free device memory, or make large buffers and strided tensors contiguous "
+                "parameters",
+            ) from error
+        self._out += size_bytes
+        self._set_aside = max(self._set_aside, self._out)
+        return buffer
+
+    def forget(self) -> None:
+        """Stop counting on the reserve, which training has taken."""
+        self._set_aside = 0
+
+    def give_back(self, size_bytes: int) -> None:
+        """Return a buffer after it was released; any thread may call it."""
+        self._out -= size_bytes
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._pool is not None:
+            own = torch.cuda.use_mem_pool(self._pool, device=self._device)
+        with own:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _make_pool() -> torch.cuda.MemPool | None:
+    try:
+        return torch.cuda.MemPool(use_on_oom=True)
+    except TypeError:
+        log.debug("this torch has no memory pools that training can fall back on")
+        return None
+
+
 class SideStreams:
-    """One copy stream per device, separate from every stream that training uses."""
+    """Two streams per device, separate from every stream that training uses."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._copying: dict[str, torch.cuda.Stream] = {}
         self._filling: dict[str, torch.cuda.Stream] = {}
 
     def stream(self, device: str) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device=device)
-        return self._streams[device]
+        """Return the stream for copies."""
+        if device not in self._copying:
+            self._copying[device] = torch.cuda.Stream(device=device)
+        return self._copying[device]
 
     def filling(self, device: str) -> torch.cuda.Stream:
-        """Return a second stream for short kernels that copies on the first wait for. It has
-        priority over training; otherwise the bus would idle."""
+        """Return the stream for short kernels that copies on the first wait for. It has priority
+        over training; otherwise the bus would idle."""
         if device not in self._filling:
             self._filling[device] = torch.cuda.Stream(device=device, priority=-1)
         return self._filling[device]
 
     def both(self, device: str) -> tuple[torch.cuda.Stream, ...]:
-        """Return both streams of a device."""
         return self.stream(device), self.filling(device)
 
 
-def record(
-    stream: torch.cuda.Stream, *, timing: bool = False, blocking: bool = True
-) -> torch.cuda.Event:
+def record(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
     """Record an event on a stream; waiting for it on the host sleeps instead of spinning."""
-    event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
+    event = torch.cuda.Event(enable_timing=timing, blocking=True)
     event.record(stream)
     return event
 
@@ -63,9 +150,8 @@ class CopyStreams:
     """Side streams for copies into tensors on these devices; only CUDA devices get one."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        streams = SideStreams()
-        cuda = [device for device in set(devices) if device.type == "cuda"]
-        self._streams = {device: streams.stream(str(device)) for device in cuda}
+        cuda = {device for device in devices if device.type == "cuda"}
+        self._streams = {device: torch.cuda.Stream(device=device) for device in cuda}
         self.follow()
 
     def follow(self) -> None:

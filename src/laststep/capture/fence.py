@@ -13,9 +13,10 @@ the copies.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,30 +24,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-class Fenced(Protocol):
-    """A capture that must end before the state may change."""
-
-    def hold_back(self) -> None:
-        """Block the host, and the current stream, until the state may change."""
-
-    def is_over(self) -> bool:
-        """Return whether all copies have ended."""
+    from laststep.capture.mover import Job
 
 
 class Fence:
-    """The hook, the captures it waits for, and whether it has been seen to fire."""
+    """The captures that the hook waits for, and whether it has been seen to fire."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fenced: list[Fenced] = []
+        self._fenced: list[Job] = []
         self._fired = False
         self._count = 0
         self._errands: list[tuple[int, Callable[[], bool]]] = []
-        _Hook.fences[id(self)] = self
-        _Hook.register()
+        _fences[id(self)] = self
+        _register_hook()
 
-    def add(self, capture: Fenced) -> None:
+    def add(self, capture: Job) -> None:
         with self._lock:
             self._fenced.append(capture)
 
@@ -63,55 +56,44 @@ class Fence:
             return fired
 
     def close(self) -> None:
-        _Hook.fences.pop(id(self), None)
+        _fences.pop(id(self), None)
 
     def before_step(self) -> None:
         """Run before an optimizer steps."""
+        due: list[Callable[[], bool]] = []
         with self._lock:
             self._fired = True
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
             fenced = tuple(self._fenced)
             self._count += 1
-            count, due = self._count, self._take_due()
+            count = self._count
+            if self._errands:
+                due = [errand for number, errand in self._errands if number <= count]
+                self._errands = [errand for errand in self._errands if errand[0] > count]
         for errand in due:
             if not errand():
                 self.at_step(2 * count, errand)
         for capture in fenced:
             capture.hold_back()
 
-    def _take_due(self) -> list[Callable[[], bool]]:
-        """Remove and return the errands due at this firing; call with the lock held."""
-        if not self._errands:
-            return []
-        due = [errand for number, errand in self._errands if number <= self._count]
-        self._errands = [errand for errand in self._errands if errand[0] > self._count]
-        return due
 
-
-class _Hook:
-    """The one hook of all fences. It is never removed: torch iterates over its hooks while they
-    run, and any thread may close a fence at any moment."""
-
-    fences: ClassVar[dict[int, Fence]] = {}
-    _registered = False
-
-    @classmethod
-    def register(cls) -> None:
-        if not cls._registered:
-            cls._registered = True
-            register_optimizer_step_pre_hook(cls._before_step)
-
-    @classmethod
-    def _before_step(cls, *_: object) -> None:
-        if torch.compiler.is_compiling() or _capturing_graph():
-            return  # nothing may be traced or recorded here, so this step is no evidence either
-        for fence in list(cls.fences.values()):
-            fence.before_step()
-
-
+_fences: dict[int, Fence] = {}
 # A child has none of its parent's fences; one that closes its copy there finds nothing to close.
-os.register_at_fork(after_in_child=_Hook.fences.clear)
+os.register_at_fork(after_in_child=_fences.clear)
 
 
-def _capturing_graph() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+@functools.cache
+def _register_hook() -> None:
+    """Register the hook of all fences. It is never removed: torch iterates over its hooks while
+    they run, and any thread may close a fence at any moment."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(*_: object) -> None:
+    # Nothing may be traced or recorded here, so such a step is no evidence either.
+    if torch.compiler.is_compiling():
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    for fence in list(_fences.values()):
+        fence.before_step()

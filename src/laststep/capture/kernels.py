@@ -1,13 +1,14 @@
 """Copies and fingerprints over tables of addresses, as CUDA kernels: one launch, one pass.
 
-`gather` and `fingerprint` fall back to plain torch operations without them. Kernels are compiled
-and tested in the background, per device, before they are needed. A table is uploaded on a side
-stream, because an upload on the training stream would wait for everything that training has
-enqueued; a launch waits for it in stream order.
+Compiled at run time with the libraries that torch has loaded, and tested, in the background, per
+device, before they are needed; `gather` and `Fingerprint` fall back to plain torch operations. A
+table is uploaded on a side stream, because an upload on the training stream would wait for
+everything that training has enqueued; a launch waits for it in stream order.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -15,10 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from laststep.capture.nvrtc import CompiledModule, Kernel, LaunchFailed, compile_source
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +30,52 @@ _WIDTHS = (16, 4, 1)
 """Bytes per element, by which addresses, offsets and sizes must divide."""
 
 
-class Kernels:
-    """The kernels of one device."""
+class KernelError(RuntimeError):
+    """There is no compiler here, or it does not take the source, or the driver refuses to load or
+    to launch."""
 
-    def __init__(self, module: CompiledModule) -> None:
-        self.copy: dict[int, Kernel] = {n: module.kernel(f"copy_{n}") for n in _WIDTHS}
-        self.mix = module.kernel("mix_tiles")
-        self.digest = module.kernel("digest_tiles")
+
+class Kernel:
+    """A function of a loaded module; it takes pointers only."""
+
+    def __init__(self, driver: ctypes.CDLL, module: ctypes.c_void_p, name: str) -> None:
+        self._driver, self._function = driver, ctypes.c_void_p()
+        result = driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
+        if result != 0:
+            raise KernelError(f"cuModuleGetFunction {name}: CUDA error {result}")
+
+    def launch(self, blocks: int, threads: int, *arguments: torch.Tensor) -> None:
+        """Launch on the current stream. The tensors MUST stay alive until it has run there."""
+        pointers = [ctypes.c_void_p(argument.data_ptr()) for argument in arguments]
+        array = (ctypes.c_void_p * len(pointers))(
+            *(ctypes.addressof(pointer) for pointer in pointers)
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        result = self._driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, 0, stream, array, None
+        )
+        if result != 0:
+            raise KernelError(f"cuLaunchKernel: CUDA error {result}")
+
+
+class Kernels:
+    """The kernels of one device, loaded into the context that is current."""
+
+    def __init__(self, code: bytes) -> None:
+        driver, module = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        result = driver.cuModuleLoadData(ctypes.byref(module), code)
+        if result != 0:
+            raise KernelError(f"cuModuleLoadData: CUDA error {result}")
+        self.copy = {width: Kernel(driver, module, f"copy_{width}") for width in _WIDTHS}
+        self.mix = Kernel(driver, module, "mix_tiles")
+        self.digest = Kernel(driver, module, "digest_tiles")
 
 
 _ready: dict[int, Kernels] = {}
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
-    """The kernels of a device, once `prepare_kernels` has found them working there."""
+    """Return the kernels of a device, once `prepare_kernels` has found them working there."""
     return _ready.get(_index(device))
 
 
@@ -56,11 +87,11 @@ def prepare_kernels(device: torch.device) -> None:
         return
     try:
         source = resources.files(__package__).joinpath("kernels.cu").read_text()
-        code = compile_source(source, index)
+        code = _compile(source, index)
         stream = torch.cuda.Stream(device=index)
         with torch.cuda.device(index), torch.cuda.stream(stream):
             stream.synchronize()  # makes the device's context current on this thread
-            kernels = Kernels(CompiledModule(code))
+            kernels = Kernels(code)
             works = _copies_are_exact(kernels, stream) and _changes_are_seen(kernels, stream)
     except Exception as error:  # noqa: BLE001 (compilers fail in any way; plain copies do not)
         log.warning("no kernels on cuda:%d, plain copies are used instead: %s", index, error)
@@ -74,6 +105,42 @@ def prepare_kernels(device: torch.device) -> None:
 def _index(device: torch.device) -> int:
     index: int | None = device.index
     return torch.cuda.current_device() if index is None else index
+
+
+def _compile(source: str, device: int) -> bytes:
+    """Return the machine code of a source for one device. Every call releases the GIL: compiling
+    takes a few hundred milliseconds on another core."""
+    if torch.version.cuda is None:
+        raise KernelError("this torch is not built for CUDA")
+    nvrtc = ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}")
+    major, minor = torch.cuda.get_device_capability(device)
+    program = ctypes.c_void_p()
+
+    def check(result: int, call: str) -> None:
+        if result != 0:
+            raise KernelError(f"{call}: NVRTC error {result}")
+
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"laststep.cu", 0, None, None
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        options = (f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17")
+        array = (ctypes.c_char_p * len(options))(*options)
+        size = ctypes.c_size_t()
+        if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            text = ctypes.create_string_buffer(size.value or 1)
+            nvrtc.nvrtcGetProgramLog(program, text)
+            raise KernelError(text.value.decode(errors="replace"))
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        code = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 # The trials compare on the host: a kernel of torch's that is used for the first time is loaded
@@ -104,8 +171,8 @@ def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
     def sums_of(sample: np.ndarray, at: int = 0) -> np.ndarray:
         tensor = torch.from_numpy(np.concatenate((sample[:at], sample))).to(stream.device)
         ranges = [(tensor.data_ptr() + at, size)]
-        both = [kind(kernels, ranges, stream).sums(0, 1).cpu().numpy() for kind in (Tiles, Digests)]
-        return np.concatenate(both)
+        both = [Fingerprint(ranges, kernels, stream, strong=strong) for strong in (False, True)]
+        return np.concatenate([kind.sums(0, 1)[1].cpu().numpy() for kind in both])
 
     sample = _sample(size)
     before = sums_of(sample)
@@ -121,24 +188,23 @@ def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
 class _Table:
     """Columns of numbers on the device: 64-bit addresses and offsets, 32-bit counts."""
 
-    def __init__(self, stream: torch.cuda.Stream, **columns: np.ndarray) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *columns: np.ndarray) -> None:
         with torch.cuda.stream(stream):
-            self._columns = {
-                name: torch.from_numpy(np.ascontiguousarray(column)).to(stream.device)
-                for name, column in columns.items()
-            }
+            self._columns = [
+                torch.from_numpy(np.ascontiguousarray(column)).to(stream.device)
+                for column in columns
+            ]
         self._uploaded = torch.cuda.Event()
         self._uploaded.record(stream)
 
-    def columns(self, *names: str) -> list[torch.Tensor]:
-        """The columns, once they have arrived, for the current stream."""
+    def rows(self, low: int, high: int) -> list[torch.Tensor]:
+        """Return these rows of each column, once they have arrived, for the current stream."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._uploaded)
-        columns = [self._columns[name] for name in names]
-        for column in columns:
+        for column in self._columns:
             # Made on the side stream: without this it could be reused there while a launch waits.
             column.record_stream(stream)
-        return columns
+        return [column[low:high] for column in self._columns]
 
 
 def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -151,56 +217,90 @@ def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return owners, starts, np.minimum(_TILE_BYTES, sizes[owners] - starts)
 
 
-def _before_each(counts: np.ndarray) -> list[int]:
+def _tiles_before(sizes: np.ndarray) -> list[int]:
     """Return how many tiles come before each range, and before the end."""
-    return [0, *np.cumsum(counts).tolist()]
+    return [0, *np.cumsum(-(-sizes // _TILE_BYTES)).tolist()]
 
 
-class Tiles:
-    """Fingerprints of ranges of memory, which MUST be valid whenever they are computed."""
+class Fingerprint:
+    """Fingerprints of a fixed list of ranges of device memory; holds none of the memory.
+
+    They prove that a copy is what was there at `save()`: every word is mixed with its position by a
+    non-linear bijection before it is summed, so that sign flips, swaps and shifts cannot cancel, as
+    they do under a plain multiply-and-sum. They depend on the bytes alone, not on their address,
+    and detect accidents, not attackers. Two are comparable if their ranges have equal sizes and
+    both or neither use kernels.
+    """
 
     def __init__(
-        self, kernels: Kernels, ranges: Sequence[tuple[int, int]], stream: torch.cuda.Stream
+        self,
+        ranges: Sequence[tuple[int, int]],
+        kernels: Kernels | None,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        strong: bool = False,
     ) -> None:
-        """Ranges of (address, bytes), none of them empty."""
-        self._kernels = kernels
+        """Ranges of (address, bytes), none of them empty; `stream` is a side stream for uploads,
+        which kernels need. `strong` sums, only by kernels, tell contents apart: two that differ
+        collide with probability 2**-128. They take twice as long."""
+        self.owners = list(range(len(ranges)))
+        """The range of each row."""
+        self._before = list(range(len(ranges) + 1))
+        self._table: _Table | None = None
+        if kernels is None or stream is None or not ranges:
+            return
         address, size = np.array(ranges, dtype=np.int64).T
         owners, starts, sizes = _tiles(size)
-        self.owners: list[int] = owners.tolist()
-        self._before = _before_each(-(-size // _TILE_BYTES))
+        self.owners = owners.tolist()
+        self._before = _tiles_before(size)
         self._table = _Table(
             stream,
-            addresses=address[owners] + starts,
-            sizes=sizes.astype(np.int32),
-            firsts=(starts // 4 & 0x7FFFFFFF).astype(np.int32),
+            address[owners] + starts,
+            sizes.astype(np.int32),
+            (starts // 4 & 0x7FFFFFFF).astype(np.int32),
         )
-
-    def sums(self, first: int, last: int) -> torch.Tensor:
-        """Two sums for each tile of the ranges [first, last), made on the current stream."""
-        low, high = self._before[first], self._before[last]
-        columns = [
-            column[low:high] for column in self._table.columns("addresses", "sizes", "firsts")
-        ]
-        sums = torch.empty(high - low, 2, dtype=torch.int64, device=columns[0].device)
-        self._kernel(self._kernels).launch(high - low, _MIX_THREADS, *columns, sums)
-        return sums
-
-    @staticmethod
-    def _kernel(kernels: Kernels) -> Kernel:
-        return kernels.mix
+        self._kernel = kernels.digest if strong else kernels.mix
 
     def rows(self, first: int, last: int) -> slice:
-        """Return the rows of these ranges among those of all."""
+        """Return the rows of the ranges [first, last) among those of all."""
         return slice(self._before[first], self._before[last])
 
+    def sums(
+        self, first: int, last: int, bytes_of: Callable[[int], torch.Tensor] | None = None
+    ) -> tuple[slice, torch.Tensor]:
+        """Return rows of two 64-bit sums for the ranges [first, last), computed on the current
+        stream without synchronising, and their positions among all rows; `bytes_of` returns the
+        bytes of a range if there are no kernels."""
+        rows = self.rows(first, last)
+        if self._table is None:
+            assert bytes_of is not None  # noqa: S101 (left out only where there are kernels)
+            return rows, torch.stack([mixed(bytes_of(number)) for number in range(first, last)])
+        columns = self._table.rows(rows.start, rows.stop)
+        count = rows.stop - rows.start
+        sums = torch.empty(count, 2, dtype=torch.int64, device=columns[0].device)
+        self._kernel.launch(count, _MIX_THREADS, *columns, sums)
+        return rows, sums
 
-class Digests(Tiles):
-    """Like `Tiles`, with sums strong enough to tell contents apart: two that differ collide with
-    probability 2**-128. Takes twice as long."""
 
-    @staticmethod
-    def _kernel(kernels: Kernels) -> Kernel:
-        return kernels.digest
+def mixed(raw: torch.Tensor) -> torch.Tensor:
+    """Compute two such sums in plain torch operations on a flat byte tensor: several passes, and
+    temporaries of several times its size. A range is never larger than a chunk."""
+    whole = raw.numel() // 8 * 8
+    odd = raw.data_ptr() % 8 or raw.storage_offset() % 8
+    words = (raw[:whole].clone() if odd else raw[:whole]).view(torch.int64)
+    total = _mix(words, 0)
+    return total + _mix(raw[whole:].to(torch.int64), whole) if whole < raw.numel() else total
+
+
+def _mix(words: torch.Tensor, first: int) -> torch.Tensor:
+    """Two sums over the finaliser of splitmix64, seeded by position; arithmetic wraps mod 2**64."""
+    position = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)
+    mixed = words ^ (position * -7046029254386353131)
+    mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
+    mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
+    mixed = mixed ^ (mixed >> 31)
+    other = (mixed ^ (mixed >> 29)) * -5435081209227447693
+    return torch.stack((mixed.sum(), other.sum()))
 
 
 class CopyTable:
@@ -222,22 +322,19 @@ class CopyTable:
             owners, starts, sizes = _tiles(size[mine])
             table = _Table(
                 stream,
-                sources=address[mine][owners] + starts,
-                offsets=offset[mine][owners] + starts,
-                counts=(sizes // width).astype(np.int32),
+                address[mine][owners] + starts,
+                offset[mine][owners] + starts,
+                (sizes // width).astype(np.int32),
             )
-            before = _before_each(np.where(mine, -(-size // _TILE_BYTES), 0))
+            before = _tiles_before(np.where(mine, size, 0))
             self._launches.append((kernels.copy[width], before, table))
 
     def run(self, target: torch.Tensor, first: int = 0, last: int | None = None) -> None:
         """Copy the rows [first, last), or all from `first` on, into the buffer, on the current
         stream."""
         if target.nbytes < self.size_bytes:
-            raise LaunchFailed(f"{self.size_bytes} bytes do not go into {target.nbytes}")
+            raise KernelError(f"{self.size_bytes} bytes do not go into {target.nbytes}")
         for kernel, before, table in self._launches:
             low, high = before[first], before[-1 if last is None else last]
             if low < high:
-                columns = table.columns("sources", "offsets", "counts")
-                kernel.launch(
-                    high - low, _COPY_THREADS, *(column[low:high] for column in columns), target
-                )
+                kernel.launch(high - low, _COPY_THREADS, *table.rows(low, high), target)

@@ -1,8 +1,8 @@
-"""Lower a save plan to copies: which bytes are gathered together, and what each chunk takes from
-where.
+"""Decide how a save is copied: choose each piece's capture mode, and lower the plan to copies.
 
-Pure: it moves nothing and looks at no tensor, only at specs and at the capture mode of each piece.
-A layout depends on plan and modes alone, so it is reused while the state keeps its shape.
+Pure: it moves nothing and looks at no tensor, only at specs and at the memory that is spare. A
+layout says which bytes are gathered together, and what each chunk takes from where. It depends on
+plan and modes alone, so it is reused while the state keeps its shape.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from itertools import compress, groupby, repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from laststep.constants import CHUNK_BYTES, DTYPES, align_up
+from laststep.errors import UsageError
+from laststep.settings import Capture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from laststep.plan.files import FilePlan, SavePlan
+    from laststep.state.provider import Piece
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _START: Final = operator.attrgetter("start")
 _PIECE: Final = operator.attrgetter("piece")
+HOST_STAGING_BYTES = 64 << 20
+"""Up to this much host state is copied aside at `save()`, outside the pool, instead of into
+slots."""
 
 
 class Way(Enum):
@@ -35,6 +41,42 @@ class Way(Enum):
     DIRECT = "direct"
     """Copied straight into the pool: host state by the training thread, the rest in the
     background."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The capture mode of each piece, and the device memory that this needs."""
+
+    ways: tuple[Way, ...]
+    needs: dict[str, int]
+
+
+def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> Choice:
+    """Stage device pieces while there is room, and host pieces if they are small. State that
+    forward changes, and device state that needs gathering, cannot be lazy."""
+    host_bytes = sum([piece.size_bytes for piece in pieces if piece.device == "cpu"])
+    small = host_bytes <= HOST_STAGING_BYTES
+    needs = dict.fromkeys(rooms, 0)
+    ways: list[Way] = []
+    device_first = mode in (Capture.AUTO, Capture.DEVICE)
+    for _name, _dtype, _shape, size, device, contiguous, volatile, *_ in pieces:
+        if device == "cpu":
+            staged = volatile or not contiguous if mode is Capture.LAZY else small
+        else:
+            fits = needs[device] + size <= rooms[device]
+            if mode is Capture.DEVICE and not fits:
+                needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
+                raise UsageError(
+                    "device memory is short for capture='device'",
+                    where=device,
+                    expected=f"{needed} spare bytes",
+                    found=str(rooms[device]),
+                    remedy="use capture='auto', which captures lazily what does not fit",
+                )
+            staged = volatile or not contiguous or (fits and device_first)
+            needs[device] += size if staged else 0
+        ways.append(Way.STAGED if staged else Way.DIRECT)
+    return Choice(ways=tuple(ways), needs=needs)
 
 
 class ElementRange(NamedTuple):
@@ -101,23 +143,17 @@ class _StagedRange(NamedTuple):
 
 
 class _CopyRun(NamedTuple):
-    """Neighbouring pieces of a file that are copied alike."""
+    """Neighbouring pieces that fill bytes [start, stop) of a file and are copied alike."""
 
     way: Way
     device: str
     dtype: str
+    start: int
+    stop: int
     bounds: list[int]
     """The byte of the file at which each piece starts, and the one at which the last stops."""
     spans: list[ElementRange]
     """All of each piece."""
-
-    @property
-    def start(self) -> int:
-        return self.bounds[0]
-
-    @property
-    def stop(self) -> int:
-        return self.bounds[-1]
 
     def within(self, low: int, high: int) -> tuple[ElementRange, ...]:
         """Return what lies in bytes [low, high) of the file; only the first and last span can be
@@ -169,9 +205,10 @@ def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Co
         at = list(members)
         run, size = placed[at[0] : at[-1] + 1], DTYPES[dtype].size_bytes
         elements = [(stop - start) // size for _, _, _, start, stop in run]
-        spans = zip(numbers[at[0] :], repeat(0), elements, repeat(True), strict=False)  # noqa: FBT003
+        numbered = zip(numbers[at[0] :], repeat(0), elements, repeat(True), strict=False)  # noqa: FBT003
         bounds = [*map(_START, run), run[-1].stop]
-        yield _CopyRun(way, device, dtype, bounds, list(map(ElementRange._make, spans)))
+        spans = list(map(ElementRange._make, numbered))
+        yield _CopyRun(way, device, dtype, bounds[0], bounds[-1], bounds, spans)
 
 
 def _stage(run: _CopyRun, parts: list[_StagedRange | _CopyRun], groups: list[StagingGroup]) -> None:

@@ -1,39 +1,48 @@
-"""Copy one capture's bytes into slots of the pool, prove them, and hand the slots over.
+"""One capture in progress, and the copies of its bytes into slots of the pool.
 
-Knows nothing of other captures or of how modes are chosen. Runs on the capture thread; copying
-threads also lease and hand over the chunks that they fill. A slot is handed over only after the
-copies into it have ended. Lazy copies are proven by the bytes that landed: in the ring for a
-device, in the slot for the host.
+The training thread makes a `Job` and fills its staging; then the capture thread owns it, except for
+the events, for which any thread may wait. `Mover` runs on the capture thread and copies, proves and
+hands over the chunks of a job; copying threads also lease and hand over those that they fill. A
+slot is handed over only after the copies into it have ended. Lazy copies are proven by the bytes
+that landed: in the ring for a device, in the slot for the host. Knows nothing of other captures or
+of how modes are chosen.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import threading
+import time
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from laststep.capture.device import record
-from laststep.capture.exact import copy_each
-from laststep.capture.gather import gather
-from laststep.capture.sources import Views
+from laststep.capture.gather import Views, copy_each, gather
 from laststep.codecs.digests import digest
 from laststep.constants import DTYPES
 from laststep.errors import AbortedError, StorageError, TornCaptureError
 from laststep.memory.slots import Filled
+from laststep.process import signals
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.capture.copies import ChunkLooks, Place
     from laststep.capture.device import SideStreams
-    from laststep.capture.job import Job
-    from laststep.capture.layout import ChunkLayout, StagingGroup
+    from laststep.capture.gather import LiveTensor
+    from laststep.capture.layout import ChunkLayout, Layout, StagingGroup
+    from laststep.capture.ring import Ring
+    from laststep.errors import LaststepError
     from laststep.memory.pool import Pool
+    from laststep.plan.files import SavePlan
 
 _BATCH = 8
 """Chunks that are copied, waited for and handed over together: Python work of the capture thread
 takes the GIL from training."""
-
-
 _READ = 0x100
 """PyBUF_READ"""
 _look_at = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -42,6 +51,129 @@ _look_at.restype = ctypes.py_object
 
 Batch = list[tuple["ChunkLayout", int]]
 """Chunks, each with the slot that it goes into."""
+
+
+class Sink(Protocol):
+    """Receives a capture's chunks: a save of the flusher's client. Called from any thread."""
+
+    @property
+    def number(self) -> int:
+        """The number of the save, by which later ones refer to it."""
+
+    @property
+    def since(self) -> int:
+        """The number of the last save that is committed; 0: none."""
+
+    def chunks(self, filled: list[Filled]) -> None:
+        """Take over filled slots from the capture."""
+
+    def unchanged(
+        self, of: int, chunks: Sequence[tuple[int, int, int]]
+    ) -> frozenset[tuple[int, int]]:
+        """Given chunks (file, start, bytes) that equal those of that save, return those (file,
+        start) that need not be handed over."""
+
+    def captured(self, timing: CaptureTiming) -> None:
+        """All bytes have been handed over."""
+
+    def failed(self, error: LaststepError) -> None:
+        """The capture failed; nothing more will come."""
+
+
+@dataclass(slots=True)
+class CaptureTiming:
+    """The measured cost of a capture to training."""
+
+    stall_s: float = 0.0
+    """The training thread, in save()."""
+    waited_s: float = 0.0
+    """Of that, waiting for room in the pool or for an earlier capture."""
+    device_copy_s: float = 0.0
+    """The training stream, copying on the device."""
+    fence_s: float = 0.0
+    """The training stream, held back before the optimizer's step."""
+    drained_s: float = 0.0
+    """From save() until all bytes were in host memory."""
+    unchanged_bytes: int = 0
+    """Bytes that stayed on the device because the last checkpoint has them."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A capture; the module docstring says which thread owns what. The first error is final."""
+
+    plan: SavePlan
+    layout: Layout
+    sources: Sequence[torch.Tensor]
+    sink: Sink
+    began_s: float
+    looks: ChunkLooks | None = None
+    """Digests of the chunks of this layout in earlier saves."""
+    timing: CaptureTiming = field(default_factory=CaptureTiming)
+    direct: dict[int, LiveTensor] = field(default_factory=dict)
+    """Tensors that are copied after planning, by piece, held as they were at `save()`."""
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+    filled: set[Place] = field(default_factory=set)
+    """Chunks that the training thread has filled and handed over."""
+    aside: dict[Place, torch.Tensor] = field(default_factory=dict)
+    """The host's part of chunks that a device fills as well."""
+    held: set[int] = field(default_factory=set)
+    """Slots that are leased and not handed over yet; given back if the capture fails."""
+    ready: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    """Per device: the state at save() is complete (and staged) once this event has passed."""
+    staging_began: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(
+        default_factory=dict
+    )
+    rings: dict[str, Ring] = field(default_factory=dict)
+    """Per device: what is copied lazily passes through these, and is proven there."""
+    host_before: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    """Digests at save() of host spans that are copied lazily."""
+    copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    host_held_s: float = 0.0
+    """How long the training thread waited in the fence."""
+    cancelled: bool = False
+    """Set by the training thread if the outcome is no longer wanted."""
+    enqueued: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    error: LaststepError | None = None
+
+    def hold_back(self) -> None:
+        """Called by the fence: block until the copies of the state are ordered before any
+        change."""
+        began = time.perf_counter()
+        signals.wait(self.enqueued)
+        if not self.copied:
+            signals.wait(self.over)  # host memory has no stream order: wait for the copy itself
+        self.host_held_s += time.perf_counter() - began
+        for device, event in self.copied.items():
+            stream = torch.cuda.current_stream(device)
+            start = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            stream.wait_event(event)
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(stream)
+            self.fence_began.setdefault(device, []).append((start, end))
+
+    def read_fence_timers(self) -> None:
+        """Add up how long the fence delayed host and streams, for waits that have ended."""
+        total = self.host_held_s
+        for waits in list(self.fence_began.values()):
+            total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3
+        self.timing.fence_s = total
+
+    def let_go(self) -> None:
+        """Release all memory of the state after the copies have ended: a report, which keeps the
+        job for its figures, may be kept for long."""
+        self.sources = ()
+        self.direct.clear()
+        self.rings.clear()
+        self.staging.clear()
+        self.host_before.clear()
+        self.aside.clear()
+
+    def is_over(self) -> bool:
+        return self.over.is_set()
 
 
 class Mover:
@@ -54,7 +186,8 @@ class Mover:
     def lease(self, job: Job, at_most: int = 1) -> list[int]:
         """Lease slots for this job, in order: wait for one, and take more if they are free. They
         are held until they are handed over."""
-        slot = self._pool.lease(for_save=True, urgent=job.urgent())
+        # Training waits, or will, unless all state is staged, which can take its time.
+        slot = self._pool.lease(for_save=True, urgent=bool(job.layout.direct))
         if slot is None:
             raise StorageError("no host memory became free")
         slots = sorted([slot, *self._pool.lease_more(at_most - 1)])
@@ -75,8 +208,8 @@ class Mover:
             for stream in self._streams.both(device):
                 stream.wait_event(ready)
         at_once = min([_BATCH, *(ring.at_once for ring in job.rings.values())])
-        stay = self._unchanged(job)
-        todo = [c for c in job.chunks() if (c.file, c.start) not in job.filled | stay]
+        done = job.filled | self._unchanged(job)
+        todo = [chunk for chunk in job.layout.chunks if (chunk.file, chunk.start) not in done]
         flying: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
         while todo:
             if job.cancelled:
@@ -89,7 +222,10 @@ class Mover:
             del todo[: len(slots)]
             # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
             if flying and not job.rings:
-                _let_others_copy(flying[-1][1])
+                # Leave a gap without copies on the device. The copy engine serves another stream
+                # only then: a `loss.item()` would otherwise wait for the whole capture.
+                for event in flying[-1][1]:
+                    event.synchronize()
             flying.append((batch, self._fill(job, batch)))
             while len(flying) > 1 and not job.rings:
                 self.hand_over(job, *flying.popleft())
@@ -103,19 +239,19 @@ class Mover:
         while flying:
             self.hand_over(job, *flying.popleft())
         self._prove(job)
-        self._read_timers(job)
+        for device, began in job.staging_began.items():
+            job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
 
-    def _unchanged(self, job: Job) -> frozenset[tuple[int, int]]:
+    def _unchanged(self, job: Job) -> frozenset[Place]:
         """Return the chunks that the last checkpoint already has; they stay on their device. Not
         used with lazy copies, because training then waits for this thread."""
         if job.looks is None or job.layout.direct:
             return frozenset()
-        found, since = job.looks.look(job, self._streams), job.sink.since
-        same = set(job.looks.unchanged(found, since))
-        job.looks.keep(job.sink.number, found)
+        number, since = job.sink.number, job.sink.since
+        same = job.looks.unchanged(job.staging, self._streams, number=number, since=since)
         if not same:
             return frozenset()
-        sizes = {(c.file, c.start): c.size_bytes for c in job.chunks()}
+        sizes = {(c.file, c.start): c.size_bytes for c in job.layout.chunks}
         chunks = [(file, start, sizes[file, start]) for file, start in sorted(same)]
         stay = job.sink.unchanged(since, chunks)
         job.timing.unchanged_bytes = sum(sizes[place] for place in stay)
@@ -131,9 +267,11 @@ class Mover:
                 places, parts = staged.setdefault(part.device, ([], []))
                 places.append(target[part.at : part.at + part.size_bytes])
                 parts.append(job.staging[part.device][part.start : part.start + part.size_bytes])
-            used.update(self._fill_direct(job, chunk, slot))
+            if chunk.direct:
+                used |= self._fill_direct(job, chunk, slot)
         for device in job.rings:
-            used.update(self._pass_through(job, device, batch))
+            if self._pass_through(job, device, batch):
+                used.add(device)
         for device, (places, parts) in staged.items():
             if device == "cpu":
                 copy_each(places, parts)
@@ -147,9 +285,9 @@ class Mover:
         """Copy, or enqueue copies of, pieces that are neither staged nor pass through a ring;
         return their devices."""
         used: set[str] = set()
+        target = self._pool.tensor(slot)
         aside = job.aside.pop((chunk.file, chunk.start), None)
         for group in chunk.direct:
-            target = self._pool.tensor(slot)
             if group.device == "cpu" and aside is None:
                 land(self._pool, job, group, slot)
             elif group.device == "cpu" and aside is not None:
@@ -161,9 +299,9 @@ class Mover:
                     gather(target, [group], Views(job.direct))
         return used
 
-    def _pass_through(self, job: Job, device: str, batch: Batch) -> set[str]:
-        """Enqueue the copies of chunks that pass through a device's ring; return the device, if
-        there are any."""
+    def _pass_through(self, job: Job, device: str, batch: Batch) -> bool:
+        """Enqueue the copies of chunks that pass through a device's ring; return False if there are
+        none."""
         ring = job.rings[device]
         numbers = ring.route.numbers
         through = [
@@ -172,7 +310,7 @@ class Mover:
             if (chunk.file, chunk.start) in numbers
         ]
         if not through:
-            return set()
+            return False
         pieces = ring.route.pieces(through[0][0], through[-1][0] + 1)
         gone = [piece for piece in sorted(pieces) if not job.direct[piece].in_place()]
         if gone:
@@ -180,13 +318,15 @@ class Mover:
         with torch.cuda.device(device):
             filling, emptying = self._streams.filling(device), self._streams.stream(device)
             ring.pass_through(through, job.direct, filling, emptying)
-        return {device}
+        return True
 
     def hand_over(self, job: Job, batch: Batch, events: list[torch.cuda.Event]) -> None:
+        """Give chunks to the flusher once the copies into their slots have ended."""
         for event in events:
             event.synchronize()
-        self._pool.seal(slot for _, slot in batch)
-        job.held.difference_update(slot for _, slot in batch)
+        slots = [slot for _, slot in batch]
+        self._pool.seal(slots)
+        job.held.difference_update(slots)
         job.sink.chunks([Filled(c.file, c.start, c.size_bytes, slot) for c, slot in batch])
 
     def _prove(self, job: Job) -> None:
@@ -197,17 +337,6 @@ class Mover:
                 changed = ring.changed()
             if changed:
                 raise torn(job, changed)
-
-    def _read_timers(self, job: Job) -> None:
-        for device, began in job.staging_began.items():
-            job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
-
-
-def _let_others_copy(events: list[torch.cuda.Event]) -> None:
-    """Leave a gap without copies on the device by waiting for those in flight. The copy engine
-    serves another stream only then: a `loss.item()` would otherwise wait for the whole capture."""
-    for event in events:
-        event.synchronize()
 
 
 def land(pool: Pool, job: Job, group: StagingGroup, slot: int) -> None:
@@ -237,10 +366,11 @@ def host_digest(address: int, size_bytes: int) -> bytes:
 
 def torn(job: Job, changed: list[int], *, found: str | None = None) -> TornCaptureError:
     """Return the error for pieces whose copies differ from the state at `save()`."""
+    names = (f"{item.name}/{piece.name}" for item in job.plan.items for piece in item.pieces)
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return TornCaptureError(
         "the state changed while it was captured lazily",
-        where=job.full_name(changed[0]) + more,
+        where=next(itertools.islice(names, changed[0], None)) + more,
         expected="no change between save() and the next optimizer step",
         found=found,
         remedy="later saves of this run block until they are captured; "

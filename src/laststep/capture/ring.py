@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from laststep.capture.device import record
-from laststep.capture.exact import copy_each
-from laststep.capture.fingerprint import Fingerprint
-from laststep.capture.gather import bytes_of, gather
-from laststep.capture.kernels import CopyTable, kernels_on
-from laststep.capture.sources import LiveTensor, Views
+from laststep.capture.gather import LiveTensor, Views, bytes_of, copy_each, gather
+from laststep.capture.kernels import CopyTable, Fingerprint, kernels_on
 from laststep.constants import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
@@ -74,7 +71,7 @@ class Route:
         self._addresses = self._addresses_of(sources)
         chunks = chunks_through(layout, device)
         self.numbers = {(chunk.file, chunk.start): n for n, chunk in enumerate(chunks)}
-        self._groups = [self._own_groups(chunk) for chunk in chunks]
+        self._groups = [[g for g in chunk.direct if g.device == device] for chunk in chunks]
         rows: list[_Row] = []
         self._rows_before = [0]
         for number, groups in enumerate(self._groups):
@@ -84,7 +81,7 @@ class Route:
         kernels = None if stream is None else kernels_on(stream.device)
         live = [(row.address, row.size_bytes) for row in rows]
         landed = [(self._base + row.at, row.size_bytes) for row in rows]
-        self.live = Fingerprint(live, kernels, stream)
+        self._live = Fingerprint(live, kernels, stream)
         self._landed = Fingerprint(landed, kernels, stream)
         self._copies: CopyTable | None = None
         if kernels is not None and stream is not None:
@@ -102,7 +99,13 @@ class Route:
 
     def fingerprint(self, sources: Mapping[int, LiveTensor]) -> torch.Tensor:
         """Return the fingerprint of the live memory now, computed on the current stream."""
-        return self.live.sums(0, len(self.rows), lambda number: self._bytes(number, sources))[1]
+
+        def bytes_at(number: int) -> torch.Tensor:
+            row = self.rows[number]
+            flat = bytes_of(sources[row.piece].tensor)
+            return flat[row.first_byte : row.first_byte + row.size_bytes]
+
+        return self._live.sums(0, len(self.rows), bytes_at)[1]
 
     def place(self, number: int) -> int:
         """Return the place of a chunk in the ring."""
@@ -130,20 +133,17 @@ class Route:
             low, high, lambda n: ring[rows[n].at : rows[n].at + rows[n].size_bytes]
         )
 
-    def windows(self, number: int) -> Iterator[tuple[int, int]]:
-        """The bytes of a chunk that come through this ring."""
-        return ((group.start, group.stop) for group in self._groups[number])
+    def windows(self, number: int) -> list[tuple[int, int]]:
+        """Return the bytes of a chunk that come through this ring."""
+        return [(group.start, group.stop) for group in self._groups[number]]
 
     def changed(self, same: Iterable[bool]) -> list[int]:
         """Return the pieces of which not all rows are equal."""
-        owners = zip(self.live.owners, same, strict=True)
+        owners = zip(self._live.owners, same, strict=True)
         return list(dict.fromkeys(self.rows[owner].piece for owner, ok in owners if not ok))
 
     def _addresses_of(self, sources: Mapping[int, LiveTensor]) -> list[int]:
         return [sources[piece].address for piece in self._layout.direct[self._device]]
-
-    def _own_groups(self, chunk: ChunkLayout) -> list[StagingGroup]:
-        return [group for group in chunk.direct if group.device == self._device]
 
     def _rows_of(
         self, groups: list[StagingGroup], place: int, sources: Mapping[int, LiveTensor]
@@ -155,11 +155,6 @@ class Route:
                 address = sources[span.piece].address + skipped
                 yield _Row(span.piece, address, at, length, skipped)
                 at += length
-
-    def _bytes(self, number: int, sources: Mapping[int, LiveTensor]) -> torch.Tensor:
-        row = self.rows[number]
-        flat = bytes_of(sources[row.piece].tensor)
-        return flat[row.first_byte : row.first_byte + row.size_bytes]
 
 
 class Ring:

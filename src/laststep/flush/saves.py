@@ -33,7 +33,7 @@ from laststep.settings import MAX_UNCOMMITTED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from laststep.capture.job import CaptureTiming, Job
+    from laststep.capture.mover import CaptureTiming, Job
     from laststep.catalog.lineage import AttemptName
     from laststep.flush.client import Client
     from laststep.flush.protocol import CodingReport, Flushed

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from laststep.capture.device import CopyStreams
-from laststep.capture.exact import copy_each
-from laststep.capture.gather import bytes_of
+from laststep.capture.gather import bytes_of, copy_each
 from laststep.codecs.digests import digest
 from laststep.constants import DTYPES, align_up
 from laststep.errors import CorruptError
