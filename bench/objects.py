@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import laststep  # noqa: E402
 from bench.hardware import commit, hardware  # noqa: E402
 from laststep.codecs.digests import block_digests  # noqa: E402
-from laststep.memory.slots import REMOTE_SLOT_BYTES  # noqa: E402
+from laststep.memory.pool import REMOTE_SLOT_BYTES  # noqa: E402
 from laststep.storage.bucket import Bucket, Patience  # noqa: E402
 
 if TYPE_CHECKING:

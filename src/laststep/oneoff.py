@@ -29,7 +29,7 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
-from laststep.memory.slots import ReadBuffers
+from laststep.memory.pool import ReadBuffers
 from laststep.plan.files import index_name
 from laststep.process import signals, system
 from laststep.ranks.group import Ranks

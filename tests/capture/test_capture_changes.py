@@ -11,8 +11,8 @@ from torch import nn
 
 import laststep
 from expect import raises
+from guards import guard_slots
 from laststep.capture import mover
-from laststep.memory.pool import Pool
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         land(*arguments)
 
     monkeypatch.setattr(mover, "land", held)
-    monkeypatch.setattr(Pool, "guarded", True)
+    guard_slots(monkeypatch.setattr)
     yield made
     made.opened.set()
 

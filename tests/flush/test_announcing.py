@@ -13,8 +13,7 @@ from laststep.events import Bus
 from laststep.flush.client import Client
 from laststep.flush.protocol import Begin, Chunks
 from laststep.flush.saves import Save
-from laststep.memory.pool import Pool
-from laststep.memory.slots import Filled
+from laststep.memory.pool import Filled, Pool
 from laststep.plan.files import plan_save
 from laststep.storage.directory import DirectoryStore
 

@@ -16,8 +16,7 @@ from expect import raises
 from laststep.constants import CHUNK_BYTES
 from laststep.flush import client as starting
 from laststep.flush.saves import Save
-from laststep.memory.pool import Pool
-from laststep.memory.slots import ReadBuffers
+from laststep.memory.pool import Pool, ReadBuffers
 from laststep.storage.files import Disk
 from waiting import PATIENCE_S, wait_until
 

@@ -19,7 +19,7 @@ from laststep.flush.listeners import FlusherSave, SlotHolds
 from laststep.flush.memory_tier import MemoryTier
 from laststep.flush.protocol import Begin, CaptureDone, Unchanged
 from laststep.memory import segments
-from laststep.memory.slots import Filled
+from laststep.memory.pool import Filled
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers import snapshots
 from saves_of import bytes_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from laststep.memory.pool import SLOT_BYTES, ReadBuffers
 from laststep.memory.segments import Mapping
-from laststep.memory.slots import SLOT_BYTES, ReadBuffers
 from smaps import flags_at
 
 HUGE_PAGE_BYTES = 2 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import os
@@ -15,12 +14,11 @@ import pytest
 
 from expect import raises, warned
 from laststep.constants import CHUNK_BYTES
-from laststep.errors import StorageError, UsageError
+from laststep.errors import StorageError
 from laststep.memory import pool
 from laststep.memory import segments as memory
-from laststep.memory.pool import Pool
+from laststep.memory.pool import Pool, ReadBuffers
 from laststep.memory.segments import Mapping
-from laststep.memory.slots import ReadBuffers
 from laststep.process import system
 from waiting import PATIENCE_S
 
@@ -352,28 +350,6 @@ def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_th
     assert _status_of(child) == 0
     inherited.clear()
     os.close(fd)
-
-
-def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Pool, "guarded", True)
-    made, source = make(1), (ctypes.c_char * 4)(*b"\1\2\3\4")
-    try:
-        made.want(CHUNK_BYTES)
-        slot = made.lease(PATIENCE_S)
-        assert slot is not None
-        ranges = [(ctypes.addressof(source), 4)]
-        assert made.land(slot, 0, ranges)
-        made.seal([slot])
-        with raises(UsageError, found="slot 0"):
-            made.land(slot, 8, ranges)
-        made.release(slot)
-        assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)
-        assert made.lease(PATIENCE_S) == slot
-        assert made.land(slot, 8, ranges)
-    finally:
-        made.close()
 
 
 def test_pages_of_memory_that_is_pinned_are_made_a_step_ahead_and_never_beyond_what_is_wanted(

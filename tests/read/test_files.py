@@ -10,7 +10,7 @@ import pytest
 from expect import raises
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError, StorageError, UsageError
-from laststep.memory.slots import ReadBuffers
+from laststep.memory.pool import ReadBuffers
 from laststep.plan.reads import Read
 from laststep.read import reader as reading
 from laststep.read.blocks import BlockReader, headers

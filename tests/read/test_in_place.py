@@ -10,7 +10,7 @@ import torch
 from expect import raises
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.memory.slots import ReadBuffers
+from laststep.memory.pool import ReadBuffers
 from laststep.plan.reads import Read, ReadRequest, plan_reads
 from laststep.read.reader import read_all
 from laststep.restoring.exchange import Placer, tensor_over

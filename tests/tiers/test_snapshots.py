@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
-from laststep.memory.slots import ReadBuffers
+from laststep.memory.pool import ReadBuffers
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.store import InPlace
 from laststep.tiers import snapshots

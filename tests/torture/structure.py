@@ -17,7 +17,7 @@ from structure_state import World, loaded_as_written
 from trials import Violation
 
 import laststep
-from laststep.memory.pool import Pool
+from guards import guard_slots
 from laststep.settings import as_keywords
 from laststep.state.tensors import repeats_itself
 
@@ -171,5 +171,5 @@ def trial(folder: Path, seed: int, tally: Tally) -> None:
     torch.set_num_threads(1)  # a trial is forked, and the threads of OpenMP do not survive that
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
-    Pool.guarded = True
+    guard_slots()
     _Trial(folder, seed, tally).run()

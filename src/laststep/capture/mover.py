@@ -25,7 +25,7 @@ from laststep.capture.gather import Views, copy_each, gather
 from laststep.codecs.digests import digest
 from laststep.constants import DTYPES
 from laststep.errors import AbortedError, StorageError, TornCaptureError
-from laststep.memory.slots import Filled
+from laststep.memory.pool import Filled
 from laststep.process import signals
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Mover:
         slot = self._pool.lease(for_save=True, urgent=bool(job.layout.direct))
         if slot is None:
             raise StorageError("no host memory became free")
-        slots = sorted([slot, *self._pool.lease_more(at_most - 1)])
+        slots = sorted([slot, *self._pool.slots.lease_more(at_most - 1)])
         job.held.update(slots)
         return slots
 
@@ -324,9 +324,7 @@ class Mover:
         """Give chunks to the flusher once the copies into their slots have ended."""
         for event in events:
             event.synchronize()
-        slots = [slot for _, slot in batch]
-        self._pool.seal(slots)
-        job.held.difference_update(slots)
+        job.held.difference_update([slot for _, slot in batch])
         job.sink.chunks([Filled(c.file, c.start, c.size_bytes, slot) for c, slot in batch])
 
     def _prove(self, job: Job) -> None:

@@ -34,7 +34,7 @@ from laststep.dcp import typed
 from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, UsageError
-from laststep.memory.slots import SLOT_BYTES
+from laststep.memory.pool import SLOT_BYTES
 from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads
 from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place

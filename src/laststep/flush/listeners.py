@@ -26,7 +26,7 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError
 from laststep.flush.protocol import Begin, CaptureDone, Decide, DiskNeed, Freed, News, Unchanged
 from laststep.flush.writer import SaveWriter
-from laststep.memory.slots import Filled
+from laststep.memory.pool import Filled
 from laststep.storage import locks
 
 if TYPE_CHECKING:

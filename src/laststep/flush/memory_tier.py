@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from laststep.catalog.writer import RunWriter
     from laststep.flush.listeners import FlusherSave, SlotHolds
     from laststep.flush.protocol import CaptureDone, Continue, ToTrainer, Unchanged
+    from laststep.memory.pool import Filled
     from laststep.memory.segments import Segment
-    from laststep.memory.slots import Filled
     from laststep.storage.store import Store
     from laststep.tiers.snapshots import MemorySnapshot
 

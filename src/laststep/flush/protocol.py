@@ -22,7 +22,7 @@ from laststep.catalog.lineage import AttemptName, Seen
 from laststep.catalog.retention import Keep
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
-from laststep.memory.slots import Filled
+from laststep.memory.pool import Filled
 from laststep.plan.files import MasterPair
 from laststep.settings import Compression
 from laststep.tiers.replicating import ReplicaOrder, TierStatus

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import AttemptName
     from laststep.flush.client import Client
     from laststep.flush.protocol import CodingReport, Flushed
-    from laststep.memory.slots import Filled
+    from laststep.memory.pool import Filled
     from laststep.plan.files import SavePlan
     from laststep.plan.frequency import IntervalEstimate
 

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import AttemptName
     from laststep.flush.base import Base
     from laststep.flush.memory_tier import MemoryTier
-    from laststep.memory.slots import Filled
+    from laststep.memory.pool import Filled
     from laststep.tiers.replicating import Replication
 
 log = logging.getLogger(__name__)

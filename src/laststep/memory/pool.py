@@ -1,36 +1,44 @@
-"""The host memory that captures are copied into and flushes read from: shared, limited, prepared
-ahead of time.
+"""The host memory that captures are copied into and flushes read from, and its slots.
 
-Owns the memory file, its mapping and its registration with CUDA. A background thread prepares
-memory: it populates the pages, and pins them if a GPU is used. Pinning holds a driver lock that
-kernel launches need too, and back-to-back calls starve them, so it pins slot by slot with pauses,
-unless training waits for the memory anyway. A slot is leased by the code that fills it and released
-when the flusher has written it. Memory beyond the requested amount is prepared only when a thread
-waits for it, and never past the limit. If no more memory is available, the pool continues with what
-it has, and each save and each restore tries again to grow it.
+`Pool` owns the memory file, its mapping and its registration with CUDA. A background thread
+prepares memory: it populates the pages, and pins them if a GPU is used. Pinning holds a driver lock
+that kernel launches need too, and back-to-back calls starve them, so it pins slot by slot with
+pauses, unless training waits for the memory anyway. A slot is leased by the code that fills it and
+released when the flusher has written it. Memory beyond the requested amount is prepared only when a
+thread waits for it, and never past the limit. If no more memory is available, the pool continues
+with what it has, and each save and each restore tries again to grow it.
+
+`Slots` tracks who holds each slot and serves waiters in order. `ReadBuffers` are memory of a
+restore itself, for when the pool is not pinned. torch is imported late: the flusher and the command
+line use this module too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.memory import segments as memory
-from laststep.memory.slots import REMOTE_SLOT_BYTES, SLOT_BYTES, ReadBuffers, Slots
+from laststep.process import signals
+from laststep.process.system import HUGE_PAGE_BYTES, prefer_huge_pages
 from laststep.process.threads import Worker, WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
+    from types import TracebackType
+
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -42,46 +50,142 @@ _MAKERS = _STEP_SLOTS * CHUNK_BYTES // _PIECE_BYTES
 _PIN_PAUSE_S = 0.008
 """Measured on an H200 with launch-bound training: pinning 3 GB in steps of 16 MiB without a pause
 delayed it by 150 ms; with this pause the delay was within noise."""
+SLOT_BYTES = 4 << 20
+REMOTE_SLOT_BYTES = 8 << 20
+"""Read size for a server, where a request costs more than on a disk. The data usually stays in the
+client's memory (`store.InPlace`), and the slot is never touched."""
 
 
-def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
-    """Reserve address space for the pool without using memory yet, in the file `fd` or a new one.
-    Return the descriptor and the mapping. Raise `StorageError` if that fails, after closing
-    `fd`."""
-    try:
-        fd = memory.create(size_bytes) if fd < 0 else fd
-        return fd, memory.Mapping(fd, size_bytes)
-    except (OSError, MemoryError) as error:
-        if fd >= 0:
-            os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "cannot open a file of shared memory for saves and restores",
-                found=str(error),
-                remedy="close files, or raise the limit on open files (`ulimit -n`)",
-            ) from error
-        raise StorageError(
-            "cannot reserve memory for saves and restores",
-            expected=f"{size_bytes} bytes",
-            found=str(error),
-            remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
-            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
-        ) from error
+class Filled(NamedTuple):
+    """Bytes of a file's tensor area that a slot holds."""
+
+    file: int
+    start: int
+    size_bytes: int
+    slot: int
+
+
+class Slots:
+    """The free and the leased slots of a pool; slots are added as their memory becomes ready.
+
+    A slot is either free or leased; the set of free slots is stored explicitly, so that a full pool
+    cannot be mistaken for an empty one. Waiters are served in order of arrival. Thread-safe; `fail`
+    and `lose_flusher` wake waiters with the error that makes waiting pointless.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[int] = deque()
+        self._leased: set[int] = set()
+        self._reading: set[int] = set()
+        """Slots leased by a restore, which returns them itself, with or without a flusher."""
+        self._waiting: deque[object] = deque()
+        self._error: LaststepError | None = None
+        self._lost: LaststepError | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def free(self) -> int:
+        with self._changed:
+            return len(self._free)
+
+    @property
+    def waiting(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    def add(self, slots: range) -> None:
+        """Add slots whose memory is ready."""
+        with self._changed:
+            if self._leased.union(self._free).intersection(slots):
+                raise UsageError("slots were added twice", found=str(slots))
+            self._free.extend(slots)
+            self._changed.notify_all()
+
+    def lease(self, timeout_s: float | None = None, *, for_save: bool = False) -> int | None:
+        """Return the next free slot, waiting in order of arrival; None on timeout. Raise the error
+        of `fail` or `lose_flusher` if waiting is pointless."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+        try:
+            while True:
+                with self._changed:
+                    if self._free and self._waiting[0] is ticket:
+                        slot = self._free.pop()  # the one freed last is still in the CPU caches
+                        self._leased.add(slot)
+                        if not for_save:
+                            self._reading.add(slot)
+                        return slot
+                    if self._error is not None:
+                        raise self._error
+                    if self._lost is not None and (
+                        for_save or (self._leased and not self._reading)
+                    ):
+                        raise self._lost
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return None
+                    self._changed.wait(signals.look_within(left))
+                signals.check_signals()  # without the lock, since a handler may wait for it
+        finally:
+            with self._changed:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def lease_more(self, count: int) -> list[int]:
+        """Return up to `count` slots that are free right now, unless other threads wait for
+        them."""
+        with self._changed:
+            count = 0 if self._waiting else min(count, len(self._free))
+            taken = [self._free.pop() for _ in range(count)]
+            self._leased.update(taken)
+            return taken
+
+    def release(self, slots: list[int]) -> None:
+        """Return leased slots. Raise `UsageError` for one that is not leased, rather than freeing
+        it twice."""
+        with self._changed:
+            for slot in slots:
+                if slot not in self._leased:
+                    raise UsageError("released a slot that is not leased", found=str(slot))
+                self._leased.remove(slot)
+                self._reading.discard(slot)
+                self._free.append(slot)
+            self._changed.notify_all()
+
+    def fail(self, error: LaststepError | None) -> None:
+        """Raise `error` for all waiters, present and future: there is no memory. None clears it."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def lose_flusher(self, error: LaststepError) -> None:
+        """Slots that were handed over will not return: saves that wait, or will wait, get `error`.
+        A restore continues with the remaining slots, and gets the error only if there are none."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+
+    def reset(self, kept: frozenset[int] = frozenset()) -> None:
+        """Free all slots except `kept`, which belong to the new flusher. Call only when nobody
+        holds or waits for slots. Does not clear an error of `fail`."""
+        with self._changed:
+            self._free.extend(sorted(self._leased - kept))
+            self._leased &= kept
+            self._reading.clear()
+            self._lost = None
+            self._changed.notify_all()
 
 
 class Pool:
     """A limited set of slots of CHUNK_BYTES each, in memory shared with the flusher.
 
-    A slot may be written by the code that leased it, until it is sealed for the flusher.
+    A slot may be written by the code that leased it, until it is handed over to the flusher.
     """
 
     slot_bytes = CHUNK_BYTES
     lands_all = True
-    guarded: ClassVar[bool] = False
-    """For tests: make the memory of a slot read-only from its sealing until its next lease. A
-    process that writes past the end of its slot, into one of the flusher's, then dies instead of
-    corrupting another save. Writes through the pool's file are not stopped, so `land` checks for
-    itself. Writes by a device into pinned memory are not detected."""
 
     def __init__(self, cap_bytes: int, *, pinned: bool, fd: int = -1) -> None:
         """`fd` is a shared memory file of that length; without one, the pool creates its own. The
@@ -90,7 +194,6 @@ class Pool:
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
         self.fd, self._mapping = _reserved(self.cap_bytes, fd)
         self.slots = Slots()
-        self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
         self._pinned = pinned
         self._registered: list[int] = []
         self._pageable: list[int] = []
@@ -104,7 +207,7 @@ class Pool:
         self._ready = 0
         self._told_short: int | None = None
         """Number of ready slots when a lack of memory was last logged."""
-        self.tell_slots: Callable[[int], None] = _tell_nobody
+        self.tell_slots: Callable[[int], None] = lambda _slots: None
         """Called on the growing thread with the number of slots when there is no memory for more,
         and when the pool has grown after that."""
         self._taken: Callable[[], int] = int
@@ -117,9 +220,6 @@ class Pool:
         self._resting_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._guards = self.guarded
-        self._sealed: set[int] = set()
-        """The slots that are read-only, if the pool is guarded."""
         self._changed = threading.Condition()
         self._grower = Worker("pool", self._grow).start()
 
@@ -194,39 +294,17 @@ class Pool:
         """Return a free slot; None on timeout. If none is free and the limit allows it, the pool
         grows, without pauses if `urgent`."""
         if self.slots.free:
-            return self._opened(self.slots.lease(timeout_s, for_save=for_save))
+            return self.slots.lease(timeout_s, for_save=for_save)
         with self._changed:
             if self._ready == self._wanted < self.cap_slots:
                 self._wanted = min(self._wanted + _STEP_SLOTS, self.cap_slots)
             self._urgent += urgent
             self._changed.notify_all()
         try:
-            return self._opened(self.slots.lease(timeout_s, for_save=for_save))
+            return self.slots.lease(timeout_s, for_save=for_save)
         finally:
             with self._changed:
                 self._urgent -= urgent
-
-    def lease_more(self, count: int) -> list[int]:
-        """Return up to `count` slots that are free right now, unless other threads wait for
-        them."""
-        slots = self.slots.lease_more(count)
-        for slot in slots:
-            self._opened(slot)
-        return slots
-
-    def seal(self, slots: Iterable[int]) -> None:
-        """Declare that nothing writes into these slots any more: they are about to be handed
-        over."""
-        if self._guards:
-            for slot in slots:
-                self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
-                self._sealed.add(slot)
-
-    def _opened(self, slot: int | None) -> int | None:
-        if self._guards and slot is not None:
-            self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=True)
-            self._sealed.discard(slot)
-        return slot
 
     def release(self, slot: int) -> None:
         self.slots.release([slot])
@@ -241,24 +319,20 @@ class Pool:
 
     def tensor(self, slot: int) -> torch.Tensor:
         """Return a slot as a tensor of bytes."""
-        return self._bytes[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+        import torch
+
+        return torch.frombuffer(self.view(slot), dtype=torch.uint8)
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy host memory, given as ranges of (address, bytes), back to back into a slot. Return
         False if some of that memory has been freed; the contents of the slot are then undefined.
-        Raise `UsageError` if the ranges do not fit or the slot is sealed."""
+        Raise `UsageError` if the ranges do not fit."""
         size = sum(length for _, length in ranges)
         if at < 0 or at + size > CHUNK_BYTES:
             raise UsageError(
                 "a copy does not fit into its slot",
                 expected=f"{CHUNK_BYTES} bytes",
                 found=f"{size} at {at}",
-            )
-        if slot in self._sealed:
-            raise UsageError(
-                "cannot copy into a slot that was handed over",
-                found=f"slot {slot}",
-                expected="a slot that is leased",
             )
         return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
@@ -275,35 +349,40 @@ class Pool:
         self._grower.join()
         if self._makers is not None:
             self._makers.close()
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._registered.clear()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if self._registered:
+            import torch
+
+            for address in self._registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
+            self._registered.clear()
         self._mapping.close()
         os.close(self.fd)
+
+    # -- on the growing thread -------------------------------------------------------------------
 
     def _grow(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._late() or self._ready < self._goal()):
+                while True:
+                    # Some slots became ready before pinning was requested.
+                    late = self._pinned and bool(self._pageable)
+                    if self._closed or late or self._ready < self._goal():
+                        break
                     self._changed.wait()
                 if self._closed:
                     return
-                late = self._late()
                 # Several slots at once if several threads populate them; else one at a time, so
                 # that a restore that starts meanwhile soon gets the cores.
                 step = _STEP_SLOTS if self._pinned else 1
                 first, count = self._ready, min(step, self._goal() - self._ready)
             try:
                 if late:
-                    self._pause()
                     self._pin(self._pageable.pop())
                     continue
                 self._check_shared(first + count)
                 self._make_pages(first, count)
                 for slot in range(first, first + count):
                     if self._pinned:
-                        self._pause()
                         self._pin(slot)
                     else:
                         self._pageable.append(slot)
@@ -312,10 +391,6 @@ class Pool:
                     self.tell_slots(first + count)
             except Exception as error:  # noqa: BLE001 (waiting saves must get any error)
                 self._give_up(error)
-
-    def _late(self) -> bool:
-        """Return True if some slots became ready before pinning was requested."""
-        return self._pinned and bool(self._pageable)
 
     def _goal(self) -> int:
         """Return the number of slots to make ready now. Requires the lock."""
@@ -354,9 +429,9 @@ class Pool:
             for made in self._making.pop(slot):
                 made.result()
 
-    def _pause(self) -> None:
-        """Pause after the last pinning so that kernel launches get through; not if nothing trains
-        or training waits for memory."""
+    def _pin(self, slot: int) -> None:
+        """Pin a slot, after a pause since the last pinning so that kernel launches get through;
+        without it if nothing trains or training waits for memory."""
         left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
         with self._changed:
             self._changed.wait_for(
@@ -368,9 +443,12 @@ class Pool:
                 ),
                 left,
             )
+        self._register(self._mapping.address + slot * CHUNK_BYTES)
+        self._pinned_at_s = time.monotonic()
 
-    def _pin(self, slot: int) -> None:
-        address = self._mapping.address + slot * CHUNK_BYTES
+    def _register(self, address: int) -> None:
+        import torch
+
         code = torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0)
         if int(code) != 0:
             raise StorageError(
@@ -380,10 +458,8 @@ class Pool:
                 remedy="lower host_memory_bytes or raise the limit of locked memory",
             )
         self._registered.append(address)
-        self._pinned_at_s = time.monotonic()
 
     def _add(self, slot: int) -> None:
-        self.seal([slot])
         self.slots.add(range(slot, slot + 1))
         with self._changed:
             self._ready += 1
@@ -416,8 +492,29 @@ class Pool:
         self._changed.notify_all()
 
 
-def _tell_nobody(slots: int) -> None:
-    """Default for `tell_slots`."""
+def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
+    """Reserve address space for the pool without using memory yet, in the file `fd` or a new one.
+    Return the descriptor and the mapping. Raise `StorageError` if that fails, after closing
+    `fd`."""
+    try:
+        fd = memory.create(size_bytes) if fd < 0 else fd
+        return fd, memory.Mapping(fd, size_bytes)
+    except (OSError, MemoryError) as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageError(
+                "cannot open a file of shared memory for saves and restores",
+                found=str(error),
+                remedy="close files, or raise the limit on open files (`ulimit -n`)",
+            ) from error
+        raise StorageError(
+            "cannot reserve memory for saves and restores",
+            expected=f"{size_bytes} bytes",
+            found=str(error),
+            remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
+            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
+        ) from error
 
 
 def _no_memory(error: Exception) -> LaststepError:
@@ -430,3 +527,58 @@ def _no_memory(error: Exception) -> LaststepError:
         remedy="free memory of this machine, or raise the limit "
         "of its container or job; the next save or restore tries again",
     )
+
+
+class ReadBuffers:
+    """Slots in huge pages to read into, two per thread, until it is closed."""
+
+    lands_all = False
+
+    def __init__(self, threads: int, slot_bytes: int = SLOT_BYTES) -> None:
+        self.slot_bytes = slot_bytes
+        size_bytes = 2 * threads * slot_bytes + HUGE_PAGE_BYTES
+        try:
+            self._mapping = memory.Mapping(-1, size_bytes)
+        except (OSError, MemoryError) as error:
+            raise StorageError(
+                "cannot reserve memory to read into",
+                expected=f"{size_bytes} bytes",
+                found=str(error),
+                remedy="free memory, or raise the limit of the process (`ulimit -v`)",
+            ) from error
+        self._first = -self._mapping.address % HUGE_PAGE_BYTES
+        self._slots = Slots()
+        self._slots.add(range(2 * threads))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mapping.close()
+
+    def lease(self, timeout_s: float | None = None) -> int | None:
+        """Return a free slot; None on timeout."""
+        return self._slots.lease(timeout_s)
+
+    def release(self, slot: int) -> None:
+        self._slots.release([slot])
+
+    def view(self, slot: int) -> memoryview:
+        """Return a slot as bytes."""
+        at = self._first + slot * self.slot_bytes
+        return self._mapping.view[at : at + self.slot_bytes]
+
+
+def huge_pages(size_bytes: int) -> memoryview:
+    """Return an aligned buffer in huge pages, for readers that need no slots; freed with its last
+    view."""
+    mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    prefer_huge_pages(address, len(mapped))
+    first = -address % HUGE_PAGE_BYTES
+    return memoryview(mapped)[first : first + size_bytes]

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
 _libc.pwritev.restype = ctypes.c_ssize_t
 _IOV_MAX = 1024
@@ -76,17 +75,11 @@ def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
                     return False
                 raise OSError(number, os.strerror(number))
             at += written
-            batch = _rest(batch, written)
+            while batch and written >= batch[0][1]:
+                written -= batch.pop(0)[1]
+            if written:
+                batch[0] = batch[0][0] + written, batch[0][1] - written
     return True
-
-
-def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
-    """Return the ranges that remain after `written` bytes."""
-    for number, (address, size) in enumerate(ranges):
-        if written < size:
-            return [(address + written, size - written), *ranges[number + 1 :]]
-        written -= size
-    return []
 
 
 class Mapping:
@@ -133,24 +126,13 @@ class Mapping:
             self.view.release()
             self._map.close()
 
-    def protect(self, start: int, size_bytes: int, *, writable: bool) -> None:
-        """Make that part read-only through this mapping, so that a write kills the process, or
-        writable again."""
-        allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        if _libc.mprotect(self.address + start, size_bytes, allowed) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-
-    def disown(self) -> None:
+    def disown(self) -> tuple[int, int] | None:
         """Called in a forked child, where the memory is not mapped. Collecting the mmap object
-        there would unmap whatever is at its address, so it is kept forever."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
-        self._map = None
-
-    @property
-    def is_open(self) -> bool:
-        """True while this mapping keeps the file open."""
-        return self._map is not None and not self._map.closed
+        there would unmap whatever is at its address, so it is kept forever. Return the file if this
+        mapping still keeps it open."""
+        kept, self._map = self._map, None
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        return None if kept is None or kept.closed else self.file
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
@@ -158,17 +140,10 @@ _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    mappings = list(_mappings)
-    _close_all({mapping.file for mapping in mappings if mapping.file and mapping.is_open})
-    for mapping in mappings:
-        mapping.disown()
+    """Close every descriptor of the files of mappings. An mmap has a hidden descriptor of its own;
+    any that is left would keep the memory after the parent has released it."""
+    files = {mapping.disown() for mapping in list(_mappings)} - {None}
     _mappings.clear()
-
-
-def _close_all(files: set[tuple[int, int]]) -> None:
-    """Close every descriptor of these files, given as (device, inode). An mmap has a hidden
-    descriptor of its own; any that is left would keep the memory after the parent has released
-    it."""
     for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (no pathlib here)
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(name))
@@ -242,7 +217,7 @@ class Segment:
 
     @property
     def pool_path(self) -> str:
-        """Path of the file that holds its memory."""
+        """The file that holds its memory."""
         return f"{self.folder}/{_POOL}"
 
     def is_alive(self) -> bool:
@@ -291,7 +266,11 @@ class Segment:
         except OSError as error:
             warn_once(log, f"cannot list shared memory: {error}")
             return []
-        return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
+        # Names are numbers with dashes between them.
+        return sorted(
+            (name.removeprefix(_RECORD) for name in names),
+            key=lambda name: [int(part) for part in name.split("-") if part.isdecimal()],
+        )
 
     def ranks_with(self, name: str) -> frozenset[int]:
         """Return the ranks of its run on this machine that also have a record of this name."""
@@ -540,11 +519,6 @@ def _owner_of(folder: str) -> SegmentOwner | None:
         return None
     warn_once(log, f"skipped {folder}, which is not a folder of this user")
     return None
-
-
-def _in_order(name: str) -> tuple[int, ...]:
-    """Sort key for names of records, which are numbers with dashes between them."""
-    return tuple(int(part) for part in name.split("-") if part.isdecimal())
 
 
 def _too_small(base: str, there: int, wanted: int) -> StorageError:

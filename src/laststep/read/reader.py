@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
-from laststep.memory.slots import huge_pages
+from laststep.memory.pool import huge_pages
 from laststep.plan.reads import Read
 from laststep.process import signals
 from laststep.process.threads import Worker, WorkerPool
