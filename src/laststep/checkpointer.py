@@ -26,7 +26,7 @@ from laststep.flush.saves import Save, SaveState
 from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
-from laststep.restoring import waiting
+from laststep.restoring import choose
 from laststep.running import Resuming, RunningParts, start_parts
 from laststep.saving import schedule as scheduling
 from laststep.saving.context import RunContext, look_at
@@ -167,7 +167,7 @@ class Checkpointer(single.OnlyOne):
             self._client.instance.past,
             may_only_end=self._ending is not None,
         )
-        waiting.enter(self._work, self.path, RunningParts.under_way)
+        choose.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

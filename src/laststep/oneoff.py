@@ -34,7 +34,8 @@ from laststep.plan.files import index_name
 from laststep.process import signals, system
 from laststep.ranks.group import Ranks
 from laststep.ranks.rank import Rank, this_rank
-from laststep.restoring.exchange import Transfer, load_all
+from laststep.restoring.exchange import Transfer
+from laststep.restoring.match import load_item
 from laststep.restoring.plan import VALUE, compare_aliases, plan_restore
 from laststep.restoring.restore import hand_over, pass_objects
 from laststep.saving.context import check_new_folder
@@ -315,7 +316,7 @@ def _load(
         content = checkpoint.content()
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
-            matches = load_all(content, device)
+            matches = [load_item(item, device) for item in content.items.values()]
             if rank is None:
                 _tell_whose(checkpoint, matches, own, me)
             Transfer(content, matches, alone).run(room, _READERS)

@@ -35,7 +35,7 @@ from laststep.memory.pool import Pool
 from laststep.process import signals, system, threads
 from laststep.ranks.group import collective
 from laststep.ranks.rank import ranks_on_this_node
-from laststep.restoring import waiting
+from laststep.restoring.choose import wait_for_others
 from laststep.restoring.plan import selection
 from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
 from laststep.saving.context import memory_for, refuse_to_leave
@@ -601,7 +601,7 @@ class Resuming:
         """Wait until all saves are over, in this and other Checkpointers of this process, and until
         all ranks are here; yield the run's store as the ranks see it, and the ranks."""
         self._work.wait()
-        waiting.wait_for_others(self._work, self._store.url)
+        wait_for_others(self._work, self._store.url)
         store, tiers = self._store, self._context.tiers
         with contextlib.ExitStack() as stack:
             if tiers.memory is not None or tiers.replicas:

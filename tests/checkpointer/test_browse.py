@@ -286,13 +286,13 @@ def test_a_device_goes_by_the_word_of_torch_too(
     word: str, where: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    load_all = oneoff.load_all
+    load_item = oneoff.load_item
 
-    def see(content: object, device: str) -> object:
+    def see(item: object, device: str) -> object:
         asked.append(device)
-        return load_all(content, "cpu")
+        return load_item(item, "cpu")
 
-    monkeypatch.setattr(oneoff, "load_all", see)
+    monkeypatch.setattr(oneoff, "load_item", see)
     laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
     loaded = laststep.load(tmp_path / "saved", **{word: where})
     assert asked == [str(where)]

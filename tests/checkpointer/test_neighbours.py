@@ -18,7 +18,7 @@ from expect import warned
 from laststep.catalog import terms
 from laststep.catalog.run import Run
 from laststep.flush import server as serving
-from laststep.restoring import waiting
+from laststep.restoring import choose
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
@@ -60,12 +60,12 @@ def waited_for(held: Held) -> Iterator[list[str]]:
         held.go_on.set()
         return True
 
-    before = waiting.log.level
-    waiting.log.setLevel(logging.INFO)
-    waiting.log.addFilter(hear)
+    before = choose.log.level
+    choose.log.setLevel(logging.INFO)
+    choose.log.addFilter(hear)
     yield said
-    waiting.log.removeFilter(hear)
-    waiting.log.setLevel(before)
+    choose.log.removeFilter(hear)
+    choose.log.setLevel(before)
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -143,7 +143,7 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
     assert held.reached.wait(PATIENCE_S)
     pid = os.fork()
     if pid == 0:
-        waiting.wait_for_others(object(), str(run_folder))
+        choose.wait_for_others(object(), str(run_folder))
         os._exit(42)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     held.go_on.set()
@@ -169,9 +169,9 @@ def test_what_ones_own_flusher_could_not_decide_is_not_waited_for(
         checkpointer.save(0).wait()
         run = Run.open(DirectoryStore(run_folder))
         run.begin(step=1, term=1, attempt=2)
-        assert waiting._other_writers(run) == []
-        monkeypatch.setattr(waiting, "os", SimpleNamespace(getpid=lambda: os.getpid() + 1))
-        (writer,) = waiting._other_writers(run)
+        assert choose._other_writers(run) == []
+        monkeypatch.setattr(choose, "os", SimpleNamespace(getpid=lambda: os.getpid() + 1))
+        (writer,) = choose._other_writers(run)
         assert writer.attempts == ("step-00000001.1-2",)
 
 
@@ -182,7 +182,7 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
     there = msgspec.structs.replace(terms.this_writer(), host="another-container")
     with contextlib.closing(run.lock_term(run.claim_term(None, writer=there))):
         run.begin(step=1, term=1, attempt=1)
-        (writer,) = waiting._other_writers(run)
+        (writer,) = choose._other_writers(run)
     assert (writer.pid, writer.host) == (os.getpid(), "another-container")
 
 
@@ -214,7 +214,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "WAIT_FOR_OTHERS_S", 0.2)
+    monkeypatch.setattr(choose, "WAIT_FOR_OTHERS_S", 0.2)
     held.go_on.set()
     first = opened(training)
     training.become(1)
@@ -224,7 +224,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     first.save(2)
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
-    monkeypatch.setattr("laststep.restoring.waiting.wait_for_others", lambda *_: None)
+    monkeypatch.setattr("laststep.restoring.choose.wait_for_others", lambda *_: None)
     monkeypatch.setattr("laststep.catalog.run.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1

@@ -19,7 +19,7 @@ import torch
 import laststep
 from laststep.capture import mover
 from laststep.flush import client
-from laststep.restoring import waiting
+from laststep.restoring import choose
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -70,7 +70,7 @@ def read_options() -> argparse.Namespace:
     if options.end is not None:
         client._END_S = options.end
     if options.patience is not None:
-        waiting.WAIT_FOR_OTHERS_S = options.patience
+        choose.WAIT_FOR_OTHERS_S = options.patience
     if options.tell_waiting:
         logging.getLogger("laststep").addHandler(Waiting())
         logging.getLogger("laststep").setLevel(logging.INFO)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.plan.reads import Chunk
+    from laststep.ranks.group import RankMessage
     from laststep.read.blocks import Damage
-    from laststep.restoring.exchange import RankMessages
     from laststep.storage.store import FileReading
 
 TENSORS, SIDE = 4, 2048
@@ -77,12 +77,14 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
         seen.opened[name.rpartition("/")[2]] += 1
         return reader
 
-    def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> RankMessages:
-        messages = expect(self, chunks, device)
-        some = [*messages.each.values(), *([messages.all] if messages.all is not None else [])]
-        passed_on = sum(message.data.numel() for message in some)
+    def expecting(
+        self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device
+    ) -> tuple[dict[int, RankMessage], RankMessage | None]:
+        each, to_all = expect(self, chunks, device)
+        some = [*each.values(), *([to_all] if to_all is not None else [])]
+        passed_on = sum(data.numel() for _, data in some)
         seen.most_passed_on = max(seen.most_passed_on, passed_on)
-        return messages
+        return each, to_all
 
     def note(event: object) -> None:
         if isinstance(event, Restored):

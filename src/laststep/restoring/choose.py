@@ -8,19 +8,28 @@ here is collective: all ranks make the same calls in the same order.
 Checkpoints are tried one after the other. Only `CorruptError`, which readers raise after a second
 read, causes a fallback to an older checkpoint. Unreachable storage and state that does not fit
 raise.
+
+Before that, rank 0 waits for saves that other processes are still writing, because they may be
+newer. Another process does not signal when it is done, so the run is polled, up to a time limit.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import logging
+import os
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from laststep.catalog import decision
+from laststep.catalog.instances import coming, still_coming
 from laststep.catalog.lineage import AttemptName
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run, newest_point
@@ -32,92 +41,23 @@ from laststep.process import signals
 from laststep.ranks.group import collective
 from laststep.read.content import Content
 from laststep.restoring.plan import selection
+from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.registry import open_store
 from laststep.tiers.nearest import NearestStore, look_at_replicas, only_there
 from laststep.tiers.snapshots import NodePart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
+    from laststep.catalog.run import LiveWriter
+    from laststep.flush.saves import SaveHandle
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
     from laststep.tiers.nearest import ReplicaHas
     from laststep.tiers.snapshots import Readers
-
-
-_RECORDS_BYTES = 64 << 20
-"""Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
-a job on several nodes uses no in-memory snapshots."""
-
-
-def look_at_tiers(store: Store, wanted: RestoreRequest, ranks: Ranks) -> list[ReplicaHas]:
-    """Make checkpoints that exist only on replicas visible to all ranks, in addition to those in
-    the primary and in memory. Return the contents of the replicas on rank 0, and an empty list
-    elsewhere."""
-    found: list[ReplicaHas] = []
-    if not isinstance(store, NearestStore) or not wanted.tiers:
-        return found
-
-    def look() -> dict[str, str]:
-        if not ranks.rank.is_first:
-            return {}
-        found[:] = look_at_replicas(store, wanted.tiers)
-        return only_there(store, found, wanted.step, lambda item: selection(wanted.only, item)[0])
-
-    told = ranks.broadcast(0, msgspec.msgpack.encode(collective(ranks, look)))
-    places = msgspec.msgpack.decode(told, type=dict[str, str])
-    stores = collective(ranks, lambda: {url: open_store(url) for url in {*places.values()}})
-    for folder, url in places.items():
-        store.stand_in(folder, stores[url])
-    return found
-
-
-def look_into_memory(store: Store, ranks: Ranks) -> None:
-    """Agree on the in-memory snapshots that all ranks use. On one node these are the snapshots that
-    rank 0 finds and every other rank can open; on several nodes see `_look_into_nodes`."""
-    if not isinstance(store, NearestStore) or not store.in_memory:
-        return
-    nodes = [note.decode() for note in ranks.all_gather(store.node.encode())]
-    if len(set(nodes)) > 1:
-        _look_into_nodes(store, nodes, ranks)
-        return
-    found = collective(ranks, lambda: store.look() if ranks.rank.is_first else {})
-    if ranks.size == 1:
-        return
-    places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
-    told = ranks.broadcast(0, msgspec.msgpack.encode(places))
-    named = msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]])
-    collective(ranks, lambda: None if ranks.rank.is_first else store.open(named))
-    notes = ranks.all_gather(msgspec.msgpack.encode(list(store.look())))
-    store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
-
-
-def _look_into_nodes(store: NearestStore, nodes: Sequence[str], ranks: Ranks) -> None:
-    """Agree on the in-memory snapshots of a job on several nodes: the first rank of each node
-    broadcasts the parts found there. Only snapshots that are also committed in the run are used."""
-    leaders = {node: nodes.index(node) for node in nodes}
-    leads = ranks.rank.number in leaders.values()
-    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
-    note = collective(ranks, lambda: encode(store.left_here()) if leads else b"")
-    sizes = ranks.all_gather(encode(len(note)))
-    parts: dict[str, tuple[NodePart, ...]] = {}
-    if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
-        parts = {node: decode(ranks.broadcast(leader, note)) for node, leader in leaders.items()}
-    collective(ranks, lambda: store.open_parts(nodes, parts))
-    committed = collective(ranks, lambda: store.committed() if ranks.rank.is_first else [])
-    stored = set(msgspec.msgpack.decode(ranks.broadcast(0, encode(committed))))
-    notes = ranks.all_gather(encode(list(store.look())))
-    store.keep(stored.intersection(*(msgspec.msgpack.decode(note) for note in notes)))
-
-
-def seen_in(store: Store) -> Seen:
-    """Return the newest point of the run and of shared memory. Replicas are ignored: they only hold
-    the run's past."""
-    return newest_point(store.without_tiers() if isinstance(store, NearestStore) else store)
-
 
 log = logging.getLogger(__name__)
 
@@ -125,32 +65,10 @@ PATIENCE_S = 60.0
 """Time that a rank is given to see the files that rank 0 sees. Network filesystems cache the
 contents of a directory for up to a minute."""
 PAUSE_S = 0.5
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of a rank's call, which must be equal on all ranks."""
-
-    step: int | None
-    only: tuple[str, ...] | None
-    strict: bool
-    exact: bool = False
-    in_memory: bool = False
-    """True if the rank looks into shared memory first."""
-    tiers: int = 0
-    """Number of replicas that the rank looks at."""
-    peeked: str | None = None
-    """Folder of the checkpoint that `peek()` returned on this rank."""
-    call: str = "restore()"
-
-    def __str__(self) -> str:
-        text = f"{self.call} of " + ("the newest" if self.step is None else f"step {self.step}")
-        text += "" if self.peeked is None else f", which is to be {self.peeked}"
-        text += "" if self.only is None else f" with only={list(self.only)}"
-        text += "" if self.strict else " with strict=False"
-        text += " with exact=True" if self.exact else ""
-        text += " with a tier in shared memory" if self.in_memory else ""
-        return text + (f" with {self.tiers} replicas" if self.tiers else "")
-
+_LOOK_S = 0.05
+_RECORDS_BYTES = 64 << 20
+"""Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
+a job on several nodes uses no in-memory snapshots."""
 
 _Found = TypeVar("_Found")
 
@@ -173,7 +91,7 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """Steps of the lineage up to and including this checkpoint."""
 
 
-class StandsOrGone(enum.Enum):
+class _Verdict(enum.StrEnum):
     """Rank 0's verdict on a checkpoint that failed to open or to verify on some rank."""
 
     STANDS = "stands"
@@ -184,18 +102,210 @@ class StandsOrGone(enum.Enum):
     """Rank 0 sees the file that another rank is missing."""
 
 
-def check_asked(ranks: Ranks, asked: Asked) -> None:
+# --- other writers -------------------------------------------------------------------------------
+
+_Saves = Callable[[Any], "tuple[SaveHandle, ...]"]
+_entered: weakref.WeakKeyDictionary[object, tuple[Path, _Saves]] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_entered.clear)
+
+
+def enter(who: object, run: str, under_way: _Saves) -> None:
+    """Register `who` as a writer to that run; `under_way(who)` returns its unfinished saves."""
+    _entered[who] = Path(run).resolve(), under_way
+
+
+def wait_for_others(who: object, run: str) -> None:
+    """Wait until the unfinished saves of this process's other Checkpointers of the run have ended.
+    Their failures are reported by their own Checkpointers."""
+    for other, (place, ask) in list(_entered.items()):
+        handles = ask(other) if other is not who and place == Path(run).resolve() else ()
+        if handles:
+            steps = ", ".join(str(handle.step) for handle in handles)
+            log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
+        for handle in handles:
+            handle.committed.over_within(None)
+
+
+def _wait_for_writers(store: Store) -> None:
+    """Wait until other processes have finished their saves, with one time limit for all; warn if
+    one keeps saving to the run."""
+    deadline = time.monotonic() + WAIT_FOR_OTHERS_S
+    # Saves with a pending marker first: nothing of them may be in the run yet.
+    for announced in coming(store):
+        works = functools.partial(still_coming, store, announced)
+        saves = f"{len(announced.places)} saves"
+        _let_finish(f"the flusher of process {announced.pid}", saves, works, deadline)
+    try:
+        run = Run.open(store)
+    except LaststepError:
+        return  # the caller opens the run next and raises
+    # A trainer that died may have left a flusher that is finishing its last save. It is not known
+    # whether a trainer is dead, so flushers of live trainers are waited for too.
+    for writer in _other_writers(run):
+        if writer.attempts:
+            works = functools.partial(_is_undecided, run, frozenset(writer.attempts))
+            who, saves = f"the flusher of {_writer_text(writer)}", ", ".join(writer.attempts)
+            _let_finish(who, saves, works, deadline)
+    for writer in _other_writers(run):
+        if not writer.trainer_is_gone:
+            log.warning(
+                (
+                    "%s is saving to this run. Only one job may save at a time: if this one saves "
+                    "too, saves of one of them fail"
+                ),
+                _writer_text(writer),
+            )
+            return
+
+
+def _writer_text(writer: LiveWriter) -> str:
+    return f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
+
+
+def _is_undecided(run: Run, folders: frozenset[str]) -> bool:
+    return any(attempt.alive and attempt.folder in folders for attempt in run.attempts())
+
+
+def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float) -> None:
+    log.info("waiting for %s, which is finishing %s", who, saves)
+    while works():
+        if time.monotonic() >= deadline:
+            log.warning(
+                "%s is alive and has not finished %s after %.0f s: restoring the newest "
+                "checkpoint that is committed",
+                who,
+                saves,
+                WAIT_FOR_OTHERS_S,
+            )
+            return
+        signals.check_signals()
+        time.sleep(_LOOK_S)  # poll: another process sends no event
+
+
+def _other_writers(run: Run) -> list[LiveWriter]:
+    """Return the live writers that do not belong to this process. Attempts of this process that a
+    disk failure left undecided are not waited for."""
+    others: list[LiveWriter] = []
+    try:
+        writer = run.live_writer()
+        while writer is not None:
+            if not (writer.shares_pids and writer.pid == os.getpid()):
+                others.append(writer)
+            writer = run.live_writer(below=writer.term)
+    except LaststepError as error:
+        log.warning("cannot determine whether another process is saving to this run: %s", error)
+    return others
+
+
+# --- what all ranks see -------------------------------------------------------------------------
+
+
+def choosing_of(
+    store: Store,
+    bus: Bus,
+    wanted: RestoreRequest,
+    saw: Callable[[Seen], None],
+    ranks: Ranks,
+    call: str,
+) -> Choosing | None:
+    """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw` is
+    called on rank 0 with the newest term and its last commit, each time before the run is
+    listed."""
+    near = store if isinstance(store, NearestStore) else None
+    in_memory = near is not None and near.in_memory
+    _check_same_call(ranks, call, wanted, in_memory=in_memory)
+    is_first = ranks.rank.is_first
+    primary = store if near is None else near.primary
+    collective(ranks, lambda: _wait_for_writers(primary) if is_first else None)
+    replicas = [] if near is None or not wanted.tiers else _look_at_replicas(near, wanted, ranks)
+    if near is not None and in_memory:
+        _look_into_memory(near, ranks)
+    # Record the last commit before listing checkpoints.
+    collective(ranks, lambda: saw(_seen_in(store)) if is_first else None)
+    try:
+        run = open_run(store, ranks)
+    except NotFoundError:
+        if wanted.step is not None or wanted.peeked is not None:
+            raise
+        return None
+    return Choosing(run, wanted, ranks, bus, saw, replicas)
+
+
+def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
     """Raise `UsageError` on all ranks if their arguments differ."""
-    notes = ranks.all_gather(msgspec.msgpack.encode(asked))
-    decode = msgspec.msgpack.Decoder(Asked).decode
-    for rank, note in enumerate(notes):
-        if note != notes[0]:
+    mine = f"{call} of " + ("the newest" if wanted.step is None else f"step {wanted.step}")
+    mine += "" if wanted.peeked is None else f", which is to be {wanted.peeked}"
+    mine += "" if wanted.only is None else f" with only={list(wanted.only)}"
+    mine += "" if wanted.strict else " with strict=False"
+    mine += " with exact=True" if wanted.exact else ""
+    mine += " with a tier in shared memory" if in_memory else ""
+    mine += f" with {len(wanted.tiers)} replicas" if wanted.tiers else ""
+    calls = [note.decode() for note in ranks.all_gather(mine.encode())]
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
             raise UsageError(
                 "the ranks of this job passed different arguments",
-                where=asked.call,
-                found=f"{decode(notes[0])} on rank 0, {decode(note)} on rank {rank}",
-                remedy=f"call {asked.call} with the same arguments on every rank",
+                where=call,
+                found=f"{calls[0]} on rank 0, {other} on rank {rank}",
+                remedy=f"call {call} with the same arguments on every rank",
             )
+
+
+def _look_at_replicas(near: NearestStore, wanted: RestoreRequest, ranks: Ranks) -> list[ReplicaHas]:
+    """Make checkpoints that exist only on replicas visible to all ranks, in addition to those in
+    the primary and in memory. Return the contents of the replicas on rank 0, and an empty list
+    elsewhere."""
+    found: list[ReplicaHas] = []
+
+    def look() -> dict[str, str]:
+        if not ranks.rank.is_first:
+            return {}
+        found[:] = look_at_replicas(near, wanted.tiers)
+        return only_there(near, found, wanted.step, lambda item: selection(wanted.only, item)[0])
+
+    told = ranks.broadcast(0, msgspec.msgpack.encode(collective(ranks, look)))
+    places = msgspec.msgpack.decode(told, type=dict[str, str])
+    stores = collective(ranks, lambda: {url: open_store(url) for url in {*places.values()}})
+    for folder, url in places.items():
+        near.stand_in(folder, stores[url])
+    return found
+
+
+def _look_into_memory(near: NearestStore, ranks: Ranks) -> None:
+    """Agree on the in-memory snapshots that all ranks use. On one node these are the snapshots that
+    rank 0 finds and every other rank can open. On several nodes the first rank of each broadcasts
+    the parts found there, and only snapshots that are also committed in the run are used."""
+    nodes = [note.decode() for note in ranks.all_gather(near.node.encode())]
+    encode, is_first = msgspec.msgpack.encode, ranks.rank.is_first
+    stored: set[str] | None = None
+    if len(set(nodes)) > 1:
+        leaders = {node: nodes.index(node) for node in nodes}
+        leads = ranks.rank.number in leaders.values()
+        note = collective(ranks, lambda: encode(near.left_here()) if leads else b"")
+        sizes = ranks.all_gather(encode(len(note)))
+        parts: dict[str, tuple[NodePart, ...]] = {}
+        if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
+            decode = msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
+            parts = {n: decode(ranks.broadcast(leader, note)) for n, leader in leaders.items()}
+        collective(ranks, lambda: near.open_parts(nodes, parts))
+        committed = collective(ranks, lambda: near.committed() if is_first else [])
+        stored = set(msgspec.msgpack.decode(ranks.broadcast(0, encode(committed))))
+    else:
+        found = collective(ranks, lambda: near.look() if is_first else {})
+        if ranks.size == 1:
+            return
+        places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
+        told = ranks.broadcast(0, encode(places))
+        named = msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]])
+        collective(ranks, lambda: None if is_first else near.open(named))
+    here = [set(msgspec.msgpack.decode(n)) for n in ranks.all_gather(encode(list(near.look())))]
+    near.keep(set.intersection(*here, *([] if stored is None else [stored])))
+
+
+def _seen_in(store: Store) -> Seen:
+    """Return the newest point of the run and of shared memory. Replicas are ignored: they only hold
+    the run's past."""
+    return newest_point(store.without_tiers() if isinstance(store, NearestStore) else store)
 
 
 def open_run(store: Store, ranks: Ranks) -> Run:
@@ -225,6 +335,9 @@ def open_run(store: Store, ranks: Ranks) -> Run:
     return collective(ranks, lambda: Run.open(store) if ranks.rank.is_first else unseen)
 
 
+# --- the choice ---------------------------------------------------------------------------------
+
+
 class Choosing:
     """The checkpoints to try, one after the other, on all ranks."""
 
@@ -235,15 +348,12 @@ class Choosing:
         ranks: Ranks,
         bus: Bus,
         saw: Callable[[Seen], None],
-        replicas: Sequence[ReplicaHas] = (),
+        replicas: Sequence[ReplicaHas],
     ) -> None:
-        """Raise `NotFoundError` if the run lacks the requested checkpoint. `saw` is called on rank
-        0 with the newest term and its last commit, each time before the run is listed. `replicas`
-        is non-empty only on rank 0."""
-        self._store = run.store
+        """Raise `NotFoundError` if the run lacks the requested checkpoint. `replicas` is non-empty
+        only on rank 0."""
+        self._run, self._store = run, run.store
         self._near = run.store if isinstance(run.store, NearestStore) else None
-        self.url = run.store.url
-        self._run = run
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
         """True if a step or a peeked checkpoint was requested, so that no other may replace it."""
@@ -255,6 +365,7 @@ class Choosing:
         self._left: list[Listed] = []
         self._passed: set[str] = set(wanted.damaged)
         self._skipped: list[Skipped] = []
+        """Checkpoints that are damaged."""
         self._deleted: list[Skipped] = []
         """Checkpoints that were deleted between listing and opening."""
         self._unseen_s: float | None = None
@@ -285,26 +396,30 @@ class Choosing:
         """Decide what to try next: the same checkpoint again, one of a new listing, or an older
         one. Raise the error if a particular checkpoint was requested, since no other may replace
         it."""
-        if self._spoil(chosen, error):
+        why = error.without_remedy()
+        if self._near is not None and self._near.spoil(chosen.folder, why):
+            # The snapshot in memory is dropped: try the stored copy, or a replica's.
+            self._try_again(chosen)
+            left = {listed.folder for listed in self._left}
+            if self._ranks.all_max(self._ranks.rank.is_first and chosen.folder not in left):
+                self._use_replica(chosen, why)
             return
         verdict = self._judge(chosen, error)
-        if verdict is StandsOrGone.UNSEEN:
+        if verdict is _Verdict.UNSEEN:
             self._wait_to_see(chosen, error)
-        elif verdict is StandsOrGone.DELETED and not self._is_named:
+        elif verdict is _Verdict.DELETED and not self._is_named:
             log.warning("%s is gone, listing the run again: %s", chosen.folder, error)
-            self._deleted.append(_skip(chosen, "it was deleted in the meantime"))
-            self._list_again()
-        elif self._stand_in(chosen, error):
+            gone = "it was deleted in the meantime"
+            self._deleted.append(Skipped(step=chosen.step, folder=chosen.folder, reason=gone))
+            collective(self._ranks, self._list)
+        elif self._use_replica(chosen, why):
             return
         elif self._is_named or isinstance(error, NotFoundError):
             raise error
         else:
             # Without the remedy, which is to restore the newest good one: that happens here.
-            skipped = _skip(chosen, error.without_remedy())
-            self._skipped.append(skipped)
-            self._bus.emit(
-                PassedOver(step=skipped.step, folder=skipped.folder, reason=skipped.reason)
-            )
+            self._skipped.append(Skipped(step=chosen.step, folder=chosen.folder, reason=why))
+            self._bus.emit(PassedOver(step=chosen.step, folder=chosen.folder, reason=why))
             self._unseen_s = None
             if self._left:
                 self._left.pop()
@@ -313,7 +428,7 @@ class Choosing:
         if not self._skipped:
             return NotFoundError(
                 "the checkpoints of this run were deleted while they were being listed",
-                where=self.url,
+                where=self._store.url,
                 found="; ".join(f"{gone.folder} is gone" for gone in self._deleted[:3]),
                 remedy=(
                     "`laststep ls` lists the checkpoints; call restore() again to start a new run "
@@ -322,27 +437,30 @@ class Choosing:
             )
         return CorruptError(
             f"none of the {len(self._skipped)} checkpoints of this run can be restored",
-            where=self.url,
+            where=self._store.url,
             found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3]),
             remedy=(
-                f"`laststep verify {self.url}` lists all damage; "
+                f"`laststep verify {self._store.url}` lists all damage; "
                 "try a copy of the run, or start a new run elsewhere"
             ),
         )
 
     def _list(self) -> None:
+        """List the run on rank 0. Retention deletes a checkpoint only after a commit, so there may
+        be a newer one when it is listed again."""
+        self._unseen_s = None
         if not self._ranks.rank.is_first:
             return
-        self._saw(seen_in(self._store))
+        self._saw(_seen_in(self._store))
         listed = self._run.checkpoints()
         # A superseded checkpoint is on the lineage again if its replacement is newer than the
         # restored one.
         self._lineage = tuple(c for c in listed if c.on_lineage or c.superseded_by is not None)
-        to_try = tuple(c for c in listed if c.on_lineage)
+        to_try = [c for c in listed if c.on_lineage]
         if self._wanted.peeked is not None:
-            to_try = (_peeked(self._run, self._wanted.peeked),)
+            to_try = [_peeked(listed, self._wanted.peeked, self._store.url)]
         elif self._wanted.step is not None:
-            to_try = (_named(self._run, self._wanted.step),)
+            to_try = [_named(listed, self._wanted.step, self._store.url)]
         self._left = [listed for listed in to_try if listed.folder not in self._passed]
 
     def _next(self) -> Chosen | None:
@@ -353,13 +471,11 @@ class Choosing:
             self._passed.add(listed.folder)
             if self._near is not None and (url := self._near.tier_of(listed.folder)) is not None:
                 log.warning("%s is read at %s", listed.folder, url)
-            steps: list[int] = []
-            for earlier in self._lineage:
-                steps.append(earlier.step)
-                if earlier.folder == listed.folder:
-                    break
-            else:
-                steps = [listed.step]
+            folders = [earlier.folder for earlier in self._lineage]
+            steps = [listed.step]
+            if listed.folder in folders:
+                upto = self._lineage[: folders.index(listed.folder) + 1]
+                steps = [earlier.step for earlier in upto]
             chosen = Chosen(
                 step=listed.step,
                 term=listed.term,
@@ -400,69 +516,48 @@ class Choosing:
     def where(self, chosen: Chosen) -> str:
         """Return the location that the checkpoint is read from, for error messages."""
         tier = None if self._near is None else self._near.tier_of(chosen.folder)
-        return f"{tier or self.url}/{chosen.folder}"
+        return f"{tier or self._store.url}/{chosen.folder}"
 
-    def _spoil(self, chosen: Chosen, error: LaststepError) -> bool:
-        """Drop the checkpoint's in-memory snapshot after an error in it, and list the run again so
-        that the stored copy is tried, or a replica's if the run has none. Return False if the
-        checkpoint was not in memory."""
-        if self._near is None or not self._near.spoil(chosen.folder, error.without_remedy()):
-            return False
+    def _try_again(self, chosen: Chosen) -> None:
+        """List the run again, with a checkpoint that has been tried and is now read elsewhere."""
         self._passed.discard(chosen.folder)
-        self._list_again()
-        is_gone = self._ranks.rank.is_first and chosen.folder not in {o.folder for o in self._left}
-        if self._ranks.all_max(is_gone):
-            self._stand_in(chosen, error)
-        return True
-
-    def _stand_in(self, chosen: Chosen, error: LaststepError) -> bool:
-        """Switch a damaged checkpoint to the next replica that has it, and list the run again.
-        Return False if no replica is left; each is tried once."""
-        if self._near is None:
-            return False
-        url = self._ranks.broadcast(0, self._other_place(chosen).encode()).decode()
-        if not url:
-            return False
-        if self._ranks.rank.is_first:
-            why = error.without_remedy()
-            log.warning("%s is damaged, trying %s: %s", chosen.folder, url, why)
-        self._near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
-        self._passed.discard(chosen.folder)
-        self._list_again()
-        return True
-
-    def _other_place(self, chosen: Chosen) -> str:
-        """Return the URL of the next replica to try for this checkpoint, or an empty string. A
-        folder of the same name there is the same save, because a replica belongs to the same run,
-        though it may share different files with other checkpoints."""
-        for at, has in enumerate(self._replicas):
-            for one in has.listed:
-                if one.folder == chosen.folder:
-                    listed = tuple(other for other in has.listed if other is not one)
-                    self._replicas[at] = has._replace(listed=listed)
-                    return has.url
-        return ""
-
-    def _list_again(self) -> None:
-        """List the run again. Retention deletes a checkpoint only after a commit, so there may be a
-        newer one now."""
-        self._unseen_s = None
         collective(self._ranks, self._list)
 
-    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> StandsOrGone:
+    def _use_replica(self, chosen: Chosen, why: str) -> bool:
+        """Switch a damaged checkpoint to the next replica that has it. Return False if no replica
+        is left; each is tried once. A folder of the same name there is the same save, because a
+        replica belongs to the same run, though it may share different files with other
+        checkpoints."""
+        if self._near is None:
+            return False
+        url = ""
+        for at, has in enumerate(self._replicas):  # empty on other ranks
+            others = tuple(one for one in has.listed if one.folder != chosen.folder)
+            if len(others) < len(has.listed):
+                url, self._replicas[at] = has.url, has._replace(listed=others)
+                log.warning("%s is damaged, trying %s: %s", chosen.folder, url, why)
+                break
+        url = self._ranks.broadcast(0, url.encode()).decode()
+        if not url:
+            return False
+        self._near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
+        self._try_again(chosen)
+        return True
+
+    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> _Verdict:
         """Classify, on rank 0, an error that at least one rank found; return its verdict on all
         ranks."""
 
-        def look() -> StandsOrGone:
-            if not self._ranks.rank.is_first:
-                return StandsOrGone.STANDS
-            if decision.deleted(self._store, chosen.folder) is not None:
-                return StandsOrGone.DELETED
-            seen = error.missing is not None and _is_there(self._store, error.missing)
-            return StandsOrGone.UNSEEN if seen else StandsOrGone.STANDS
+        def look() -> _Verdict:
+            if self._ranks.rank.is_first:
+                if decision.deleted(self._store, chosen.folder) is not None:
+                    return _Verdict.DELETED
+                if error.missing is not None and _is_there(self._store, error.missing):
+                    return _Verdict.UNSEEN
+            return _Verdict.STANDS
 
         mine = collective(self._ranks, look)
-        return StandsOrGone(self._ranks.broadcast(0, mine.value.encode()).decode())
+        return _Verdict(self._ranks.broadcast(0, mine.encode()).decode())
 
     def _wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
         """Pause before the next try, to give the rank that misses a file time to see it. Raise
@@ -498,36 +593,30 @@ def _is_there(store: Store, name: str) -> bool:
     return is_listed and decision.exists(store, name)
 
 
-def _peeked(run: Run, folder: str) -> Listed:
+def _peeked(checkpoints: Sequence[Listed], folder: str, url: str) -> Listed:
     """Return the checkpoint in that folder; raise `NotFoundError` if it is gone."""
-    for listed in run.checkpoints():
+    for listed in checkpoints:
         if listed.folder == folder:
             return listed
     raise NotFoundError(
         "the checkpoint that peek() returned is gone",
-        where=f"{run.store.url}/{folder}",
+        where=f"{url}/{folder}",
         remedy="call peek() again, and restore that checkpoint from the beginning",
     )
 
 
-def _named(run: Run, step: int) -> Listed:
+def _named(checkpoints: Sequence[Listed], step: int, url: str) -> Listed:
     """Return the checkpoint of that step: the one on the lineage, else the last one committed off
     it. Raise `NotFoundError` if there is none."""
-    checkpoints: Sequence[Listed] = run.checkpoints()
     of_step = [listed for listed in checkpoints if listed.step == step]
+    if not of_step:
+        raise NotFoundError(
+            f"there is no checkpoint of step {step}",
+            where=url,
+            found=nearest_steps((listed.step for listed in checkpoints), step),
+            remedy="restore() without a step takes the newest",
+        )
     on_lineage = [listed for listed in of_step if listed.on_lineage]
-    if on_lineage:
-        return on_lineage[-1]
-    if of_step:
+    if not on_lineage:
         log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
-        return of_step[-1]
-    raise NotFoundError(
-        f"there is no checkpoint of step {step}",
-        where=run.store.url,
-        found=nearest_steps((listed.step for listed in checkpoints), step),
-        remedy="restore() without a step takes the newest",
-    )
-
-
-def _skip(chosen: Chosen, reason: str) -> Skipped:
-    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
+    return (on_lineage or of_step)[-1]

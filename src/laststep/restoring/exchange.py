@@ -8,17 +8,15 @@ To read boxes, the ranks exchange their read requests, once per distinct request
 reads its share of the chunks, keeps the boxes that it needs itself and sends the others on, a few
 slots' worth at a time. A job of one rank runs the same code alone.
 
-Reading threads copy verified bytes into tensors through a `Placer`, several at a time: parts of
+Reading threads copy verified bytes into tensors through a placer, several at a time: parts of
 different reads never overlap. Boxes for other ranks are sent in messages.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -31,7 +29,7 @@ from laststep.codecs.digests import digest
 from laststep.constants import DTYPES, align_up
 from laststep.errors import CorruptError
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, chunks_of, plan_reads
+from laststep.plan.reads import FileBox, Read, ReadRequest, chunks_of, plan_reads
 from laststep.plan.who_reads import (
     Ledger,
     RankRequest,
@@ -48,13 +46,12 @@ from laststep.state.boxes import Box, whole
 from laststep.state.tensors import TORCH_DTYPES, LocalBox, LocalShard, box_of, copy_tensors, held_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from laststep.plan.reads import Chunk, ReadPart
+    from laststep.plan.reads import Chunk
     from laststep.plan.who_reads import WriterSource
-    from laststep.ranks.group import Ranks
+    from laststep.ranks.group import RankMessage, Ranks
     from laststep.ranks.rank import Rank
-    from laststep.read.blocks import LayoutBlocks
     from laststep.read.content import Content, Key
     from laststep.restoring.match import Match
     from laststep.state.tree import TensorSpec
@@ -82,49 +79,63 @@ def tensor_over(chunk: memoryview) -> torch.Tensor:
     return torch.frombuffer(alias, dtype=torch.uint8)
 
 
+class _Copy(NamedTuple):
+    """A copy of bytes [start, stop) of a slot or message into a tensor; of the part `taken` if they
+    are a box of this shape."""
+
+    into: torch.Tensor
+    start: int
+    stop: int
+    shape: tuple[int, ...] = ()
+    taken: Box | None = None
+
+    def source(self, memory: torch.Tensor) -> torch.Tensor:
+        stored = memory[self.start : self.stop]
+        if self.taken is None:
+            return stored
+        return box_of(stored.view(self.into.dtype).view(self.shape), self.taken)
+
+
+def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
+    """Carry out copies from a slot, or from a message on a device; `memory` of the host may be
+    reused afterwards."""
+    by_device: dict[torch.device, list[_Copy]] = {}
+    for copy in copies:
+        by_device.setdefault(copy.into.device, []).append(copy)
+    for device, onto in by_device.items():
+        into = [copy.into for copy in onto]
+        if memory.is_cuda:  # a message, received on the stream that copies it
+            copy_each(into, [copy.source(memory) for copy in onto], non_blocking=True)
+            continue
+        with streams.copying(device):
+            source = memory
+            if device.type == "cuda" and len(onto) > MANY:
+                source = memory.to(device, non_blocking=True)
+            copy_each(into, [copy.source(source) for copy in onto], non_blocking=True)
+
+
 class Placer:
-    """Copies reads into target tensors, which MUST be contiguous."""
+    """Copies the byte ranges that are read into target tensors, which MUST be contiguous."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self._bytes = [bytes_of(target) for target in targets]
-        self._devices = [target.device for target in targets]
-        self._streams = CopyStreams(self._devices)
+        self.streams = CopyStreams(target.device for target in targets)
 
     def deliver(self, read: Read, data: memoryview) -> None:
         """Copy the parts of a read into their targets; `data` may be reused afterwards."""
-        by_device: dict[torch.device, list[ReadPart]] = {}
-        for part in read.parts:
-            by_device.setdefault(self._devices[part.target], []).append(part)
-        chunk = tensor_over(data)
-        for device, parts in by_device.items():
-            with self._streams.copying(device):
-                source = chunk
-                if device.type == "cuda" and len(parts) > MANY:
-                    source = chunk[: read.stop - read.start].to(device, non_blocking=True)
-                self._scatter(source, parts)
-
-    def finish(self) -> None:
-        """Make the streams that training uses wait for all copies."""
-        self._streams.lead()
-
-    def _scatter(self, chunk: torch.Tensor, parts: list[ReadPart]) -> None:
-        into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
-        source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
-        copy_each(into, source, non_blocking=True)
+        copies = [
+            _Copy(self._bytes[target][there : there + size], at, at + size)
+            for target, at, there, size in read.parts
+        ]
+        _copy_all(self.streams, tensor_over(data)[: read.stop - read.start], copies)
 
 
 _ALIGN_BYTES = 16
 """Boxes in a message are aligned to the size of the largest element."""
 _ALL = -1
 """Used in place of a rank number for boxes that every rank needs."""
-
-
-class Sent(NamedTuple):
-    """A box in a message."""
-
-    tensor: int
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+_Sent = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A box in a message: its tensor, start and stop."""
 
 
 class _Move(NamedTuple):
@@ -139,41 +150,6 @@ class _Move(NamedTuple):
     size_bytes: int
 
 
-class RankMessage(NamedTuple):
-    """Boxes for another rank: `head` lists them, `data` holds their bytes in the same order."""
-
-    head: bytes
-    data: torch.Tensor
-
-
-@dataclass(slots=True)
-class RankMessages:
-    """The messages of a rank for some chunks: one per receiving rank, and one for all ranks."""
-
-    each: dict[int, RankMessage]
-    all: RankMessage | None
-
-
-class _MessagePlace(NamedTuple):
-    """The place of a box in a message."""
-
-    move: _Move
-    message: torch.Tensor | None
-    """None if the box is copied only into this rank's own memory."""
-    at: int
-
-
-class _Copy(NamedTuple):
-    """A copy of part of a box (`taken`) into a tensor. The box is at offset `at` of a slot or
-    message."""
-
-    into: torch.Tensor
-    tensor: int
-    at: int
-    box: Box
-    taken: Box
-
-
 class BoxPlacer:
     """Copies the boxes that this rank reads or receives into its tensors, and fills messages with
     those that other ranks need."""
@@ -185,87 +161,79 @@ class BoxPlacer:
         dtypes: Sequence[str],
         requests: ReadRequests,
     ) -> None:
-        self._rank = rank
+        self._rank = rank.number
         self._targets = targets
         self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
         self._requests = requests
-        self._places: dict[tuple[int, int], list[_MessagePlace]] = {}
+        self._moves: dict[tuple[int, int], list[tuple[_Move, torch.Tensor | None, int]]] = {}
+        """The boxes of each expected chunk, each with its place in a message, if it has one."""
         self._placed: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._streams = CopyStreams(box.memory.device for held in targets.values() for box in held)
+        self._devices = {box.memory.device for held in targets.values() for box in held}
+        self.streams = CopyStreams(self._devices)
 
     def device(self) -> torch.device:
         """Return the device of all targets of this rank; the CPU if they are on several. Without
         targets, return the current CUDA device if there is one."""
-        devices = {box.memory.device for held in self._targets.values() for box in held}
-        if not devices and torch.cuda.is_available():
+        if not self._devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
-        return devices.pop() if len(devices) == 1 else torch.device("cpu")
+        return next(iter(self._devices)) if len(self._devices) == 1 else torch.device("cpu")
 
     def passed_on_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk that are sent to other ranks; a box for all ranks counts
         once."""
-        mine = self._rank.number
-        return sum(move.size_bytes for move in self._moves(chunk) if move.who != mine)
+        return sum(move.size_bytes for move in self._moves_of(chunk) if move.who != self._rank)
 
-    def expect(self, chunks: Sequence[Chunk], device: torch.device) -> RankMessages:
+    def expect(
+        self, chunks: Sequence[Chunk], device: torch.device
+    ) -> tuple[dict[int, RankMessage], RankMessage | None]:
         """Prepare for reading these chunks: allocate messages on `device` with a place for every
-        box that other ranks need. The messages are complete once all chunks are delivered."""
-        moves = [(chunk, list(self._moves(chunk))) for chunk in chunks]
-        heads: dict[int, list[Sent]] = {}
+        box that other ranks need, one message per rank and one for all ranks. They are complete
+        once all chunks are delivered."""
+        heads: dict[int, list[_Sent]] = {}
         sizes: Counter[int] = Counter()
-        for _, wanted in moves:
-            for move in wanted:
-                if move.who != self._rank.number:
+        wanted: list[tuple[Chunk, list[tuple[_Move, int]]]] = []
+        for chunk in chunks:
+            placed = []
+            for move in self._moves_of(chunk):
+                placed.append((move, sizes[move.who]))
+                if move.who != self._rank:
                     sizes[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
-                    sent = Sent(move.tensor, move.common.start, move.common.stop)
+                    sent = (move.tensor, move.common.start, move.common.stop)
                     heads.setdefault(move.who, []).append(sent)
-        messages = {
-            who: RankMessage(
-                msgspec.msgpack.encode(heads[who]),
-                torch.empty(size, dtype=torch.uint8, device=device),
-            )
-            for who, size in sizes.items()
+            wanted.append((chunk, placed))
+        data = {who: torch.empty(sizes[who], dtype=torch.uint8, device=device) for who in heads}
+        self.streams.follow()  # an earlier user of this memory may still be copying it
+        self._moves = {
+            (chunk.file, chunk.start): [(move, data.get(move.who), at) for move, at in placed]
+            for chunk, placed in wanted
         }
-        self._streams.follow()  # an earlier user of this memory may still be copying it
-        at: Counter[int] = Counter()
-        self._places = {}
-        for chunk, wanted in moves:
-            places = self._places[chunk.file, chunk.start] = []
-            for move in wanted:
-                message = messages.get(move.who)
-                places.append(
-                    _MessagePlace(move, None if message is None else message.data, at[move.who])
-                )
-                at[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
+        messages = {who: (msgspec.msgpack.encode(heads[who]), data[who]) for who in heads}
         to_all = messages.pop(_ALL, None)
-        return RankMessages(messages, to_all)
+        return messages, to_all
 
     def deliver(self, read: Read, data: memoryview) -> None:
         """Copy the boxes of a chunk into this rank's tensors and into messages."""
         copies: list[_Copy] = []
-        for move, message, at in self._places[read.file, read.start]:
-            tensor, common = move.tensor, move.common
-            if move.who in (self._rank.number, _ALL):
-                copies += self._placed_in(tensor, common, move.at, move.box)
+        for move, message, at in self._moves[read.file, read.start]:
+            if move.who in (self._rank, _ALL):
+                copies += self._into_targets(move.tensor, move.common, move.at, move.box)
             if message is not None:
-                place = self._view(message, at, tensor, common)
-                copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
-        self._copy(tensor_over(data)[: read.stop - read.start], copies)
+                dtype = self._dtypes[move.tensor]
+                into = message[at : at + move.size_bytes].view(dtype).view(move.common.shape)
+                copies.append(self._copy(into, move.at, move.box, move.common))
+        _copy_all(self.streams, tensor_over(data)[: read.stop - read.start], copies)
 
     def unpack(self, message: RankMessage) -> None:
         """Copy the boxes of a received message into this rank's tensors."""
+        head, data = message
         at = 0
         copies: list[_Copy] = []
-        for sent in msgspec.msgpack.decode(message.head, type=list[Sent]):
-            box = Box(sent.start, sent.stop)
-            copies += self._placed_in(sent.tensor, box, at, box)
-            at += align_up(box.volume * self._dtypes[sent.tensor].itemsize, _ALIGN_BYTES)
-        self._copy(message.data, copies)
-
-    def finish(self) -> None:
-        """Make the streams that training uses wait for all copies."""
-        self._streams.lead()
+        for tensor, start, stop in msgspec.msgpack.decode(head, type=list[_Sent]):
+            box = Box(start, stop)
+            copies += self._into_targets(tensor, box, at, box)
+            at += align_up(box.volume * self._dtypes[tensor].itemsize, _ALIGN_BYTES)
+        _copy_all(self.streams, data, copies)
 
     def lacking(self) -> int | None:
         """Return a tensor that has not received every element this rank needs; None if all are
@@ -275,7 +243,7 @@ class BoxPlacer:
                 return tensor
         return None
 
-    def _moves(self, chunk: Chunk) -> Iterator[_Move]:
+    def _moves_of(self, chunk: Chunk) -> Iterator[_Move]:
         for stored, box, at in chunk.boxes():
             tensor, size = stored.tensor, stored.itemsize
             if self._requests.by_all(tensor) and self._requests.size > 1:
@@ -285,40 +253,20 @@ class BoxPlacer:
                 for common in filter(None, map(box.meet, self._requests.boxes(who, tensor))):
                     yield _Move(tensor, at, box, common, who, common.volume * size)
 
-    def _view(self, memory: torch.Tensor, at: int, tensor: int, box: Box) -> torch.Tensor:
-        dtype = self._dtypes[tensor]
-        return memory[at : at + box.volume * dtype.itemsize].view(dtype).view(box.shape)
-
-    def _placed_in(self, tensor: int, common: Box, at: int, box: Box) -> Iterator[_Copy]:
+    def _into_targets(self, tensor: int, common: Box, at: int, box: Box) -> Iterator[_Copy]:
         """Yield the copies of `common`, a part of the box at offset `at`, into this rank's tensors,
         and count the elements."""
         placed = 0
         for held in self._targets.get(tensor, ()):
             here = held.box.meet(common)
             if here is not None:
-                into = box_of(held.memory, here.within(held.box))
-                yield _Copy(into, tensor, at, box, here.within(box))
+                yield self._copy(box_of(held.memory, here.within(held.box)), at, box, here)
                 placed += here.volume
         with self._lock:
             self._placed[tensor] += placed
 
-    def _copy(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
-        by_device: dict[torch.device, list[_Copy]] = {}
-        for copy in copies:
-            by_device.setdefault(copy.into.device, []).append(copy)
-        for device, onto in by_device.items():
-            if memory.is_cuda:  # a message, received on the stream that copies it
-                self._scatter(memory, onto)
-                continue
-            with self._streams.copying(device):
-                source = memory
-                if device.type == "cuda" and len(onto) > MANY:
-                    source = memory.to(device, non_blocking=True)
-                self._scatter(source, onto)
-
-    def _scatter(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
-        source = [box_of(self._view(memory, c.at, c.tensor, c.box), c.taken) for c in copies]
-        copy_each([copy.into for copy in copies], source, non_blocking=True)
+    def _copy(self, into: torch.Tensor, at: int, box: Box, part: Box) -> _Copy:
+        return _Copy(into, at, at + box.volume * into.itemsize, box.shape, part.within(box))
 
 
 _PARCEL_BYTES = 64 << 20
@@ -354,37 +302,53 @@ class BoxTransfer:
     def run(self, room: TensorRoom, threads: int) -> int:
         """Read, send and receive; return the bytes that this rank read."""
         ranks = self._ranks
-        plan = collective(ranks, lambda: self._prepare(room, threads))
-        placer, turns = plan.placer, plan.turns
+        placer, turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
         read_bytes = 0
         error: Exception | None = None
-        with ranks.carrying(placer.device(), plan.passed_on_bytes) as device:
+        with ranks.carrying(placer.device(), passed_on_bytes) as device:
             for turn in range(ranks.all_max(len(turns))):
                 mine = turns[turn] if turn < len(turns) and error is None else []
                 try:
                     messages = placer.expect(mine, device)
-                    read_bytes += plan.read(mine)
+                    reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in mine]
+                    read_bytes += read_all(
+                        self._content.files, reads, room, placer.deliver, threads=threads
+                    )
                 except Exception as raised:  # noqa: BLE001 (raised after the last turn)
                     error = raised
                     messages = placer.expect([], device)
-                for head, data in ranks.exchange(messages.each, messages.all):
+                for message in ranks.exchange(*messages):
                     try:
-                        placer.unpack(RankMessage(head, data))
+                        placer.unpack(message)
                     except Exception as raised:  # noqa: BLE001 (as above: other ranks wait)
                         error = error or raised
-        collective(ranks, lambda: _finish(placer, error))
+
+        def finish() -> None:
+            placer.streams.lead()  # make the streams that training uses wait for all copies
+            if error is not None:
+                raise error
+
+        collective(ranks, finish)
         # After the errors: a rank's failed read leaves gaps on other ranks, which are no damage.
         collective(ranks, lambda: self._check_whole(placer))
         return read_bytes
 
-    def _prepare(self, room: TensorRoom, threads: int) -> _Plan:
+    def _prepare(self, room: TensorRoom) -> tuple[BoxPlacer, list[list[Chunk]], int]:
+        """Return the placer, the chunks that this rank reads in each turn, and the bytes that it
+        sends. A turn has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them;
+        messages are exchanged after each."""
         placer = BoxPlacer(self._ranks.rank, self._targets, self._dtypes, self._requests)
-        read = functools.partial(
-            _read, files=self._content.files, room=room, placer=placer, threads=threads
-        )
-        chunks = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
-        passed_on = [placer.passed_on_bytes(chunk) for chunk in chunks]
-        return _Plan(placer, _turns(chunks, passed_on), sum(passed_on), read)
+        turns: list[list[Chunk]] = [[]]
+        in_turn = passed_on = 0
+        cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
+        for chunk in cut:
+            need = placer.passed_on_bytes(chunk)
+            if in_turn + need > _PARCEL_BYTES and turns[-1]:
+                turns.append([])
+                in_turn = 0
+            turns[-1].append(chunk)
+            in_turn, passed_on = in_turn + need, passed_on + need
+        return placer, turns, passed_on
 
     def _check_whole(self, placer: BoxPlacer) -> None:
         lacking = placer.lacking()
@@ -396,21 +360,6 @@ class BoxTransfer:
                 expected=f"every element of {name} once",
                 remedy=DAMAGE_REMEDY,
             )
-
-
-class _Plan(NamedTuple):
-    """The chunks that a rank reads, by turn. Messages are exchanged after each turn."""
-
-    placer: BoxPlacer
-    turns: list[list[Chunk]]
-    passed_on_bytes: int
-    read: Callable[[Sequence[Chunk]], int]
-
-
-def _finish(placer: BoxPlacer, error: Exception | None) -> None:
-    placer.finish()
-    if error is not None:
-        raise error
 
 
 def _targets(
@@ -491,38 +440,6 @@ def _chunks(
     return chunks
 
 
-def _turns(chunks: Sequence[Chunk], passed_on: Sequence[int]) -> list[list[Chunk]]:
-    """Divide the chunks into turns, each with at most `_PARCEL_BYTES` of messages or a single chunk
-    that exceeds them."""
-    turns: list[list[Chunk]] = [[]]
-    room = _PARCEL_BYTES
-    for chunk, need in zip(chunks, passed_on, strict=True):
-        if need > room and turns[-1]:
-            turns.append([])
-            room = _PARCEL_BYTES
-        turns[-1].append(chunk)
-        room -= need
-    return turns
-
-
-def _read(
-    chunks: Sequence[Chunk],
-    files: Sequence[LayoutBlocks],
-    room: TensorRoom,
-    placer: BoxPlacer,
-    threads: int,
-) -> int:
-    if not chunks:
-        return 0
-    reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in chunks]
-    return read_all(files, reads, room, placer.deliver, threads=min(threads, len(reads)))
-
-
-def load_all(content: Content, device: str) -> list[Match]:
-    """Match all items to newly allocated memory."""
-    return [load_item(item, device) for item in content.items.values()]
-
-
 class Transfer:
     """Reads the tensors of all matches into place; each block is read once."""
 
@@ -591,7 +508,7 @@ class _WholeTransfer:
             reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
         placer = Placer(self._targets)
         done = read_all(files, reads, room, placer.deliver, threads=threads)
-        placer.finish()
+        placer.streams.lead()  # make the streams that training uses wait for all copies
         return done
 
 

@@ -18,16 +18,7 @@ from laststep.errors import NotFoundError, Problems
 from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
 from laststep.ranks.group import collective
-from laststep.restoring.choose import (
-    Asked,
-    Choosing,
-    Skipped,
-    check_asked,
-    look_at_tiers,
-    look_into_memory,
-    open_run,
-    seen_in,
-)
+from laststep.restoring.choose import choosing_of
 from laststep.restoring.exchange import Transfer, state_of_rank
 from laststep.restoring.plan import (
     RestorePlan,
@@ -37,9 +28,7 @@ from laststep.restoring.plan import (
     refuse_rounded,
     warn_of_omitted_items,
 )
-from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
-from laststep.tiers.nearest import NearestStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +39,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content
-    from laststep.restoring.choose import Chosen
+    from laststep.restoring.choose import Chosen, Skipped
     from laststep.restoring.exchange import TensorRoom
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
@@ -159,7 +148,7 @@ def restore_into(
     on rank 0 with the newest term before each listing of the run. All ranks call this together,
     after their saves have ended.
     """
-    choosing = _choosing(store, bus, wanted, saw, ranks, "restore()")
+    choosing = choosing_of(store, bus, wanted, saw, ranks, "restore()")
     if choosing is None:
         return None
     changed: set[str] = set()  # checkpoints that may have changed live state
@@ -217,7 +206,7 @@ def peek_into(
 ) -> Peeked | None:
     """Return the checkpoint that a restore would take; None if there is none yet. All ranks open
     it, which verifies its manifest, file headers and all data except tensors."""
-    choosing = _choosing(store, bus, wanted, saw, ranks, "peek()")
+    choosing = choosing_of(store, bus, wanted, saw, ranks, "peek()")
     if choosing is None:
         return None
 
@@ -238,45 +227,6 @@ def peek_into(
         metrics=commit.metrics,
         metadata=commit.metadata,
     )
-
-
-def _choosing(
-    store: Store,
-    bus: Bus,
-    wanted: RestoreRequest,
-    saw: Callable[[Seen], None],
-    ranks: Ranks,
-    call: str,
-) -> Choosing | None:
-    """Return the checkpoints to try, as all ranks see them; None if there is no run."""
-    only = None if wanted.only is None else tuple(wanted.only)
-    near = isinstance(store, NearestStore) and store.in_memory
-    primary = store.primary if isinstance(store, NearestStore) else store
-    check_asked(
-        ranks,
-        Asked(
-            step=wanted.step,
-            only=only,
-            strict=wanted.strict,
-            exact=wanted.exact,
-            in_memory=near,
-            tiers=len(wanted.tiers),
-            peeked=wanted.peeked,
-            call=call,
-        ),
-    )
-    collective(ranks, lambda: wait_for_writers(primary) if ranks.rank.is_first else None)
-    replicas = look_at_tiers(store, wanted, ranks)
-    look_into_memory(store, ranks)
-    # Record the last commit before listing checkpoints.
-    collective(ranks, lambda: saw(seen_in(store)) if ranks.rank.is_first else None)
-    try:
-        run = open_run(store, ranks)
-    except NotFoundError:
-        if wanted.step is not None or wanted.peeked is not None:
-            raise
-        return None
-    return Choosing(run, wanted, ranks, bus, saw, replicas)
 
 
 def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
