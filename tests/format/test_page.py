@@ -120,7 +120,7 @@ def cells(after: str, column: int) -> list[str]:
 @pytest.mark.parametrize(
     ("block", "record"),
     [
-        ("A commit has these fields", manifest._CommitDocument),
+        ("A commit has these fields", manifest.Commit),
         ("\n`written`:\n", manifest.WrittenIndexes),
         ('"orphan":false}}', terms.TermRecord),
     ],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -176,41 +176,39 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
         return next((stored for stored in self.layouts if stored.layout.name == name), None)
 
 
-def refs_of(runs: Iterable[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
-    """Yield the reference of each block of a layout, in order."""
-    number = 0
+def refs_of(runs: Iterable[BlockRun], layout: FileLayout, first: int = 0) -> Iterator[BlockRef]:
+    """Yield the reference of each block of a layout, in order, starting with block `first`."""
+    number = first
     for run in runs:
-        sizes = struct.unpack(f"<{len(run.sizes) // 4}I", run.sizes)
-        bases = _bases(run, layout, number)
-        at = run.offset
-        for nth in range(run.blocks):
-            size = sizes[nth] if sizes else layout.block_size(number)
-            yield BlockRef(run.file, at, size, run.encoding, bases[nth] if bases else None)
+        bases = list(refs_of(run.bases, layout, number))
+        digests, begin, at = run.base_digests, number, run.offset
+        for size in _sizes(run, layout, number):
+            base = None
+            if bases:
+                place = (number - begin) * DIGEST_BYTES
+                base = BaseRef(bases[number - begin], digests[place : place + DIGEST_BYTES])
+            yield BlockRef(run.file, at, size, run.encoding, base)
             at, number = at + size, number + 1
 
 
-def _bases(run: BlockRun, layout: FileLayout, first: int) -> list[BaseRef]:
-    found: list[BaseRef] = []
-    for base in run.bases:
-        sizes = struct.unpack(f"<{len(base.sizes) // 4}I", base.sizes)
-        at = base.offset
-        for nth in range(base.blocks):
-            number = len(found)
-            size = sizes[nth] if sizes else layout.block_size(first + number)
-            there = run.base_digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            found.append(BaseRef(BlockRef(base.file, at, size, base.encoding), there))
-            at += size
-    return found
+def _sizes(run: BlockRun, layout: FileLayout, first: int) -> Sequence[int]:
+    """Return the stored sizes of the blocks of a run that starts with block `first`."""
+    if run.encoding == RAW:
+        return [layout.block_size(number) for number in range(first, first + run.blocks)]
+    return struct.unpack(f"<{run.blocks}I", run.sizes)
 
 
 def runs_of(refs: Sequence[BlockRef]) -> tuple[BlockRun, ...]:
     """Join consecutive blocks into as few runs as possible."""
-    cuts = [0]
-    for number, (before, ref) in enumerate(pairwise(refs), 1):
-        if not _continues(before, ref):
-            cuts.append(number)
-    cuts.append(len(refs))
-    return tuple(_run(refs[a:b]) for a, b in pairwise(cuts) if a < b)
+    cuts = [
+        number
+        for number, (before, ref) in enumerate(pairwise(refs), 1)
+        if ref.file != before.file
+        or ref.offset != before.offset + before.size_bytes
+        or ref.encoding != before.encoding
+        or (ref.base is None) != (before.base is None)
+    ]
+    return tuple(_run(refs[a:b]) for a, b in pairwise([0, *cuts, len(refs)]) if a < b)
 
 
 def in_place(layout: FileLayout, file: int) -> tuple[BlockRun, ...]:
@@ -219,32 +217,19 @@ def in_place(layout: FileLayout, file: int) -> tuple[BlockRun, ...]:
     return (BlockRun(count, file, layout.header_bytes),) if count else ()
 
 
-def _continues(before: BlockRef, ref: BlockRef) -> bool:
-    return (
-        ref.file == before.file
-        and ref.offset == before.offset + before.size_bytes
-        and ref.encoding == before.encoding
-        and (ref.base is None) == (before.base is None)
-    )
-
-
 def _run(refs: Sequence[BlockRef]) -> BlockRun:
     first = refs[0]
+    sizes = [] if first.encoding == RAW else [ref.size_bytes for ref in refs]
     bases = [ref.base for ref in refs if ref.base is not None]
     return BlockRun(
         len(refs),
         first.file,
         first.offset,
         first.encoding,
-        b"" if first.encoding == RAW else _packed(ref.size_bytes for ref in refs),
+        struct.pack(f"<{len(sizes)}I", *sizes),
         runs_of([base.block for base in bases]),
         b"".join(base.digest for base in bases),
     )
-
-
-def _packed(sizes: Iterable[int]) -> bytes:
-    listed = tuple(sizes)
-    return struct.pack(f"<{len(listed)}I", *listed)
 
 
 # --- bytes ------------------------------------------------------------------------------------
@@ -343,61 +328,53 @@ def _problem(index: Index) -> str | None:
 
 
 def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
-    count = stored.layout.block_count
-    if len(stored.digests) != count * DIGEST_BYTES:
-        return f"{len(stored.digests)} bytes of digests for {count} blocks"
-    problem = _run_problem(stored.runs, index, count, bases_allowed=True)
+    layout = stored.layout
+    if len(stored.digests) != layout.block_count * DIGEST_BYTES:
+        return f"{len(stored.digests)} bytes of digests for {layout.block_count} blocks"
+    problem = _run_problem(stored.runs, index, layout, range(layout.block_count), is_base=False)
     if problem is not None:
         return problem
-    derives = False
-    for ref in _ends(stored.runs, stored.layout):
-        derives = derives or index.is_derived(ref)
-        if ref.offset + ref.size_bytes > index.files[ref.file].size_bytes:
-            return f"a block that ends at byte {ref.offset + ref.size_bytes} of a shorter file"
-        if ref.size_bytes > BLOCK_BYTES:
-            return f"a block of {ref.size_bytes} stored bytes"
     if not stored.derived:
+        derives = any(index.encoding(run.encoding) == ROUNDED for run in stored.runs)
         return "a derived block without masters" if derives else None
-    return deriving.problem(stored.layout.tensors, stored.derived) or _master_problem(stored, index)
+    return deriving.problem(layout.tensors, stored.derived) or _master_problem(stored, index)
 
 
 def _run_problem(
-    runs: Sequence[BlockRun], index: Index, count: int, *, bases_allowed: bool
+    runs: Sequence[BlockRun], index: Index, layout: FileLayout, due: range, *, is_base: bool
 ) -> str | None:
-    if sum(run.blocks for run in runs) != count or not all(run.blocks for run in runs):
-        return f"runs of {sum(run.blocks for run in runs)} blocks where {count} are due"
+    """Check runs that are to hold the blocks `due`, or their bases."""
+    if sum(run.blocks for run in runs) != len(due) or not all(run.blocks for run in runs):
+        return f"runs of {sum(run.blocks for run in runs)} blocks where {len(due)} are due"
+    number = due.start
     for run in runs:
         if run.file >= len(index.files) or run.encoding > len(index.encodings):
             return f"blocks in file {run.file}, in encoding {run.encoding}"
         if len(run.sizes) != (0 if run.encoding == RAW else 4 * run.blocks):
             return f"{len(run.sizes)} bytes of sizes for {run.blocks} blocks"
-        if run.bases and (not bases_allowed or index.encoding(run.encoding) in (None, ROUNDED)):
+        is_derived = index.encoding(run.encoding) == ROUNDED
+        if is_derived and is_base:
+            return "a derived block as a base"
+        if run.bases and (is_base or is_derived or run.encoding == RAW):
             return "a base for a block that cannot have one"
-        due = run.blocks if run.bases else 0
-        if len(run.base_digests) != due * DIGEST_BYTES:
-            return f"{len(run.base_digests)} bytes of digests of {due} bases"
-        problem = _run_problem(run.bases, index, due, bases_allowed=False)
+        if run.encoding == RAW:  # all full, except the last of the layout
+            stop = min((number + run.blocks) * BLOCK_BYTES, layout.tensor_bytes)
+            size_bytes = stop - number * BLOCK_BYTES
+        else:
+            sizes = _sizes(run, layout, number)
+            size_bytes = sum(sizes)
+            if max(sizes) > BLOCK_BYTES:
+                return f"a block of {max(sizes)} stored bytes"
+        if run.offset + size_bytes > index.files[run.file].size_bytes:
+            return f"blocks that end at byte {run.offset + size_bytes} of a shorter file"
+        blocks = range(number, number + run.blocks if run.bases else number)
+        if len(run.base_digests) != len(blocks) * DIGEST_BYTES:
+            return f"{len(run.base_digests)} bytes of digests of {len(blocks)} bases"
+        problem = _run_problem(run.bases, index, layout, blocks, is_base=True)
         if problem is not None:
             return f"bases: {problem}"
-        if any(index.encoding(base.encoding) == ROUNDED for base in run.bases):
-            return "a derived block as a base"
-    return None
-
-
-def _ends(runs: Sequence[BlockRun], layout: FileLayout) -> Iterator[BlockRef]:
-    """Yield the blocks whose bounds have to be checked: all encoded ones with their bases, and the
-    last of each raw run."""
-    number = 0
-    for run in runs:
         number += run.blocks
-        if run.encoding == RAW:
-            # Raw blocks all have the full length, except the last.
-            offset = run.offset + (run.blocks - 1) * BLOCK_BYTES
-            yield BlockRef(run.file, offset, layout.block_size(number - 1))
-    if any(run.encoding != RAW for run in runs):
-        refs = [ref for ref in refs_of(runs, layout) if ref.encoding != RAW]
-        yield from refs
-        yield from (ref.base.block for ref in refs if ref.base is not None)
+    return None
 
 
 def _master_problem(stored: StoredLayout, index: Index) -> str | None:
@@ -405,34 +382,40 @@ def _master_problem(stored: StoredLayout, index: Index) -> str | None:
     same shape."""
     own = {entry.name: entry for entry in stored.layout.tensors}
     files = {file for file, _ in stored.derived.values()}
-    there = {one.layout.name: one for one in index.layouts if one.layout.name in files}
-    derives = {
-        file
-        for file, one in there.items()
-        if any(index.encoding(run.encoding) == ROUNDED for run in one.runs)
-    }
     # Looked up by name, because there may be 100,000 pairs.
-    entries = {(file, entry.name): entry for file in there for entry in there[file].layout.tensors}
+    entries = {
+        (one.layout.name, entry.name): entry
+        for one in index.layouts
+        if one.layout.name in files
+        for entry in one.layout.tensors
+    }
+    derived_blocks = {
+        one.layout.name: _derived_blocks(one, index)
+        for one in index.layouts
+        if one.layout.name in files
+    }
     for name, (file, tensor) in stored.derived.items():
         master = entries.get((file, tensor))
         if master is None:
             return f"{tensor[:100]!r} of {file[:100]!r}, which is not there"
         if master.dtype != deriving.MASTER_DTYPE or master.shape != own[name].shape:
             return f"{master.dtype} {list(master.shape)} as the master of {name!r}"
-        if file in derives and any(
-            index.is_derived(ref) for ref in _within(there[file], master.start, master.stop)
+        first, last = master.start // BLOCK_BYTES, -(-master.stop // BLOCK_BYTES)
+        if master.start < master.stop and any(
+            begin < last and first < end for begin, end in derived_blocks[file]
         ):
             return f"{tensor[:100]!r}, which is itself derived, as a master"
     return None
 
 
-def _within(stored: StoredLayout, start: int, stop: int) -> Iterator[BlockRef]:
-    """Yield the first block of each run that overlaps bytes [start, stop)."""
-    first, last, at = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), 0
-    for run in stored.runs if start < stop else ():
-        if at < last and first < at + run.blocks:
-            yield BlockRef(run.file, run.offset, 0, run.encoding)
-        at += run.blocks
+def _derived_blocks(stored: StoredLayout, index: Index) -> list[tuple[int, int]]:
+    """Return the blocks of the runs that are derived from masters, as (first, last + 1)."""
+    ends = list(accumulate((run.blocks for run in stored.runs), initial=0))
+    return [
+        (begin, end)
+        for run, (begin, end) in zip(stored.runs, pairwise(ends), strict=True)
+        if index.encoding(run.encoding) == ROUNDED
+    ]
 
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:

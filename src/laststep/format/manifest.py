@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -27,7 +27,7 @@ from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
 
 _MAX_NAME_BYTES = 255
@@ -145,28 +145,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 MAX_RANKS = 1 << 24
 """More than any job has. Limits the memory that checking a manifest can take."""
 _TABLE = re.compile(r"[0-9a-f]{32}")
-_SAME_FIELDS = (
-    "run",
-    "step",
-    "term",
-    "attempt",
-    "created_s",
-    "laststep",
-    "items",
-    "written",
-    "continues",
-)
-
-
-class _Record(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    gc=False,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-):
-    """An entry of a list in a manifest."""
 
 
 class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,7 +173,9 @@ class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-class ItemRecord(_Record, frozen=True, kw_only=True):
+class ItemRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """An item: the kind of provider that wrote it, its tensors and their bytes; `per_rank` if every
     rank has a state of its own."""
 
@@ -206,7 +186,7 @@ class ItemRecord(_Record, frozen=True, kw_only=True):
     per_rank: bool = False
 
 
-class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranks that held the same tensors in the same layouts: the digest of their local layout, and
     their numbers."""
 
@@ -219,13 +199,15 @@ class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
         return RanksOf(self.spans)
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision to commit a checkpoint. `continues` names the folder of the previous one."""
+class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decision to commit a checkpoint, with the fields of the document in their order."""
 
+    format: Literal[1] = 1
+    decision: Literal["commit"] = "commit"
     run: str
-    step: int
-    term: int
-    attempt: int
+    step: Count
+    term: Count
+    attempt: Count
     created_s: float
     laststep: str
     items: tuple[ItemRecord, ...]
@@ -233,15 +215,14 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Metric] = {}
     metadata: object = None
     continues: str | None = None
-    ranks: int = 1
+    """The folder of the previous checkpoint."""
+    ranks: Count = 1
     """Number of ranks that wrote it. There may be more indexes: a DCP coordinator writes one of its
     own."""
     layout_groups: tuple[LayoutGroupRecord, ...] = ()
     """Groups of ranks with equal local layouts; empty if unknown."""
     omitted_items: tuple[str, ...] = ()
     """Items that a partial checkpoint lacks, in alphabetical order."""
-
-    format: int = FORMAT_VERSION
 
     @property
     def index_count(self) -> int:
@@ -285,36 +266,11 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     by: str
 
 
-class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layout group as written; the stride of a span is omitted if it is 1."""
-
-    local_layout: str
-    spans: tuple[tuple[Count, ...], ...]
-
-
-class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A commit as written; metrics and metadata are typed JSON."""
-
-    format: Literal[1]
-    decision: Literal["commit"] = "commit"
-    run: str
-    step: Count
-    term: Count
-    attempt: Count
-    created_s: float
-    laststep: str
-    items: tuple[ItemRecord, ...]
-    written: WrittenIndexes
-    metrics: msgspec.Raw
-    metadata: msgspec.Raw
-    continues: str | None
-    ranks: Count | msgspec.UnsetType = msgspec.UNSET
-    layout_groups: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
-    omitted_items: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-
+_OPTIONAL: Final = {"ranks": 1, "layout_groups": (), "omitted_items": ()}
+"""Fields that are left out of the document if they have their default."""
+_FIELDS: Final = "the fields that docs/format.md lists"
 
 # Created at import, so that the first commit of a job does not wait for it.
-_decode_commit = msgspec.json.Decoder(_CommitDocument).decode
 _decode_abort = msgspec.json.Decoder(Abort).decode
 
 
@@ -344,11 +300,14 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     try:
         if plain.get("decision") == "abort":
             return _decode_abort(content)
-        document = _decode_commit(content)
+        if absent := set(Commit.__struct_fields__) - plain.keys() - _OPTIONAL.keys():
+            raise _corrupt(where, _FIELDS, f"no {', '.join(sorted(absent))}")
+        for name in ("metrics", "metadata"):
+            plain[name] = objects.from_parsed(plain[name], where=f"{name} of {where}")
+        commit = msgspec.convert(plain, Commit)
     except msgspec.ValidationError as error:
-        raise _corrupt(where, "the fields that docs/format.md lists", str(error)) from None
-    commit = _commit_of(document, plain, where)
-    problem = _problem(commit)
+        raise _corrupt(where, _FIELDS, str(error)) from None
+    problem = _problem(commit, plain)
     if problem is not None:
         raise _corrupt(where, *problem)
     return commit
@@ -367,29 +326,24 @@ def _corrupt(where: str, expected: str, found: str) -> CorruptError:
     return corrupt(where, expected, found, what="manifest")
 
 
-def _document_of(commit: Commit) -> _CommitDocument:
+def _document_of(commit: Commit) -> dict[str, object]:
+    """Return the members of the document. Metrics and metadata are typed JSON; the stride of a span
+    is left out if it is 1."""
     _check_metrics(commit.metrics)
-    layout_groups = tuple(
-        _ClassDocument(
-            local_layout=record.local_layout,
-            spans=tuple(tuple(span[:2]) if span.stride == 1 else span for span in record.spans),
-        )
-        for record in commit.layout_groups
-    )
-    return _CommitDocument(
-        format=1,
-        **_same_fields(commit),
-        metrics=msgspec.Raw(objects.encode(commit.metrics)),
-        metadata=msgspec.Raw(objects.encode(commit.metadata)),
-        ranks=commit.ranks if commit.ranks != 1 else msgspec.UNSET,
-        layout_groups=layout_groups or msgspec.UNSET,
-        omitted_items=commit.omitted_items or msgspec.UNSET,
-    )
-
-
-def _same_fields(commit: Commit | _CommitDocument) -> dict[str, Any]:
-    """Return the fields that are written unchanged."""
-    return {name: getattr(commit, name) for name in _SAME_FIELDS}
+    plain = msgspec.structs.asdict(commit)
+    plain["metrics"] = msgspec.Raw(objects.encode(commit.metrics))
+    plain["metadata"] = msgspec.Raw(objects.encode(commit.metadata))
+    plain["layout_groups"] = [
+        {
+            "local_layout": group.local_layout,
+            "spans": [span[:2] if span.stride == 1 else span for span in group.spans],
+        }
+        for group in commit.layout_groups
+    ]
+    for name, default in _OPTIONAL.items():
+        if getattr(commit, name) == default:
+            del plain[name]
+    return plain
 
 
 def _check_metrics(metrics: dict[str, Metric]) -> None:
@@ -404,105 +358,53 @@ def _check_metrics(metrics: dict[str, Metric]) -> None:
             )
 
 
-def _classes_of(document: _CommitDocument, where: str) -> tuple[LayoutGroupRecord, ...]:
-    layout_groups = () if document.layout_groups is msgspec.UNSET else document.layout_groups
-    for entry in layout_groups:
-        for span in entry.spans:
-            if not (len(span) == 2 or (len(span) == 3 and span[2] > 1)):
-                raise _corrupt(where, "a first rank, a count and perhaps a stride", str(span))
-    return tuple(
-        LayoutGroupRecord(
-            local_layout=entry.local_layout, spans=tuple(Span(*span) for span in entry.spans)
-        )
-        for entry in layout_groups
-    )
-
-
-def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) -> Commit:
-    """`plain` is the parsed document, which contains metrics and metadata."""
-    metrics = objects.from_parsed(plain["metrics"], where=f"metrics of {where}")
-    if type(metrics) is not dict:
-        raise _corrupt(where, "metrics by name", type(metrics).__name__)
-    try:
-        _check_metrics(metrics)
-    except UsageError as error:
-        raise _corrupt(where, "metrics of plain values", f"{error.where}: {error.found}") from None
-    return Commit(
-        **_same_fields(document),
-        metrics=metrics,
-        metadata=objects.from_parsed(plain["metadata"], where=f"metadata of {where}"),
-        ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
-        layout_groups=_classes_of(document, where),
-        omitted_items=() if document.omitted_items is msgspec.UNSET else document.omitted_items,
-    )
-
-
-def _problem(commit: Commit) -> tuple[str, str] | None:
-    """Return (expected, found) of the first problem, or None if the commit is valid."""
+def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (expected, found) of the first problem, or None if the commit is valid. `plain` is its
+    document."""
     if not math.isfinite(commit.created_s) or commit.created_s < 0:
         return "a time of creation", repr(commit.created_s)
     if commit.continues is not None and not is_plain_name(commit.continues):
         return "the name of a checkpoint's folder", repr(commit.continues)
     if not 1 <= commit.ranks <= MAX_RANKS:
         return f"from 1 to {MAX_RANKS} ranks", str(commit.ranks)
-    return (
-        _written_problem(commit)
-        or _classes_problem(commit)
-        or _item_problem(commit)
-        or _partial_problem(commit)
-    )
-
-
-def _written_problem(commit: Commit) -> tuple[str, str] | None:
-    written, due = commit.written, commit.ranks * DIGEST_BYTES
-    if len(written.indexes) % DIGEST_BYTES or len(written.indexes) < due:
+    written = commit.written
+    rest_bytes = len(written.indexes) % DIGEST_BYTES
+    if rest_bytes or not commit.ranks <= commit.index_count:
         return f"the digests of {commit.ranks} indexes", f"{len(written.indexes)} bytes"
     if commit.index_count > MAX_RANKS:
         return f"at most {MAX_RANKS} indexes", str(commit.index_count)
     if written.shared_bytes > written.size_bytes:
         return f"at most {written.size_bytes} shared bytes", str(written.shared_bytes)
-    return None
+    return _group_problem(commit, plain) or _item_problem(commit)
 
 
-def _classes_problem(commit: Commit) -> tuple[str, str] | None:
+def _group_problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
     """Check that every rank is in exactly one layout group."""
     if not commit.layout_groups:
         return None
-    for record in commit.layout_groups:
-        if _TABLE.fullmatch(record.local_layout) is None:
-            return "32 hex digits for the layout of a layout group", repr(record.local_layout)
-    if not _all_differ(record.local_layout for record in commit.layout_groups):
+    for group, document in zip(commit.layout_groups, plain["layout_groups"], strict=True):
+        if _TABLE.fullmatch(group.local_layout) is None:
+            return "32 hex digits for the layout of a layout group", repr(group.local_layout)
+        for span in document["spans"]:
+            if span[2:] == [1]:
+                return "a first rank, a count and perhaps a stride", str(span)
+    if len({group.local_layout for group in commit.layout_groups}) != len(commit.layout_groups):
         return "layout groups that differ in their layouts", "the same layout twice"
-    spans = [span for record in commit.layout_groups for span in record.spans]
+    spans = [span for group in commit.layout_groups for span in group.spans]
     if not cover_once(spans, commit.ranks):
         return f"layout groups that hold each of {commit.ranks} ranks once", "other ranks"
     return None
 
 
 def _item_problem(commit: Commit) -> tuple[str, str] | None:
-    if not _all_differ(record.name for record in commit.items):
+    here, omitted = {record.name for record in commit.items}, commit.omitted_items
+    if len(here) != len(commit.items):
         return "items that differ in name", "one name twice"
     for record in commit.items:
         if not record.name or not record.kind:
             return "an item with a name and a kind", repr((record.name, record.kind))
-    return None
-
-
-def _partial_problem(commit: Commit) -> tuple[str, str] | None:
-    omitted_items, here = commit.omitted_items, {record.name for record in commit.items}
-    if not omitted_items:
-        return None
-    if (
-        list(omitted_items) != sorted(set(omitted_items))
-        or "" in omitted_items
-        or not here.isdisjoint(omitted_items)
-    ):
-        return "sorted names of other, omitted items", repr(omitted_items)
-    if not here or commit.layout_groups:
+    if "" in omitted or list(omitted) != sorted(set(omitted) - here):
+        return "sorted names of other, omitted items", repr(omitted)
+    if omitted and (not here or commit.layout_groups):
         return "items, and no classes, which tell of all of them", repr(sorted(here))
     return None
-
-
-def _all_differ(names: Iterable[str]) -> bool:
-    listed = list(names)
-    return len(set(listed)) == len(listed)
