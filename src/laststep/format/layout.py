@@ -11,6 +11,8 @@ Also reads the headers of other safetensors files: `CorruptError` if a header is
 from __future__ import annotations
 
 import math
+import operator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -25,43 +27,6 @@ if TYPE_CHECKING:
 
 METADATA = "__metadata__"
 MAX_OFFSET = (1 << 63) - 1
-
-
-def tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | None:
-    """Return why these tensors do not exactly fill the bytes from 0 to `tensor_bytes`, or None."""
-    at = 0
-    for tensor in tensors:
-        if tensor.start != at or tensor.stop < at:
-            place = f"[{tensor.start}, {tensor.stop})"
-            return f"{tensor.name!r} at {place} where byte {at} is next"
-        at = tensor.stop
-        if not _fits(tensor):
-            return (
-                f"{at - tensor.start} bytes for {tensor.name!r}, a {tensor.dtype} of shape "
-                f"{list(tensor.shape)}"
-            )
-    if at != tensor_bytes:
-        return f"tensors that end at byte {at} of a tensor area of {tensor_bytes}"
-    return None
-
-
-def _fits(tensor: TensorEntry) -> bool:
-    """Return True if dtype and shape match the number of bytes of the entry."""
-    shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
-    if dtype is None or math.prod(shape) * dtype.size_bytes != tensor.stop - tensor.start:
-        return False
-    if tensor.start != tensor.stop:
-        return min(shape, default=0) >= 0 and tensor.stop <= MAX_OFFSET
-    # An empty tensor may have huge sides, but safetensors and torch multiply the sides before the
-    # zero, which must not overflow.
-    leading = 1
-    for side in shape:
-        leading *= side
-        if not 0 <= side <= MAX_OFFSET or leading * dtype.size_bytes > MAX_OFFSET:
-            return False
-    return True
-
-
 LENGTH_BYTES = 8
 _MAX_PLAIN_BYTES = 100_000_000
 """Header limit of the safetensors library; `MAX_HEADER_BYTES` is our own, lower limit."""
@@ -72,7 +37,7 @@ _SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
 
 
-class RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One entry as safetensors writes it."""
 
     dtype: str
@@ -97,10 +62,10 @@ def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) 
     """Return the length of the header region of a file of `size_bytes` that starts with
     `prefix`."""
     if len(prefix) < LENGTH_BYTES:
-        raise corrupt(where, f"only {len(prefix)} bytes")
+        raise _corrupt(where, f"only {len(prefix)} bytes")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > min(_MAX_PLAIN_BYTES, size_bytes - LENGTH_BYTES):
-        raise corrupt(where, f"a header of {length} bytes in a file of {size_bytes}")
+        raise _corrupt(where, f"a header of {length} bytes in a file of {size_bytes}")
     return LENGTH_BYTES + length
 
 
@@ -108,21 +73,35 @@ def decode_plain(
     region: bytes | memoryview, *, data_bytes: int, where: str
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of any safetensors file, in the order of their bytes."""
-    parsed = parse(region, where)
+    whole = region_bytes_of(region, size_bytes=len(region), where=where)
+    if whole != len(region):
+        raise _corrupt(where, f"a length field for {whole} of {len(region)} bytes")
+    text = bytes(region[LENGTH_BYTES:])
+    if not text.startswith(b"{"):
+        raise _corrupt(where, f"a header that begins with {text[:1]!r}, not with '{{'")
+    parsed = objects.parse(text.rstrip(b" "), where=where)
+    if not isinstance(parsed, dict):
+        raise _corrupt(where, "JSON that is no object")
     try:
         msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
     except msgspec.ValidationError as error:
-        raise corrupt(where, f"metadata that is not a map of strings: {error}") from None
-    entries = entries_of(parsed, where)
-    tensors = [tensor_of(name, entry, where) for name, entry in entries.items()]
+        raise _corrupt(where, f"metadata that is not a map of strings: {error}") from None
+    try:
+        entries = msgspec.convert(parsed, dict[str, _RawEntry])
+    except msgspec.ValidationError as error:
+        raise _corrupt(where, f"an unsound entry: {error}") from None
+    tensors = [
+        TensorEntry(name, _dtype_of(name, entry.dtype, where), entry.shape, *entry.data_offsets)
+        for name, entry in entries.items()
+    ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    problem = tensor_problem(tensors, data_bytes)
+    problem = _tensor_problem(tensors, data_bytes)
     if problem is not None:
-        raise corrupt(where, problem)
+        raise _corrupt(where, problem)
     return tuple(tensors)
 
 
-def corrupt(where: str, found: str) -> CorruptError:
+def _corrupt(where: str, found: str) -> CorruptError:
     return CorruptError(
         "cannot read a data file's header",
         where=where,
@@ -131,40 +110,44 @@ def corrupt(where: str, found: str) -> CorruptError:
     )
 
 
-def parse(region: bytes | memoryview, where: str) -> dict[str, object]:
-    """Return the members of the header's JSON, after checking the length field."""
-    whole = region_bytes_of(region, size_bytes=len(region), where=where)
-    if whole != len(region):
-        raise corrupt(where, f"a length field for {whole} of {len(region)} bytes")
-    text = bytes(region[LENGTH_BYTES:])
-    if not text.startswith(b"{"):
-        raise corrupt(where, f"a header that begins with {text[:1]!r}, not with '{{'")
-    parsed = objects.parse(text.rstrip(b" "), where=where)
-    if not isinstance(parsed, dict):
-        raise corrupt(where, "JSON that is no object")
-    return parsed
+def _dtype_of(name: str, code: str, where: str) -> str:
+    if code in _SUB_BYTE_CODES:
+        raise UsageError(
+            "cannot read a tensor of less than a byte per element",
+            where=where,
+            found=f"dtype {code} for {name!r}",
+            remedy="read it with safetensors, and save it as uint8",
+        )
+    if code not in _NAME_OF_CODE:
+        raise _corrupt(where, f"the unknown dtype {code[:100]!r} for {name!r}")
+    return _NAME_OF_CODE[code]
 
 
-def entries_of(parsed: dict[str, object], where: str) -> dict[str, RawEntry]:
-    try:
-        return msgspec.convert(parsed, dict[str, RawEntry])
-    except msgspec.ValidationError as error:
-        raise corrupt(where, f"an unsound entry: {error}") from None
+def _tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | None:
+    """Return why these tensors do not exactly fill the bytes from 0 to `tensor_bytes`, or None."""
+    at = 0
+    for name, dtype, shape, start, stop in tensors:
+        if start != at or stop < at:
+            return f"{name!r} at [{start}, {stop}) where byte {at} is next"
+        at = stop
+        if not _fits(dtype, shape, stop - start) or stop > MAX_OFFSET:
+            return f"{stop - start} bytes for {name!r}, a {dtype} of shape {list(shape)}"
+    if at != tensor_bytes:
+        return f"tensors that end at byte {at} of a tensor area of {tensor_bytes}"
+    return None
 
 
-def tensor_of(name: str, entry: RawEntry, where: str) -> TensorEntry:
-    dtype = _NAME_OF_CODE.get(entry.dtype)
-    if dtype is None:
-        if entry.dtype in _SUB_BYTE_CODES:
-            raise UsageError(
-                "cannot read a tensor of less than a byte per element",
-                where=where,
-                found=f"dtype {entry.dtype} for {name!r}",
-                remedy="read it with safetensors, and save it as uint8",
-            )
-        raise corrupt(where, f"the unknown dtype {entry.dtype[:100]!r} for {name!r}")
-    start, stop = entry.data_offsets
-    return TensorEntry(name=name, dtype=dtype, shape=entry.shape, start=start, stop=stop)
+def _fits(dtype: str, shape: Sequence[int], size_bytes: int) -> bool:
+    """Return True if a tensor has this many bytes."""
+    known = DTYPES.get(dtype)
+    if known is None or math.prod(shape) * known.size_bytes != size_bytes:
+        return False
+    if size_bytes:
+        return min(shape, default=0) >= 0
+    # An empty tensor may have huge sides, but safetensors and torch multiply the sides before the
+    # zero, which must not overflow.
+    leading = accumulate((known.size_bytes, *shape), operator.mul)
+    return min(shape) >= 0 and max(*shape, *leading) <= MAX_OFFSET
 
 
 class Part(NamedTuple):
@@ -218,7 +201,7 @@ class FileLayout(
             return f"a tensor named {METADATA}"
         if self.header_bytes % ALIGN_BYTES or not 0 < self.header_bytes <= MAX_HEADER_BYTES:
             return f"a header of {self.header_bytes} bytes"
-        return tensor_problem(self.tensors, self.tensor_bytes) or self._part_problem()
+        return _tensor_problem(self.tensors, self.tensor_bytes) or self._part_problem()
 
     def _part_problem(self) -> str | None:
         shapes = {entry.name: entry.shape for entry in self.tensors} if self.parts else {}
@@ -256,9 +239,9 @@ def _json_of(tensors: Sequence[TensorEntry]) -> bytes:
         if known is None:
             raise UsageError("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
         if known.code is None:  # safetensors has no such dtype; the index has dtype and shape
-            entries[name] = RawEntry("U8", (stop - start,), (start, stop))
+            entries[name] = _RawEntry("U8", (stop - start,), (start, stop))
         else:
-            entries[name] = RawEntry(known.code, shape, (start, stop))
+            entries[name] = _RawEntry(known.code, shape, (start, stop))
     try:
         return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
