@@ -100,19 +100,6 @@ def damage_of(
     )
 
 
-def _changed(
-    file: OpenFile, what: str, start: int, stop: int, expected: bytes, found: memoryview
-) -> Damage:
-    error = CorruptError(
-        "stored bytes have changed",
-        where=f"{file.where}, {what} (bytes {start}-{stop})",
-        expected=f"{DIGEST_NAME}:{expected.hex()}",
-        found=digest_text(found),
-        remedy=DAMAGE_REMEDY,
-    )
-    return damage_of(error, file=file.name, what=what, start=start, stop=stop)
-
-
 def refuse(damage: Iterable[Damage]) -> None:
     """Raise the error of the first damage, if there is any."""
     for first in damage:
@@ -217,42 +204,30 @@ class BlockReader:
 
     def _open(self, file: StoredFile) -> OpenFile:
         where, path = f"{self.where}/{file.name}", f"{self._folder}/{file.name}"
+        due = f"{file.size_bytes} bytes"
         try:
             reader = self._store.open_reader(path, cached=self._cached)
         except NotFoundError:
-            error = CorruptError(
-                "a data file is missing",
-                where=where,
-                expected=f"{file.size_bytes} bytes",
-                found="no such file",
-                remedy=DAMAGE_REMEDY,
-            ).lacking(path)
+            error = _damaged("a data file is missing", where, due, "no such file").lacking(path)
             missing = damage_of(error, file=file.name, what="missing file")
             return OpenFile(file, _NoFile(), where, (missing,))
-        return OpenFile(file, reader, where, _wrong_size(reader.size_bytes, file, where))
+        there = reader.size_bytes
+        if there == file.size_bytes:
+            return OpenFile(file, reader, where, ())
+        what = f"too {'short' if there < file.size_bytes else 'long'}"
+        wrong_size = damage_of(
+            _damaged(f"a data file is {what}", where, due, f"{there} bytes"),
+            file=file.name,
+            what="size",
+            start=min(there, file.size_bytes),
+            stop=there,
+            found=f"{there} bytes: the file is {what}",
+        )
+        return OpenFile(file, reader, where, (wrong_size,))
 
 
-def _wrong_size(there_bytes: int, file: StoredFile, where: str) -> tuple[Damage, ...]:
-    if there_bytes == file.size_bytes:
-        return ()
-    how = "short" if there_bytes < file.size_bytes else "long"
-    found = f"{there_bytes} bytes"
-    error = CorruptError(
-        f"a data file is too {how}",
-        where=where,
-        expected=f"{file.size_bytes} bytes",
-        found=found,
-        remedy=DAMAGE_REMEDY,
-    )
-    damage = damage_of(
-        error,
-        file=file.name,
-        what="size",
-        start=min(there_bytes, file.size_bytes),
-        stop=there_bytes,
-        found=f"{found}: the file is too {how}",
-    )
-    return (damage,)
+def _damaged(what: str, where: str, expected: str, found: str) -> CorruptError:
+    return CorruptError(what, where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY)
 
 
 def close_files(layouts: Iterable[LayoutBlocks]) -> None:
@@ -371,6 +346,17 @@ class StoredPiece(NamedTuple):
     """Decoded size."""
     ref: BlockRef
 
+    def blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield, for each block, its bytes [start, stop) in the extent and in the file."""
+        if self.ref.encoding != RAW:
+            end = self.ref.offset + self.ref.size_bytes
+            yield self.at, self.at + self.size_bytes, self.ref.offset, end
+            return
+        for begin in range(0, self.size_bytes, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, self.size_bytes - begin)
+            at, offset = self.at + begin, self.ref.offset + begin
+            yield at, at + size, offset, offset + size
+
 
 class Extent:
     """Consecutive blocks of a layout that are read together, in whichever files they are."""
@@ -391,11 +377,11 @@ class Extent:
         """Return the number of its bytes and blocks that the files contain; counts partial
         blocks."""
         there_bytes = blocks = 0
-        for _, size_bytes, ref in self.pieces:
-            end = self._reader.file(ref.file).reader.size_bytes
-            there = max(0, min(ref.offset + ref.size_bytes, end) - ref.offset)
-            there_bytes += there
-            blocks += -(-min(there, size_bytes) // BLOCK_BYTES)
+        for piece in self.pieces:
+            end = self._reader.file(piece.ref.file).reader.size_bytes
+            there = [min(stop, end) - start for _, _, start, stop in piece.blocks() if start < end]
+            there_bytes += sum(there)
+            blocks += len(there)
         return there_bytes, blocks
 
     def read(self, into: memoryview) -> list[Damage]:
@@ -447,14 +433,11 @@ class Extent:
         """Check the stored bytes of its only piece. If they are wrong, fill `stored` again from
         `reader`, and return the damage that remains. Bases and masters are read from this
         checkpoint."""
-        wrong = self._wrong_stored(stored)
-        if wrong and reader.read_into(self.pieces[0].ref.offset, stored) == len(stored):
-            wrong = self._wrong_stored(stored)
-        return wrong
-
-    def _wrong_stored(self, stored: memoryview) -> list[Damage]:
         (piece,) = self.pieces
-        return self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+        wrong = self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+        if wrong and reader.read_into(piece.ref.offset, stored) == len(stored):
+            wrong = self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+        return wrong
 
     def _neighbours(self) -> Iterator[Sequence[StoredPiece]]:
         """Split the pieces into groups that are fetched in one read."""
@@ -505,36 +488,21 @@ class Extent:
             data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
             return [replace(file.damage[0], data=data)]
         lost = []
-        for at, size_bytes, ref in group:
-            step = BLOCK_BYTES if ref.encoding == RAW else ref.size_bytes
-            for begin in range(0, ref.size_bytes, step):
-                start = ref.offset + begin
-                stop = start + min(step, ref.size_bytes - begin)
-                there = max(0, min(stop, end) - start)
-                if stop <= end:
-                    continue
-                error = CorruptError(
-                    "a data file is too short",
-                    where=file.where,
-                    expected=f"at least {stop} bytes",
-                    # The length of the file, unless the file ends before the block starts.
-                    found=f"{end} bytes" if there else f"at most {start} bytes",
-                    remedy=DAMAGE_REMEDY,
-                )
-                raw = ref.encoding == RAW
-                image_at = at + begin if raw else at
-                image_stop = image_at + (stop - start if raw else size_bytes)
-                lost.append(
-                    damage_of(
-                        error,
-                        file=file.name,
-                        what=f"block {self.first + image_at // BLOCK_BYTES}",
-                        start=start,
-                        stop=start + there,
-                        found=f"only {there} of {stop - start} bytes: the file is too short",
-                        data=self._data(image_at, image_stop),
-                    )
-                )
+        blocks = [block for piece in group for block in piece.blocks() if block[3] > end]
+        for at, image_stop, start, stop in blocks:
+            there = max(0, end - start)
+            # The length of the file, unless the file ends before the block starts.
+            length = f"{end} bytes" if there else f"at most {start} bytes"
+            damage = damage_of(
+                _damaged("a data file is too short", file.where, f"at least {stop} bytes", length),
+                file=file.name,
+                what=f"block {self.first + at // BLOCK_BYTES}",
+                start=start,
+                stop=start + there,
+                found=f"only {there} of {stop - start} bytes: the file is too short",
+                data=self._data(at, image_stop),
+            )
+            lost.append(damage)
         return lost
 
     def _data(self, start: int, stop: int) -> tuple[int, int]:
@@ -547,30 +515,24 @@ class Extent:
         """Decode a piece. If that fails, return bytes that do not match its digest."""
         if piece.ref.encoding == RAW:
             return stored
+        from laststep.codecs.blocks.registry import codec_named  # late: plain checkpoints need none
+
+        number, ref, masters = self.first + piece.at // BLOCK_BYTES, piece.ref, self._layout.masters
         try:
-            return self._decode(piece, stored, kept)
+            if masters is not None and self._reader.index.is_derived(ref):
+                return masters.block(number, stored, piece.size_bytes, kept)
+            encoding, before = self._reader.index.encoding(ref.encoding), None
+            assert encoding is not None  # noqa: S101 (it is not raw)
+            base = None if ref.base is None else self._layout.base(number)
+            if base is not None:
+                before = memoryview(bytearray(piece.size_bytes))
+                base.fill(before)  # damage to it shows in the decoded block
+            codec = codec_named(encoding.codec)
+            return codec.decode(stored, piece.size_bytes, encoding.element_bytes, before)
         except CorruptError:
             zeros = bytes(piece.size_bytes)
             is_zeros = digest(zeros) == self._digest(piece.at // BLOCK_BYTES)
             return b"\xff" * piece.size_bytes if is_zeros else zeros
-
-    def _decode(
-        self, piece: StoredPiece, stored: memoryview, kept: KeptBlocks
-    ) -> bytes | memoryview:
-        from laststep.codecs.blocks.registry import codec_named  # late: plain checkpoints need none
-
-        number, ref, masters = self.first + piece.at // BLOCK_BYTES, piece.ref, self._layout.masters
-        if masters is not None and self._reader.index.is_derived(ref):
-            return masters.block(number, stored, piece.size_bytes, kept)
-        encoding, before = self._reader.index.encoding(ref.encoding), None
-        assert encoding is not None  # noqa: S101 (it is not raw)
-        base = None if ref.base is None else self._layout.base(number)
-        if base is not None:
-            before = memoryview(bytearray(piece.size_bytes))
-            base.fill(before)  # damage to it shows in the decoded block
-        return codec_named(encoding.codec).decode(
-            stored, piece.size_bytes, encoding.element_bytes, before
-        )
 
     def _digest(self, number: int) -> bytes:
         return self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -580,13 +542,17 @@ class Extent:
             return []
         wrong = list(lost)
         for piece in self.pieces:
-            for at in range(piece.at, piece.at + piece.size_bytes, BLOCK_BYTES):
-                part = image[at : min(at + BLOCK_BYTES, piece.at + piece.size_bytes)]
-                place = self._data(at, at + len(part))
-                if any(a <= place[0] < b for a, b in (damage.data for damage in lost)):
+            for at, image_stop, start, stop in piece.blocks():
+                data = self._data(at, image_stop)
+                if any(a <= data[0] < b for a, b in (damage.data for damage in lost)):
                     continue
-                if digest(part) != self._digest(at // BLOCK_BYTES):
-                    wrong += self._causes(piece, place) or [self._damage(piece, at, part, place)]
+                part, expected = image[at:image_stop], self._digest(at // BLOCK_BYTES)
+                if digest(part) != expected:
+                    file = self._reader.file(piece.ref.file)
+                    what = f"block {data[0] // BLOCK_BYTES}"
+                    wrong += self._causes(piece, data) or [
+                        _changed(file, what, (start, stop), expected, part, data)
+                    ]
         return wrong
 
     def _causes(self, piece: StoredPiece, place: tuple[int, int]) -> list[Damage]:
@@ -597,16 +563,23 @@ class Extent:
         base = None if piece.ref.base is None else self._layout.base(number)
         return [] if base is None else base.read(memoryview(bytearray(base.size_bytes)))
 
-    def _damage(
-        self, piece: StoredPiece, at: int, part: memoryview, place: tuple[int, int]
-    ) -> Damage:
-        file, what = self._reader.file(piece.ref.file), f"block {place[0] // BLOCK_BYTES}"
-        start, stop = piece.ref.offset, piece.ref.offset + piece.ref.size_bytes
-        if piece.ref.encoding == RAW:
-            start += at - piece.at
-            stop = start + len(part)
-        expected = self._digest(at // BLOCK_BYTES)
-        return replace(_changed(file, what, start, stop, expected, part), data=place)
+
+def _changed(
+    file: OpenFile,
+    what: str,
+    place: tuple[int, int],
+    expected: bytes,
+    found: memoryview,
+    data: tuple[int, int] = (0, 0),
+) -> Damage:
+    start, stop = place
+    error = _damaged(
+        "stored bytes have changed",
+        f"{file.where}, {what} (bytes {start}-{stop})",
+        f"{DIGEST_NAME}:{expected.hex()}",
+        digest_text(found),
+    )
+    return damage_of(error, file=file.name, what=what, start=start, stop=stop, data=data)
 
 
 @contextlib.contextmanager
@@ -648,7 +621,7 @@ class Header(NamedTuple):
             return [damage_of(error, file=self.file.name, what="header", start=0, stop=stop)]
         if stored == self.content:
             return []
-        return [_changed(self.file, "header", 0, stop, digest(self.content), stored)]
+        return [_changed(self.file, "header", (0, stop), digest(self.content), stored)]
 
 
 class StoredRange(NamedTuple):

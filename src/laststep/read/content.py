@@ -46,7 +46,6 @@ class StoredBox(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Full name of the tensor."""
         return f"{self.item}/{self.tensor}"
 
     @property
@@ -238,18 +237,15 @@ class Content:
         )
         for key, spread in zip(self.global_layout.keys, self.global_layout.spreads, strict=True):
             self._specs[key] = TensorSpec(self.global_layout.dtypes[key], spread.layouts[0].shape)
-        if self._has_own_tensors():
-            for key, place in self._placed(self._known(self._rank)):
-                if key[0] in self.per_rank:
-                    self._own[key] = (place,)
-
-    def _has_own_tensors(self) -> bool:
-        """Return True if this rank has tensors of per-rank items."""
-        return bool(self.per_rank) and any(
+        has_own_tensors = bool(self.per_rank) and any(
             stored_in(stored.layout, entry).item in self.per_rank
             for stored in self._index(self._rank).layouts
             for entry in stored.layout.tensors
         )
+        if has_own_tensors:
+            for key, place in self._placed(self._known(self._rank)):
+                if key[0] in self.per_rank:
+                    self._own[key] = (place,)
 
     def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
         """Return the local layout of a group of ranks, checked against its digest; None if it is

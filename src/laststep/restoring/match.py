@@ -203,11 +203,6 @@ class Match:
         buffers, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
         return buffers if view is None else open_view(buffers, view)
 
-    @property
-    def takes_something(self) -> bool:
-        """True if any tensor is restored, or the item has no tensors."""
-        return bool(self.reads) or not self.item.names()
-
     def newer_values(self) -> list[str]:
         """Return the names of live entries that are not stored and hold no tensors; those with
         tensors are in `missing`."""

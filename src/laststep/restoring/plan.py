@@ -2,15 +2,14 @@
 others.
 
 Every mismatch that can be found without reading tensors is found, for all items together, before
-any live byte is touched.
-
-Rounded tensors are refused if the user asks for exact ones, and a partial checkpoint is never
-restored as if it were complete.
+any live byte is touched. Rounded tensors are refused if the user asks for exact ones, and a partial
+checkpoint is never restored as if it were complete.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -76,23 +75,22 @@ def _picks(pattern: str, item: str, names: Collection[str]) -> Callable[[str], b
 class RestorePlan:
     """The restore of a checkpoint into the live state of one rank, and every mismatch."""
 
-    matches: list[Match]
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
-    removed: dict[str, list[str]]
+    strict: bool
+    where: str
+    matches: list[Match] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    removed: dict[str, list[str]] = field(default_factory=dict)
     """Live values that are removed, by item."""
     derived: set[str] = field(default_factory=set)
     """Items whose state this rank derives from another rank's."""
     merged: list[str] = field(default_factory=list)
     """Items whose state a function computes from the stored states of all ranks."""
     problems: Problems = field(default_factory=Problems)
+    """The final result: with several ranks, only what no rank needs is unexpected."""
     have_aliases: bool = False
     """True if any rank reads aliases: two stored tensors that are one live tensor."""
-    takes_something: bool = True
-    """True if any rank restores anything."""
-    strict: bool = True
-    where: str = ""
 
     def take(self, match: Match, kind: str) -> None:
         """Add the match of an item of that kind."""
@@ -131,12 +129,17 @@ def plan_restore(
     plan = collective(
         ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
     )
-    fits = _hear_of_others(plan, ranks)
-    problems = Problems(
+    notes = _notes_of_all(plan, ranks)
+    common = set(notes[0].unexpected).intersection(*(note.unexpected for note in notes[1:]))
+    plan.have_aliases = any(note.aliases for note in notes)
+    plan.problems = problems = Problems(
         missing=tuple(plan.missing),
-        unexpected=tuple(plan.unexpected),
+        unexpected=tuple(text for text in plan.unexpected if text in common),
         mismatched=tuple(plan.mismatched),
     )
+    lacks = any(note.lacks for note in notes)
+    # Restoring nothing is only a problem if something is missing or mismatched.
+    is_useless = lacks and not any(note.takes for note in notes)
 
     def judge() -> None:
         if problems:
@@ -148,12 +151,16 @@ def plan_restore(
             )
             raise MismatchError.of(problems, where=where, what=what, remedy=remedy + ways)
 
-    if not fits and (strict or not plan.takes_something):
+    if is_useless or (strict and (common or lacks)):
         collective(ranks, judge)
     if problems.missing or problems.mismatched:
         _warn_of_problems(problems)
-    _warn_of_removed(plan.removed)
-    plan.problems = problems
+    for item, names in plan.removed.items():
+        log.warning(
+            "%s is reset to the saved state, without %s; pass strict=False to keep them",
+            item,
+            _first(names),
+        )
     return plan
 
 
@@ -188,8 +195,8 @@ def _look(
     where: str,
 ) -> RestorePlan:
     """Plan for this rank alone; nothing is touched."""
-    plan = RestorePlan([], [], [], [], {}, strict=strict, where=where)
-    looks = _Looks(content, providers, only)
+    plan = RestorePlan(strict, where)
+    live_items = _Live(providers, only)
     for name, provider in providers.items():
         if not selection(only, name)[0]:
             continue
@@ -206,8 +213,9 @@ def _look(
             continue
         if selected is not None and not any(map(selected, item.names())):
             continue
-        state, live = looks.at(name)
-        renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
+        state, live = live_items.item(name)
+        stored_modules = functools.partial(_stored_modules, content)
+        renamed = rename(item, live.tree, stored_modules, live_items.modules)
         match = match_item(renamed, provider, state, live, selected)
         match.exact = strict and selected is None
         plan.take(match, provider.kind)
@@ -218,19 +226,15 @@ def _look(
     return plan
 
 
-class _Looks:
-    """The live items, each described at most once, and the stored and live modules, whose ties show
-    which names belong to one parameter."""
+class _Live:
+    """The live items, each described at most once."""
 
-    def __init__(
-        self, content: Content, providers: Mapping[str, StateProvider], only: Sequence[str] | None
-    ) -> None:
-        self._content = content
+    def __init__(self, providers: Mapping[str, StateProvider], only: Sequence[str] | None) -> None:
         self._providers = providers
         self._only = only
         self._seen: dict[str, tuple[State, Collected]] = {}
 
-    def at(self, name: str) -> tuple[State, Collected]:
+    def item(self, name: str) -> tuple[State, Collected]:
         if name not in self._seen:
             with naming(name):
                 state = self._providers[name].describe()
@@ -238,22 +242,23 @@ class _Looks:
             self._seen[name] = state, live
         return self._seen[name]
 
-    def stored_modules(self) -> Modules:
-        modules: Modules = {}
-        for item in self._content.items.values():
-            modules |= modules_in(item.name, item.kind, item.tree, item.ties)
-        return modules
-
-    def live_modules(self) -> Modules:
-        """Return the live modules. Groups that take no part are left out: describing them may be
-        expensive."""
+    def modules(self) -> Modules:
+        """Return the live modules, whose ties show which names belong to one parameter. Groups that
+        take no part are left out: describing them may be expensive."""
         modules: Modules = {}
         for name, provider in self._providers.items():
             takes_part, _ = selection(self._only, name)
             if provider.kind == "module" or (provider.kind == "group" and takes_part):
-                live = self.at(name)[1]
+                live = self.item(name)[1]
                 modules |= modules_in(name, provider.kind, live.tree, live.ties)
         return modules
+
+
+def _stored_modules(content: Content) -> Modules:
+    modules: Modules = {}
+    for item in content.items.values():
+        modules |= modules_in(item.name, item.kind, item.tree, item.ties)
+    return modules
 
 
 def _takes_over(
@@ -290,26 +295,6 @@ def _takes_over(
     return False
 
 
-def _hear_of_others(plan: RestorePlan, ranks: Ranks) -> bool:
-    """Exchange plans with the other ranks: a tensor is unexpected only if no rank needs it. Return
-    whether everything fits on all ranks."""
-    aliases = any(match.aliases for match in plan.matches)
-    lacks = bool(plan.missing or plan.mismatched)
-    takes = any(match.takes_something for match in plan.matches) or bool(plan.merged)
-    mine = _PlanNote(unexpected=plan.unexpected, aliases=aliases, lacks=lacks, takes=takes)
-    notes = [
-        msgspec.msgpack.decode(note, type=_PlanNote)
-        for note in ranks.all_gather(msgspec.msgpack.encode(mine))
-    ]
-    common = set(notes[0].unexpected).intersection(*(note.unexpected for note in notes[1:]))
-    plan.unexpected = [text for text in plan.unexpected if text in common]
-    plan.have_aliases = any(note.aliases for note in notes)
-    any_lacks = any(note.lacks for note in notes)
-    # Restoring nothing is only a problem if something is missing or mismatched.
-    plan.takes_something = not any_lacks or any(note.takes for note in notes)
-    return not common and not any_lacks
-
-
 class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of one rank's plan for the others."""
 
@@ -320,6 +305,18 @@ class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
     """True if any of its state is missing from the checkpoint or stored differently."""
     takes: bool
     """True if it restores anything."""
+
+
+def _notes_of_all(plan: RestorePlan, ranks: Ranks) -> list[_PlanNote]:
+    note = _PlanNote(
+        unexpected=plan.unexpected,
+        aliases=any(match.aliases for match in plan.matches),
+        lacks=bool(plan.missing or plan.mismatched),
+        takes=bool(plan.merged)
+        or any(match.reads or not match.item.names() for match in plan.matches),
+    )
+    notes = ranks.all_gather(msgspec.msgpack.encode(note))
+    return [msgspec.msgpack.decode(note, type=_PlanNote) for note in notes]
 
 
 def _way_by_names(problems: Problems, content: Content) -> str:
@@ -361,15 +358,6 @@ def _warn_of_problems(problems: Problems) -> None:
     log.warning(
         "the live state was only partly restored: %s%s (restored.problems lists all)", shown, more
     )
-
-
-def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
-    for item, names in removed.items():
-        log.warning(
-            "%s is reset to the saved state, without %s; pass strict=False to keep them",
-            item,
-            _first(names),
-        )
 
 
 def warn_of_omitted_items(item: str, provider: StateProvider, made: object) -> None:
