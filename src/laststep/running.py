@@ -519,7 +519,9 @@ class Resuming:
             self._work.client.continue_from(_continuing(None, self._seen))
             return Restored(step=None, next_step=0)
         self._go_on(outcome, wanted, before, peek)
-        return outcome.told(() if peek is None else peek.peeked.skipped)
+        restored = outcome.restored
+        before_peek = () if peek is None else peek.peeked.skipped
+        return replace(restored, skipped=(*before_peek, *restored.skipped))
 
     def _touch(self, only: Sequence[str] | None, folder: str) -> None:
         """Record that the selected items are incomplete from now on: they hold neither their old
@@ -537,7 +539,8 @@ class Resuming:
         """Record the origins of the restored items and let saves continue the checkpoint. A partial
         restore without a peek leaves the origins of all other items unknown; partial restores after
         a peek must all come from that checkpoint."""
-        found, only, was_read = outcome.chosen, wanted.only, outcome.was_read
+        found, only = outcome.chosen, wanted.only
+        was_read = outcome.was_in_primary and only is None
         if peek is not None:
             items = [
                 item for item in self._context.providers if selection(only, item) == (True, None)

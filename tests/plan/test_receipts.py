@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.format.manifest import WrittenIndexes
+from laststep.format.manifest import ItemRecord, WrittenIndexes
 from laststep.plan.layouts import (
     GlobalLayout,
     LocalItem,
@@ -17,7 +17,6 @@ from laststep.plan.layouts import (
 from laststep.plan.receipts import (
     Differing,
     Groups,
-    ItemTally,
     Receipt,
     Summary,
     items_of,
@@ -64,13 +63,10 @@ def jobs(draw: st.DrawFn) -> tuple[GlobalLayout, dict[int, Receipt]]:
         )
         agreed = draw(st.sampled_from([global_layout.digest] * 9 + [b"other"]))
         tree = draw(st.sampled_from([bytes([kind])] * 9 + [b"x"]))
-        shared = ItemTally(kind="value", per_rank=False, tensors=2 * wrote, size_bytes=rank * wrote)
-        own = ItemTally(kind="value", per_rank=True, tensors=1, size_bytes=1)
+        shared = ItemRecord(name="m", kind="value", tensors=2 * wrote, size_bytes=rank * wrote)
+        own = ItemRecord(name="own", kind="value", per_rank=True, tensors=1, size_bytes=1)
         receipts[rank] = Receipt(
-            global_layout=agreed,
-            written=written,
-            trees={"m": tree},
-            items={"m": shared, "own": own},
+            global_layout=agreed, written=written, trees={"m": tree}, items=(shared, own)
         )
     return global_layout, receipts
 

@@ -40,11 +40,10 @@ from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound
 from laststep.constants import listed
 from laststep.errors import AbortedError, LaststepError, MismatchError, StorageError
 from laststep.flush.protocol import Begun, Decide
-from laststep.format.manifest import Commit, WrittenIndexes
+from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.receipts import (
     Differing,
     Groups,
-    ItemTally,
     Receipt,
     Summary,
     items_of,
@@ -129,15 +128,16 @@ class Round:
         self.receipt = Receipt(
             global_layout=self.global_layout.digest,
             layout_group=self.global_layout.layout_group_of[rank],
-            items={
-                item.name: ItemTally(
+            items=tuple(
+                ItemRecord(
+                    name=item.name,
                     kind=item.kind,
                     per_rank=item.per_rank,
                     tensors=len(item.pieces),
                     size_bytes=item.size_bytes,
                 )
                 for item in items
-            },
+            ),
             trees={item.name: digest(trees[item.name]) for item in items if not item.per_rank},
         )
         return msgspec.msgpack.encode(self.receipt)

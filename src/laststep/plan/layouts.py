@@ -174,12 +174,11 @@ def agree(digests: Sequence[bytes], local_layouts: dict[bytes, LocalLayout]) -> 
         rank: number for number, alike in enumerate(layout_groups) for rank in alike.ranks
     }
     described = _described(layout_groups)
-    problems = _item_problems(layout_groups)
+    problems = _contradictions(described, layout_groups)
     spreads: list[Spread] = []
     empty: dict[int, int] = {}
     wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout] = {}
-    for key, by_group in described.items():
-        problems += _tensor_problems(key, by_group, layout_groups)
+    for by_group in described.values():
         tensor, number = by_group[0]
         if 0 in tensor.shape:
             empty[len(spreads)] = layout_groups[number].ranks[0]
@@ -232,35 +231,30 @@ def _described(layout_groups: Sequence[LayoutGroup]) -> _Described:
     return described
 
 
-def _item_problems(layout_groups: Sequence[LayoutGroup]) -> list[str]:
-    kinds: dict[str, dict[str, list[int]]] = {}
+def _contradictions(described: _Described, layout_groups: Sequence[LayoutGroup]) -> list[str]:
+    """Describe the items and tensors that ranks describe differently, the most common description
+    last: the other ranks have changed."""
+    said: dict[str, dict[str, list[int]]] = {}
     for alike in layout_groups:
         for item in alike.local_layout:
             form = f"a {item.kind}" + (" of each rank's own" if item.per_rank else "")
-            kinds.setdefault(item.name, {}).setdefault(form, []).extend(alike.ranks)
-    return [_who_says_what(name, forms) for name, forms in kinds.items() if len(forms) > 1]
-
-
-def _tensor_problems(
-    key: Key, by_group: list[tuple[LocalTensor, int]], layout_groups: Sequence[LayoutGroup]
-) -> list[str]:
-    forms: dict[str, list[int]] = {}
-    for tensor, number in by_group:
-        form = f"{tensor.dtype}{list(tensor.shape)}"
-        forms.setdefault(form, []).extend(layout_groups[number].ranks)
-    return [_who_says_what("/".join(key), forms)] if len(forms) > 1 else []
-
-
-def _who_says_what(what: str, forms: dict[str, list[int]]) -> str:
-    """Describe a contradiction, the most common description last: the other ranks have changed."""
-    rarest = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
-    return f"{what}: " + ", ".join(f"{form} on {_ranks(sorted(ranks))}" for form, ranks in rarest)
+            said.setdefault(item.name, {}).setdefault(form, []).extend(alike.ranks)
+    for key, by_group in described.items():
+        forms = said.setdefault("/".join(key), {})
+        for tensor, number in by_group:
+            form = f"{tensor.dtype}{list(tensor.shape)}"
+            forms.setdefault(form, []).extend(layout_groups[number].ranks)
+    problems = []
+    for what, forms in said.items():
+        if len(forms) > 1:
+            rarest = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
+            texts = [f"{form} on {_ranks(sorted(ranks))}" for form, ranks in rarest]
+            problems.append(f"{what}: {', '.join(texts)}")
+    return problems
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {listed(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
 
 
 def _layouts(

@@ -54,10 +54,7 @@ def plan_reads(
 ) -> list[Read]:
     """Return reads that cover every request, in order of offset, each of at most `most_bytes` and
     of whole blocks, no block twice."""
-    requests = sorted(
-        (request for request in requests if request.start < request.stop),
-        key=lambda w: (w.start, w.stop),
-    )
+    requests = sorted(request for request in requests if request.start < request.stop)
     ranges = _ranges(requests, tensor_bytes, most_bytes)
     parts: list[list[ReadPart]] = [[] for _ in ranges]
     first = 0
@@ -204,7 +201,7 @@ def _reach(stored: FileBox, ranks: tuple[int, ...], requests: ReadRequests) -> l
     return [
         (first, last, who)
         for boxes, who in requests.alike(stored.tensor, ranks)
-        for first, last in _chunk_readers_ranges(stored, boxes)
+        for first, last in _requested_ranges(stored, boxes)
     ]
 
 
@@ -232,7 +229,7 @@ def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) ->
     return Chunk(chunk.file, start, stop, held)
 
 
-def _chunk_readers_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
+def _requested_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
     """Return the bytes of the file from the first to the last requested element of a stored box."""
     for box in boxes:
         common = stored.box.meet(box)

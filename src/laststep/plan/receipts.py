@@ -114,11 +114,6 @@ def held_alike(global_layout: GlobalLayout) -> tuple[ReplicatedTensors, ...]:
     )
 
 
-def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
-    """Return what one rank reports of itself."""
-    return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
-
-
 def seen_by(many: Iterable[Seen]) -> Seen:
     """Merge the reports of several ranks."""
     merged: dict[int, dict[bytes, EqualRanks]] = {}
@@ -138,24 +133,6 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ranks: tuple[int, int]
 
 
-class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written of an item, by one or several ranks."""
-
-    kind: str
-    per_rank: bool
-    tensors: int
-    size_bytes: int
-
-    def plus(self, more: ItemTally) -> ItemTally:
-        """Add what later ranks wrote."""
-        return ItemTally(
-            kind=self.kind,
-            per_rank=self.per_rank,
-            tensors=self.tensors + more.tensors,
-            size_bytes=self.size_bytes + more.size_bytes,
-        )
-
-
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's statement that its files are durable, or why they are not."""
 
@@ -163,7 +140,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     layout_group: int = 0
     """The number of its layout group in that global layout."""
     written: WrittenIndexes = WrittenIndexes()
-    items: dict[str, ItemTally] = {}
+    items: tuple[ItemRecord, ...] = ()
     trees: dict[str, bytes] = {}
     """Digests of the plain values of items that ranks share."""
     replicas: dict[int, bytes] = {}
@@ -192,7 +169,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The global layouts that ranks assume, each with the first rank that does."""
     trees: dict[int, Trees]
     """The plain values of each layout group, as its first rank in this group has them."""
-    items: dict[str, ItemTally]
+    items: tuple[ItemRecord, ...]
     written: WrittenIndexes = WrittenIndexes()
     replicas: Seen = {}
     differing: Differing | None = None
@@ -203,24 +180,24 @@ def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> S
     assumes."""
     global_layouts: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
-    items: dict[str, ItemTally] = {}
     written = WrittenIndexes()
     differing = None
     for rank in sorted(receipts):
         receipt = receipts[rank]
         written = written.plus(receipt.written)
         global_layouts.setdefault(receipt.global_layout, rank)
-        for name, part in receipt.items.items():
-            items[name] = items[name].plus(part) if name in items else part
         if receipt.global_layout == global_layout.digest:
             trees = Trees(rank=rank, trees=receipt.trees)
             first = firsts.setdefault(global_layout.layout_group_of[rank], trees)
             differing = differing or first.differs(trees)
-    seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
+    seen = seen_by(
+        {n: (EqualRanks(digest=sums, ranks=(rank,), count=1),) for n, sums in own.replicas.items()}
+        for rank, own in sorted(receipts.items())
+    )
     return Summary(
         global_layouts=tuple(global_layouts.items()),
         trees=firsts,
-        items=items,
+        items=_added_up(item for rank in sorted(receipts) for item in receipts[rank].items),
         written=written,
         replicas=seen,
         differing=differing,
@@ -247,22 +224,26 @@ def objection_to(summaries: Sequence[Summary], global_layout: GlobalLayout) -> s
     return ""
 
 
+def _added_up(parts: Iterable[ItemRecord]) -> tuple[ItemRecord, ...]:
+    """Return one record per item, for the parts that ranks wrote."""
+    items: dict[str, ItemRecord] = {}
+    for part in parts:
+        before = items.setdefault(part.name, part)
+        if before is not part:
+            items[part.name] = msgspec.structs.replace(
+                before,
+                tensors=before.tensors + part.tensors,
+                size_bytes=before.size_bytes + part.size_bytes,
+            )
+    return tuple(items.values())
+
+
 def items_of(summaries: Sequence[Summary], global_layout: GlobalLayout) -> tuple[ItemRecord, ...]:
     """Return the items of a checkpoint, from what all ranks wrote."""
     shared = Counter(item for item, _ in global_layout.keys)
-    parts: dict[str, ItemTally] = {}
-    for summary in summaries:
-        for name, part in summary.items.items():
-            parts[name] = parts[name].plus(part) if name in parts else part
     return tuple(
-        ItemRecord(
-            name=name,
-            kind=part.kind,
-            per_rank=part.per_rank,
-            size_bytes=part.size_bytes,
-            tensors=part.tensors if part.per_rank else shared[name],
-        )
-        for name, part in parts.items()
+        item if item.per_rank else msgspec.structs.replace(item, tensors=shared[item.name])
+        for item in _added_up(item for summary in summaries for item in summary.items)
     )
 
 

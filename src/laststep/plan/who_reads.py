@@ -91,7 +91,6 @@ class ReadRequests:
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def tensors(self, rank: int) -> list[int]:
-        """Return the tensors of which a rank needs something."""
         return list(self._rank_requests[self._group_of[rank]])
 
     def boxes(self, rank: int, tensor: int) -> tuple[Box, ...]:
@@ -219,11 +218,6 @@ class WriterSource(NamedTuple):
 
     writer: int
     readers: tuple[int, ...]
-
-
-def able_of(source: WriterSource, able: frozenset[int]) -> WriterSource:
-    """Return the source with only those readers that are able to read."""
-    return WriterSource(source.writer, tuple(rank for rank in source.readers if rank in able))
 
 
 def readers_of(

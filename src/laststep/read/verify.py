@@ -1,10 +1,9 @@
 """Check every byte of a stored checkpoint against its digests, and list all damage.
 
-Bypasses the page cache if the store can, so that the stored bytes themselves are checked. Knows
-nothing about torch, lineage or the presentation to a user. Damage is a value, never an error: one
-bad block does not hide another. Errors are raised only if the checkpoint cannot be examined: it
-does not exist, was deleted meanwhile, or the store may answer later. The files of one rank are open
-at a time; `threads` workers read ahead.
+Bypasses the page cache if the store can, so that the stored bytes themselves are checked. Damage is
+a value: one bad block does not hide another. Errors are raised only if the checkpoint cannot be
+examined: it does not exist, was deleted meanwhile, or the store may answer later. The files of one
+rank are open at a time; `threads` workers read ahead.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from laststep.read.reader import read_ahead
 
 if TYPE_CHECKING:
     from laststep.format.index import Index
-    from laststep.format.layout import TensorEntry
-    from laststep.read.blocks import Extent, LayoutBlocks
+    from laststep.read.blocks import LayoutBlocks
     from laststep.storage.store import Store
 
 _MAX_TOUCHED = 100
@@ -86,7 +84,11 @@ class _Check:
     def all(self) -> None:
         """Check the manifest, then each index with its data files."""
         commit = self._manifest()
-        sizes = self._sizes()
+        here = self._store.list(self._folder)
+        sizes = {entry.name: entry.size_bytes for entry in here if not entry.is_folder}
+        for folder in (entry.name for entry in here if entry.is_folder):
+            files = self._store.list(f"{self._folder}/{folder}")
+            sizes |= {f"{folder}/{e.name}": e.size_bytes for e in files if not e.is_folder}
         self._total_bytes = sum(sizes.values())
         names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
         if commit is not None:
@@ -105,29 +107,11 @@ class _Check:
             lost = (name for name in sizes if name.endswith((".safetensors", ".pack")))
             self.unchecked_bytes += sum(sizes[name] for name in lost if name not in known)
 
-    def _sizes(self) -> dict[str, int]:
-        """Return the sizes of the files in the checkpoint's folder and in its subfolders, by
-        name."""
-        here = self._store.list(self._folder)
-        places = [("", here)]
-        places += [
-            (f"{entry.name}/", self._store.list(f"{self._folder}/{entry.name}"))
-            for entry in here
-            if entry.is_folder
-        ]
-        return {
-            place + entry.name: entry.size_bytes
-            for place, entries in places
-            for entry in entries
-            if not entry.is_folder
-        }
-
     def _index(
         self, commit: manifest.Commit | None, number: int, name: str, there_bytes: int
     ) -> Index | None:
         """Return an index, or None and add damage if it is invalid. If the manifest is lost, the
-        index can only be checked against its own digest, but the data can still be checked against
-        it."""
+        index is checked against its own digest only."""
         where = f"{self._store.url}/{self._folder}/{name}"
         try:
             if commit is not None:
@@ -180,7 +164,11 @@ class _Check:
         files = reader.files()
         self.files += len([file for file in files if not file.is_missing])
         for damage in (damage for file in files for damage in file.damage):
-            lost = self._lost(reader, damage) if damage.what == "size" else ()
+            lost: tuple[str, ...] = ()
+            for layout in reader.layouts if damage.what == "size" else ():
+                if layout.layout.name == damage.file:  # the tensors in its missing end
+                    at = damage.start - layout.layout.header_bytes
+                    lost = self._touched(layout, at, layout.layout.tensor_bytes)
             self.damage.append(replace(damage, touches=lost))
         for _, header in headers(reader):
             if not header.file.is_missing:
@@ -194,45 +182,26 @@ class _Check:
             for start in range(0, layout.layout.tensor_bytes, CHUNK_BYTES)
         ]
         with closing(read_ahead((part for _, part in parts), threads=self._threads)) as reads:
-            for (layout, part), (_, wrong) in zip(parts, reads, strict=True):
-                self._note(layout, part, wrong, ends)
-
-    def _lost(self, reader: BlockReader, damage: Damage) -> tuple[str, ...]:
-        """Return the tensors in the missing end of a plain data file that is too short."""
-        for layout in reader.layouts:
-            if layout.layout.name == damage.file:
-                at = layout.layout.header_bytes
-                return self._touched(layout, damage.start - at, layout.layout.tensor_bytes)
-        return ()
+            for (layout, part), (_, damages) in zip(parts, reads, strict=True):
+                # The missing end of a short file is reported once already, as its size.
+                self.damage += [
+                    replace(wrong, touches=self._touched(layout, *wrong.data))
+                    for wrong in damages
+                    if wrong.start < ends[wrong.file]
+                ]
+                stored_bytes, blocks = part.stored()
+                self.bytes += stored_bytes
+                self.blocks += blocks
+                self._tell()
 
     def _tell(self) -> None:
         if self._progress is not None:
             self._progress(self.bytes, max(self._total_bytes, self.bytes))
 
-    def _note(
-        self, layout: LayoutBlocks, part: Extent, damage: list[Damage], ends: dict[str, int]
-    ) -> None:
-        # The missing end of a short file is reported once already, as its size.
-        self.damage += [
-            replace(wrong, touches=self._touched(layout, *wrong.data))
-            for wrong in damage
-            if wrong.start < ends[wrong.file]
-        ]
-        stored_bytes, blocks = part.stored()
-        self.bytes += stored_bytes
-        self.blocks += blocks
-        self._tell()
-
     def _touched(self, layout: LayoutBlocks, start: int, stop: int) -> tuple[str, ...]:
-        """Return the tensors in bytes [start, stop) of a layout, at most `_MAX_TOUCHED`."""
-
-        def lies_there(entry: TensorEntry) -> bool:
-            return entry.start < stop and start < entry.stop
-
-        tensors = itertools.islice(filter(lies_there, layout.layout.tensors), _MAX_TOUCHED)
-        boxes = [stored_in(layout.layout, entry) for entry in tensors]
-        return tuple(box.text + self._whose(layout, box.item) for box in boxes)
-
-    def _whose(self, layout: LayoutBlocks, item: str) -> str:
-        """Return the rank as a suffix for the name of a per-rank item's tensor, else ""."""
-        return f" of rank {layout.rank}" if item in self._per_rank else ""
+        """Return the tensors in bytes [start, stop) of a layout, at most `_MAX_TOUCHED`; those of
+        per-rank items with the rank."""
+        there = (e for e in layout.layout.tensors if e.start < stop and start < e.stop)
+        boxes = [stored_in(layout.layout, e) for e in itertools.islice(there, _MAX_TOUCHED)]
+        of_rank = f" of rank {layout.rank}"
+        return tuple(b.text + (of_rank if b.item in self._per_rank else "") for b in boxes)

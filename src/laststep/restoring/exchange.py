@@ -34,7 +34,6 @@ from laststep.plan.who_reads import (
     Ledger,
     RankRequest,
     ReadRequests,
-    able_of,
     decode_request,
     encode_request,
     known_sources,
@@ -421,7 +420,10 @@ def _chunks(
     else:
         sources = list(Ledger(global_layout.spreads, requests).sources(rank))
     if readers is not None:
-        able = [able_of(source, readers[source.writer]) for source in sources]
+        able = [
+            source._replace(readers=tuple(r for r in source.readers if r in readers[source.writer]))
+            for source in sources
+        ]
         if not all(source.readers for source in able):
             raise CorruptError(
                 "the block is in the shared memory of another node", where=content.folder

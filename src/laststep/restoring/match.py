@@ -1,9 +1,8 @@
 """Match a stored item to the live state: the target of every stored tensor, and every mismatch.
 
-This decides and allocates, but reads and writes no tensor data: the result records the memory that
-each stored tensor is read into and the copies to make from there afterwards.
-
-Stored and live trees are compared by their keys.
+Stored and live trees are compared by their keys. This allocates, but reads and writes no tensor
+data: a match records the memory that each stored tensor is read into, and the copies to make from
+there afterwards.
 """
 
 from __future__ import annotations
@@ -237,14 +236,23 @@ def match_item(
     names = stored if selected is None else list(filter(selected, stored))
     if match.foreign:
         names = [name for name in names if not lies_under(path_of(name), match.foreign)]
-    if selected is not None:
-        _refuse_parts_of(state.fresh, names, item)
+    for name in names if selected is not None else ():
+        if lies_under(path_of(name), state.fresh):
+            raise UsageError(
+                f"{item.name}/{name} can only be restored with the rest of its state",
+                remedy=f"name the item itself: only=[{item.name!r}]",
+            )
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
     _place_aliases(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
-        _find_missing(match, not_paired, live)
+        known = _replaced(live.tree).union(match.values)
+        match.missing = [
+            name
+            for name in live.tensors
+            if name not in known and not lies_under(path_of(name), not_paired)
+        ]
     if () not in not_paired:
         _find_newer(match, not_paired, state.things, live)
     return match
@@ -265,16 +273,6 @@ def _leave_alone(
             if selected is None or any(map(selected, below)):
                 match.foreign += (path,)
                 match.mismatched.append(reason)
-
-
-def _refuse_parts_of(fresh: tuple[Path, ...], names: list[str], item: StoredItem) -> None:
-    """Raise `UsageError` if a selected tensor belongs to state that is restored only as a whole."""
-    for name in names:
-        if lies_under(path_of(name), fresh):
-            raise UsageError(
-                f"{item.name}/{name} can only be restored with the rest of its state",
-                remedy=f"name the item itself: only=[{item.name!r}]",
-            )
 
 
 def load_item(item: StoredItem, device: str) -> Match:
@@ -300,9 +298,7 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
                 fresh.append(name)
             else:
                 match.unexpected.append(name)
-        elif _differs(match, name, target, live):
-            continue
-        else:
+        elif not _differs(match, name, target, live):
             in_place.setdefault(match.item.source_of(name), []).append((name, target))
     _take_shared_once(match, in_place, live)
     for source, targets in in_place.items():
@@ -341,20 +337,20 @@ def _may_be_state(stored: object, live: object) -> bool:
 
 
 def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> bool:
-    spec = match.item.spec_of(name)
+    """Record why a live tensor cannot take a stored one; return False if it can."""
     layout = live.layouts.get(name)
     shape = tuple(target.shape) if layout is None else layout.shape
-    here = TensorSpec(DTYPE_NAMES[target.dtype], shape)
-    if spec != here:
-        match.mismatched.append(f"{name}: stored {spec}, live {here}")
-        return True
-    if repeats_itself(target):
+    stored, here = match.item.spec_of(name), TensorSpec(DTYPE_NAMES[target.dtype], shape)
+    if stored != here:
+        match.mismatched.append(f"{name}: stored {stored}, live {here}")
+    elif repeats_itself(target):
         match.mismatched.append(
             f"{name}: the live tensor is expanded, so several elements are one place in memory, "
             "which cannot be written; make it contiguous"
         )
-        return True
-    return False
+    else:
+        return False
+    return True
 
 
 def _take_shared_once(
@@ -527,15 +523,6 @@ def _place_fresh(match: Match, devices: dict[str, str]) -> None:
                 match.values[name] = own
             continue
         match.values[name] = match.read(name)
-
-
-def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -> None:
-    stored = _replaced(live.tree).union(match.values)
-    match.missing = [
-        name
-        for name in live.tensors
-        if name not in stored and not lies_under(path_of(name), not_paired)
-    ]
 
 
 def _find_newer(

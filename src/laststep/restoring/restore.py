@@ -1,13 +1,7 @@
-"""Find the checkpoint to restore, the newest that verifies or the one named, and restore it.
-
-Only `CorruptError`, which readers raise after a second read, causes a fallback to an older
-checkpoint. Unreachable storage and state that does not fit raise. Every skipped checkpoint is
-reported.
-"""
+"""Restore a checkpoint into the live state, or peek at the one that a restore would take."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -83,32 +77,16 @@ class Peeked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a restore, with details that are not reported to the user."""
+    """A successful restore."""
 
+    restored: Restored
+    """The result for the user."""
     chosen: Chosen
-    commit: Commit
-    skipped: tuple[Skipped, ...]
-    problems: Problems
     mixed: bool
+    """True if the live state may be a mixture with a checkpoint that was tried before."""
     was_in_primary: bool
     """True if the data came from the primary, not from memory or a replica, and everything
     requested fitted."""
-    was_read: bool
-    """True if, in addition, the whole checkpoint was restored rather than a part."""
-
-    def told(self, skipped: tuple[Skipped, ...] = ()) -> Restored:
-        """Return the result for the user; `skipped` are the checkpoints that an earlier `peek()`
-        skipped."""
-        commit = self.commit
-        return Restored(
-            step=commit.step,
-            next_step=commit.step + 1,
-            skipped=(*skipped, *self.skipped),
-            problems=self.problems,
-            folder=self.chosen.folder,
-            metrics=commit.metrics,
-            metadata=commit.metadata,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +152,13 @@ def restore_into(
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
             compare_aliases(plan, ranks)
-            give = functools.partial(hand_over, content, plan, providers, room, ranks.rank)
-            collective(ranks, lambda: give(allow_pickle=wanted.allow_pickle))
-        in_primary = choosing.is_in_primary(chosen) and not plan.problems
+            may_pickle = wanted.allow_pickle
+            collective(
+                ranks,
+                lambda: hand_over(
+                    content, plan, providers, room, ranks.rank, allow_pickle=may_pickle
+                ),
+            )
         bus.emit(
             RestoredEvent(
                 step=chosen.step,
@@ -185,20 +167,28 @@ def restore_into(
                 seconds=time.perf_counter() - began,
             )
         )
-        return Outcome(
-            chosen=chosen,
-            commit=content.commit,
-            skipped=(),
+        restored = Restored(
+            step=chosen.step,
+            next_step=chosen.step + 1,
             problems=plan.problems,
-            was_in_primary=in_primary,
-            was_read=in_primary and wanted.only is None,
+            folder=chosen.folder,
+            metrics=content.commit.metrics,
+            metadata=content.commit.metadata,
+        )
+        return Outcome(
+            restored=restored,
+            chosen=chosen,
+            was_in_primary=choosing.is_in_primary(chosen) and not plan.problems,
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
         )
 
     found = choosing.until_one_succeeds(restore)
-    return None if found is None else replace(found[0], skipped=found[1])
+    if found is None:
+        return None
+    outcome, skipped = found
+    return replace(outcome, restored=replace(outcome.restored, skipped=skipped))
 
 
 def peek_into(
