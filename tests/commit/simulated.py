@@ -324,11 +324,9 @@ class SimulatedRank:
         self.kv = kv = MemoryBoard(job.clock, job.notes, self.comes_to)
         rank = Rank(number, job.groups.ranks)
         self.global_layouts = GlobalLayouts(rank, kv, deadline_s=DEADLINE_S)
-        own = (rank, kv, self.flusher, self.global_layouts, job.store)
+        shared = (rank, kv, self.flusher, self.global_layouts, job.store, DEADLINE_S)
         self._participant: Participant = (
-            Leader(*own, deadline_s=DEADLINE_S, groups=job.groups, bus=Bus())
-            if number == 0
-            else Member(*own, deadline_s=DEADLINE_S)
+            Leader(*shared, job.groups, Bus()) if number == 0 else Member(*shared)
         )
         self.global_layouts.known = lambda: self._participant.known
 

@@ -384,7 +384,7 @@ class Half:
 @pytest.mark.usefixtures("hurried")
 def test_the_first_rank_waits_for_one_that_brings_its_files_however_long(places: Places) -> None:
     order, copy = ReplicaOrder(url=str(places.far)), Half(looks=20)
-    drain = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, rank=0, ranks=2)
+    drain = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, (), 0, 2)
     drain.ask_to_end(at_once=False)
     at = AttemptName(step=1, term=1, attempt=1)
     drain._commit_when_whole(copy, at)  # type: ignore[arg-type]

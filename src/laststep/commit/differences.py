@@ -55,8 +55,7 @@ def values_of(encoded: bytes) -> Values:
 
 
 def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
-    """Return a message about the first difference, using the values that the two ranks published in
-    time."""
+    """Describe the first difference, from the values that the two ranks published in time."""
     item, (rank, other) = differing.item, differing.ranks
     mine, theirs = shown.get(rank, {}), shown.get(other, {})
     differing_names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
@@ -110,8 +109,7 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
 
 
 def _keys(value: dict[object, object]) -> bytes:
-    """Return the keys of a dict in order, one per line; a long list is cut and ends in a digest of
-    all keys."""
+    """Return the keys of a dict in order, one per line; of a long list some and a digest of all."""
     text = "\n".join(map(repr, value)).encode()
     if len(text) <= _ORDER_SHOWN:
         return text
@@ -119,8 +117,7 @@ def _keys(value: dict[object, object]) -> bytes:
 
 
 def _written(value: object) -> bytes:
-    """Return the text of a value, or a digest if the text is long or does not identify the
-    value."""
+    """Return the text of a value, or a digest if that is long or does not identify the value."""
     if isinstance(value, float) and math.isnan(value):  # NaN has many bit patterns
         return f"nan ({struct.pack('>d', value).hex()})".encode()
     text = repr(value).encode()
@@ -215,8 +212,7 @@ class Comparing:
 
 
 def unequal(seen: Seen, global_layout: GlobalLayout) -> list[UnequalRanks]:
-    """Return the replica sets in which some ranks differ from the stored contents; usually
-    empty."""
+    """Return the replica sets in which ranks differ from the stored contents; usually empty."""
     if all(len(equals) == 1 for equals in seen.values()):
         return []
     alike, result = held_alike(global_layout), []
@@ -236,8 +232,7 @@ def unequal(seen: Seen, global_layout: GlobalLayout) -> list[UnequalRanks]:
 
 
 def incomparable(seen: Seen) -> tuple[int, int] | None:
-    """Return two ranks that cannot be compared, because some tensors are in host memory on one and
-    on a device on the other; usually None."""
+    """Return two ranks of which one has on a device what the other has on the host, if any."""
     for equals in seen.values():
         for equal in equals[1:]:
             if equal.ways != equals[0].ways:
@@ -248,8 +243,7 @@ def incomparable(seen: Seen) -> tuple[int, int] | None:
 def gone_apart(
     step: int, differs: UnequalRanks, shown: Mapping[int, bytes], global_layout: GlobalLayout
 ) -> ReplicasDiffer:
-    """Build the event that names the differing tensors, from the digests that ranks published in
-    time."""
+    """Name the differing tensors, from the digests that ranks published in time."""
     keys = held_alike(global_layout)[differs.number].keys
     stored = shown.get(differs.stored, b"")
     names = tuple(

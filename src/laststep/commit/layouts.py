@@ -169,14 +169,17 @@ class GlobalLayouts:
             self._lock.release()
 
     def join(self) -> None:
-        """Answer another rank's call if this rank's own state has not changed; return at once if
-        there is none."""
+        """Answer another rank's call, if there is one and this rank's own state has not changed."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             if self._global_layout is None:
                 return
-            if not self._is_called():
+            if self._rank.is_first:
+                is_called = self.kv.look(f"a/{self._number}/again") is not None
+            else:
+                is_called = (call := self._latest()) is not None and call.is_open
+            if not is_called:
                 self._called_s = None
                 return
             self._called_s = self._called_s or self.kv.now_s()
@@ -222,8 +225,7 @@ class GlobalLayouts:
         return self._global_layout
 
     def _agreed(self, call: _Call, mine: bytes, step: int | None, began_s: float) -> GlobalLayout:
-        """Return the global layout of a settled call, after fetching the local layouts that are
-        missing here."""
+        """Return the global layout of a settled call, after fetching the missing local layouts."""
         digests = _cut(call.digests)
         if digests.index(mine) == self._rank.number:
             self.kv.put(f"t/{mine.hex()}", self._data)
@@ -282,13 +284,6 @@ class GlobalLayouts:
     def _latest(self) -> _Call | None:
         note = self.kv.look("a/now")
         return None if note is None else msgspec.msgpack.decode(note, type=_Call)
-
-    def _is_called(self) -> bool:
-        """Return True if other ranks are waiting for this rank's layout."""
-        if self._rank.is_first:
-            return self.kv.look(f"a/{self._number}/again") is not None
-        call = self._latest()
-        return call is not None and call.is_open
 
     def _say(self, call: _Call) -> _Call:
         self.kv.put("a/now", msgspec.msgpack.encode(call))
@@ -398,8 +393,7 @@ class GlobalLayouts:
         return settled
 
     def _refusal_of_first(self, step: int | None) -> str | None:
-        """Return the published reason why rank 0 does not take part in this rank's save of `step`,
-        else None."""
+        """Return why rank 0 takes no part in this rank's save of `step`, if it has said so."""
         known = None if step is None else self.known()
         if known is None or (note := self.kv.look("now")) is None:
             return None

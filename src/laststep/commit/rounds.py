@@ -81,8 +81,7 @@ _SEE_FIRST = "it may be stopped, slow or dead: check its log"
 
 
 class GivenUp(Exception):
-    """The save is aborted. The message is meant for all ranks: it names the rank at fault and the
-    remedy."""
+    """The save is aborted. The message, for all ranks, names the rank at fault and the remedy."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,27 +156,18 @@ class Round:
         return b"" if self.contained is None else self.contained.single(asked.number)
 
 
+@dataclass(eq=False)
 class Participant:
     """This rank's part in the job's saves, one after the other; for one thread at a time."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        kv: KeyValueStore,
-        client: Client,
-        global_layouts: GlobalLayouts,
-        store: Store,
-        *,
-        deadline_s: float,
-    ) -> None:
-        self.rank = rank
-        self.kv = kv
-        self.global_layouts = global_layouts
-        self.deadline_s = deadline_s
-        self._client = client
-        self._store = store
-        self.known = 0
-        """The number of the last save of rank 0 that this rank led, joined or refused."""
+    rank: Rank
+    kv: KeyValueStore
+    client: Client
+    global_layouts: GlobalLayouts
+    store: Store
+    deadline_s: float
+    known: int = field(default=0, init=False)
+    """The number of the last save of rank 0 that this rank led, joined or refused."""
 
     def go_through(self, round_: Round) -> None:
         """Take part in a save; it is over when this returns, committed or not."""
@@ -217,7 +207,7 @@ class Participant:
         """Abort the save in the run too, so that a flusher that resumes later cannot commit it.
         Return the reason; None if the save turns out to be committed."""
         try:
-            stands = abort(self._store, place.folder, str(failure))
+            stands = abort(self.store, place.folder, str(failure))
         except LaststepError as second:
             return StorageError(
                 f"unknown whether step {place.step} is committed",
@@ -258,7 +248,7 @@ class Participant:
         save = round_.save
         if save is not None and save.may_be_committed:
             # The flusher finds out whether the save is committed after all.
-            self._client.send(Decide(save=save.number, reason=reason))
+            self.client.send(Decide(save=save.number, reason=reason))
             self._await_flusher(save)
         elif save is not None:
             save.failed(error)
@@ -279,13 +269,11 @@ class Participant:
     # Shared by both
 
     def _until_s(self, round_: Round, margin: float) -> float:
-        """Return the time (monotonic) at which this rank stops waiting for others in this save;
-        `margin` is the fraction of the margin to add to the deadline."""
+        """Return when (monotonic) this rank stops waiting for others, with part of the margin."""
         return round_.began_s + round_.own_s + self.deadline_s + margin * margin_s(self.deadline_s)
 
     def _trouble(self, problem: str) -> str:
-        """Return a problem for other ranks to read, prefixed with this rank unless it already names
-        one."""
+        """Return a problem for other ranks to read, with the rank that has it."""
         if problem.startswith("rank "):
             return problem
         return f"rank {self.rank.number}: {problem}; see its log"
@@ -365,8 +353,7 @@ class Participant:
         return missing
 
     def _await_flusher(self, save: Save, until_s: float | None = None) -> None:
-        """Wait until the flusher reports the outcome of a decided save or has died, for at most the
-        deadline or until `until_s` (monotonic)."""
+        """Wait until the flusher has reported a decided save's outcome or has died."""
 
         def look() -> bool | None:
             return True if save.over or save.lost is not None else None
@@ -376,39 +363,29 @@ class Participant:
         self.kv.until(look, until_s, rest=save.rest)
 
 
+@dataclass(eq=False)
 class Leader(Participant):
     """Rank 0 in the commit of saves: it numbers them, collects the receipts and decides."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        kv: KeyValueStore,
-        client: Client,
-        global_layouts: GlobalLayouts,
-        store: Store,
-        *,
-        deadline_s: float,
-        groups: Groups,
-        bus: Bus,
-    ) -> None:
-        super().__init__(rank, kv, client, global_layouts, store, deadline_s=deadline_s)
-        self._bus = bus
-        self._groups = groups
-        self._number = time.time_ns() // 1_000_000
-        """The number of the last save that this rank led. It starts at the current time in ms, so
-        that it is higher than the numbers left by a dead job instance: a launcher may restart ranks
-        with the same key-value store."""
-        self._posted = 0
-        """The number of the last save that was published to the other ranks."""
-        self._past: deque[EndedRound] = deque(maxlen=_PAST)
-        self._told_incomparable = False
-        self._before: list[str] = []
-        """Keys of the previous save, removed when the next one is decided."""
-        self._layout_groups: tuple[GlobalLayout | None, tuple[LayoutGroupRecord, ...]] = (None, ())
+    groups: Groups
+    bus: Bus
+    _number: int = field(default_factory=lambda: time.time_ns() // 1_000_000, init=False)
+    """The number of the last save that this rank led. It starts at the current time in ms, so that
+    it is higher than the numbers left by a dead job instance: a launcher may restart ranks with the
+    same key-value store."""
+    _posted: int = field(default=0, init=False)
+    """The number of the last save that was published to the other ranks."""
+    _past: deque[EndedRound] = field(default_factory=lambda: deque(maxlen=_PAST), init=False)
+    _told_incomparable: bool = field(default=False, init=False)
+    _before: list[str] = field(default_factory=list, init=False)
+    """Keys of the previous save, removed when the next one is decided."""
+    _layout_groups: tuple[GlobalLayout | None, tuple[LayoutGroupRecord, ...]] = field(
+        default=(None, ()), init=False
+    )
 
     def _take_part(self, round_: Round) -> None:
         """Lead a save until it is committed or aborted, and publish the outcome."""
-        round_.groups = self._groups
+        round_.groups = self.groups
         round_.place = self._begun(round_)
         round_.number = self._next_number()
         save, global_layout = round_.save, round_.global_layout
@@ -430,7 +407,7 @@ class Leader(Participant):
             values = {rank: decode(note) for rank, note in notes.items()}
             objection = describe(objection, values)
         if objection:
-            self._client.send(Decide(save=save.number, reason=objection))
+            self.client.send(Decide(save=save.number, reason=objection))
         else:
             self._tell_of_replicas(round_, global_layout, summaries)
             self._commit(save, global_layout, summaries)
@@ -482,7 +459,7 @@ class Leader(Participant):
             place=None if problem else round_.place,
             problem=problem,
             past=tuple(self._past),
-            group_size=self._groups.size,
+            group_size=self.groups.size,
         )
         self.kv.put("now", msgspec.msgpack.encode(now))
         self._posted = round_.number
@@ -491,7 +468,7 @@ class Leader(Participant):
         self, round_: Round, mine: Receipt, global_layout: GlobalLayout
     ) -> list[Summary]:
         """Wait for the receipts of this rank's group and the summaries of all other groups."""
-        own, leaders = self._groups.group_of(0)[1:], self._groups.leaders[1:]
+        own, leaders = self.groups.group_of(0)[1:], self.groups.leaders[1:]
         names = [*(f"r/{rank}" for rank in own), *(f"g/{leader}" for leader in leaders)]
         notes = self._gather(round_, names, self._until_s(round_, _GATHERED if leaders else 0.0))
         decode = msgspec.msgpack.Decoder(Receipt).decode
@@ -507,7 +484,7 @@ class Leader(Participant):
         written = WrittenIndexes()
         for summary in summaries:
             written = written.plus(summary.written)
-        self._client.send(
+        self.client.send(
             Decide(
                 save=save.number,
                 items=items_of(summaries, global_layout),
@@ -520,12 +497,11 @@ class Leader(Participant):
     def _tell_of_replicas(
         self, round_: Round, global_layout: GlobalLayout, summaries: list[Summary]
     ) -> None:
-        """Emit an event for each replica set that differs; the checkpoint stores one rank's
-        contents."""
+        """Emit an event for each replica set that differs; one rank's contents are stored."""
         seen = seen_by(summary.replicas for summary in summaries)
         for differs in unequal(seen, global_layout):
             shown = self._ask(round_, differs)
-            self._bus.emit(gone_apart(round_.step, differs, shown, global_layout))
+            self.bus.emit(gone_apart(round_.step, differs, shown, global_layout))
         if (ranks := incomparable(seen)) is not None and not self._told_incomparable:
             self._told_incomparable = True
             log.warning(
@@ -556,8 +532,8 @@ class Leader(Participant):
         self.kv.put(round_.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
         self.kv.remove(self._before)
         names = ["decision", "failed"]
-        names += [f"r/{rank}" for rank in self._groups.group_of(0)[1:]]
-        names += [f"g/{leader}" for leader in self._groups.leaders[1:]]
+        names += [f"r/{rank}" for rank in self.groups.group_of(0)[1:]]
+        names += [f"g/{leader}" for leader in self.groups.leaders[1:]]
         self._before = [round_.key(name) for name in names]
 
 
@@ -588,7 +564,7 @@ class Member(Participant):
         if save is not None:
             self._listen(round_)  # this rank may be late: the save may be decided
             save.begin()  # the flusher must know the save before it gets its attempt
-            self._client.send(Begun(save=save.number, at=place))
+            self.client.send(Begun(save=save.number, at=place))
         mine = self._own_receipt(round_)
         if mine.problem or save is None or round_.global_layout is None:
             self.kv.put(round_.key("failed"), self._trouble(mine.problem).encode())
@@ -612,7 +588,7 @@ class Member(Participant):
             raise GivenUp(f"rank {me} gave it up: {why}; {_SEE_FIRST}")
         if decision.reason:
             raise GivenUp(decision.reason)
-        self._client.send(Decide(save=save.number))
+        self.client.send(Decide(save=save.number))
         self._await_flusher(save)
 
     def _warn(self, round_: Round, reason: str) -> None:
@@ -622,8 +598,7 @@ class Member(Participant):
             self.kv.put(round_.key("failed"), reason.encode())
 
     def _join(self, round_: Round) -> tuple[AttemptName, Groups]:
-        """Wait for rank 0's save of this step and return its attempt; raise `GivenUp` if there will
-        be none."""
+        """Wait for rank 0's save of this step; raise `GivenUp` if there will be none."""
 
         def look() -> CurrentRound | None:
             now = self._now()
@@ -652,8 +627,7 @@ class Member(Participant):
         return now.place, round_.groups
 
     def _part_ways(self, round_: Round, now: CurrentRound) -> None:
-        """Handle a save of another step by rank 0; raise `GivenUp` if this rank's save has to
-        fail."""
+        """Handle rank 0's save of another step; raise `GivenUp` if this rank's save has to fail."""
         if now.step > round_.step:
             if self._passed_by is None or self._passed_by.number != now.number:
                 # Rank 0 may have skipped this step; this rank's next save may then match.

@@ -77,8 +77,7 @@ class CommitThread:
             self.global_layouts.kv.under(name)
 
     def notes(self, ranks: Ranks) -> SharedNotes:
-        """Return the sync points through which all ranks save at the same calls of `step()`.
-        Collective."""
+        """Return the sync points at which all ranks save in the same `step()`. Collective."""
         if self._step_kv is not None:
             self._step_kv.close()
         self._step_kv = self.new_kv(ranks, "step")
@@ -176,8 +175,7 @@ def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
 
 
 def all_ranks(context: RunContext, team: CommitThread | None, call: str) -> Ranks:
-    """Return the ranks that restore together (with a commit thread, those that also save together).
-    Collective: all ranks make the same `call` now."""
+    """Return the ranks that restore together. Collective: all of them make the same `call` now."""
     if team is None:
         return Ranks(context.rank)
     # Rank 0 may have to wait for a save that another process has not finished.
@@ -196,14 +194,10 @@ def gather(run: RunContext, client: Client) -> CommitThread:
     # One connection per thread: the training thread must not wait for the commit thread's requests.
     key_value = [KeyValueStore(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     global_layouts = GlobalLayouts(rank, key_value[0], deadline_s=deadline_s)
-    store = open_store(url)
-    own = (rank, key_value[1], client, global_layouts, store)
-    participant: Participant
+    shared = (rank, key_value[1], client, global_layouts, open_store(url), deadline_s)
+    participant: Participant = Member(*shared)
     if rank.is_first:
-        groups = cut(rank.ranks, ranks_per_node())
-        participant = Leader(*own, deadline_s=deadline_s, groups=groups, bus=run.bus)
-    else:
-        participant = Member(*own, deadline_s=deadline_s)
+        participant = Leader(*shared, cut(rank.ranks, ranks_per_node()), run.bus)
     return CommitThread(participant, client, Comparing(run.settings.compare_replicas))
 
 

@@ -18,6 +18,7 @@ import math
 import queue
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Seen = TypeVar("_Seen")
+_Question = tuple["Callable[[Any], object]", "Future[Any]"]
+"""A request to the store, sent by the worker thread."""
 
 _LOOK_S, _LOOK_EACH_S = 0.02, 0.0002
 """Polling interval: at least the first, and the second times the number of ranks, since all of them
@@ -49,18 +52,6 @@ _CALL_S = 30.0
 _HUSH_S = 1.0
 PATIENCE_S = 5.0
 """After this time the log says which ranks a call waits for."""
-
-
-class _Question:
-    """A request to the store, answered by the worker thread."""
-
-    def __init__(self, ask: Callable[[Any], object]) -> None:
-        self.ask = ask
-        self.answered = threading.Event()
-        self.answer: Any = None
-        self.error: Exception | None = None
-        self.dropped = False
-        """The caller no longer waits; skip the request if it was not sent yet."""
 
 
 class KeyValueStore:
@@ -184,28 +175,29 @@ class KeyValueStore:
         return notes
 
     def _ask(self, ask: Callable[[Any], object]) -> Any:
-        question = _Question(ask)
-        self._questions.put(question)
-        if not signals.wait(question.answered, self._patience_s):
-            question.dropped = True
+        answer, answered = Future[Any](), threading.Event()
+        answer.add_done_callback(lambda _: answered.set())
+        self._questions.put((ask, answer))
+        if not signals.wait(answered, self._patience_s):
+            answer.cancel()  # unless it was sent
             raise _gone(f"no answer within {self._patience_s:g} s")
-        if question.error is not None:
-            raise _gone(question.error) from question.error
-        return question.answer
+        if (error := answer.exception()) is not None:
+            raise _gone(error) from error
+        return answer.result()
 
     def _work(self) -> None:
         store: Any = None
         while (question := self._questions.get()) is not None:
-            if question.dropped:
+            ask, answer = question
+            if not answer.set_running_or_notify_cancel():
                 continue
             try:
                 if store is None:  # here, since connecting can stand still as well
                     store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
                     store.set_timeout(timedelta(seconds=_CALL_S))
-                question.answer = question.ask(store)
+                answer.set_result(ask(store))
             except Exception as error:  # noqa: BLE001 (raised by whoever asked)
-                question.error = error
-            question.answered.set()
+                answer.set_exception(error)
         self._default = None
 
 

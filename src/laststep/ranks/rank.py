@@ -27,8 +27,7 @@ class Rank(NamedTuple):
 
 
 def this_rank() -> Rank:
-    """Return this process's rank and put it into log lines from now on; `UsageError` in a job of
-    several ranks without a process group."""
+    """Return this process's rank, which log lines name from now on."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
         system.log_as_rank(rank.number if rank.ranks > 1 else None)

@@ -116,8 +116,7 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _within(call: Callable[[], T]) -> T:
-    """Call on a thread and abandon it at the limit: NCCL waits forever for a rank that does not
-    connect."""
+    """Call on a thread and abandon it at the limit: NCCL waits forever for a missing rank."""
     device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 

@@ -63,8 +63,7 @@ _RESUMES = "copy again: it resumes there"
 
 
 class Pacing:
-    """Limits the rate of copying, and can stop it. `bytes_per_s` is None for no limit; any
-    thread may set `stop`."""
+    """Limits the rate of copying, and can stop it: any thread may set `stop`."""
 
     def __init__(
         self, *, bytes_per_s: float | None = None, stop: threading.Event | None = None
@@ -324,8 +323,7 @@ class Copier:
         )
 
     def _sizes(self, folder: str, names: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of the files in the folder at the target and in the subfolders of
-        `names`."""
+        """Return the sizes of the files in a folder at the target and in subfolders of `names`."""
         listed = {"": self._target.list(folder)}
         for inner in inner_folders(names):
             listed[f"{inner}/"] = self._target.list(f"{folder}/{inner}")
@@ -338,8 +336,7 @@ class Copier:
 
 
 class _Original(NamedTuple):
-    """A rank's index as the target will have it, its bytes, and the files that a partial copy
-    omits."""
+    """A rank's index as the target will have it, its bytes, and the files that are left out."""
 
     part: Index
     data: bytes
@@ -367,8 +364,7 @@ class _TargetFiles:
         self._has_links = True
 
     def link(self, file: StoredFile, folder: str) -> bool:
-        """Link a file of the target into this folder. Return False if the target does not have it
-        or the store has no links."""
+        """Link a file of the target into this folder. Return False if that is impossible."""
         if not self._is_listed:  # checkpoints that share files
             self._is_listed = True
             for name in Scanner(self._store).names():
@@ -399,44 +395,38 @@ class _TargetFiles:
                     self.add(folder, index.files)
 
 
+@dataclass(eq=False, slots=True)
 class _FileCopies:
-    """Copies the data files of some ranks of one checkpoint. `there` has the sizes of the files
-    that are already in its folder at the target."""
+    """Copies the data files of some ranks of one checkpoint."""
 
-    def __init__(
-        self,
-        route: CopyRoute,
-        shared: _TargetFiles,
-        folder: str,
-        there: Mapping[str, int],
-        progress: Progress | None,
-    ) -> None:
-        self._route = route
-        self._shared = shared
-        self._folder = folder
-        self._there = there
-        self._progress = progress
-        self._total_bytes = self._done_bytes = 0
-        self._mutex = threading.Lock()
+    route: CopyRoute
+    shared: _TargetFiles
+    folder: str
+    there: Mapping[str, int]
+    """The sizes of the files that are already in its folder at the target."""
+    progress: Progress | None
+    _total_bytes: int = field(default=0, init=False)
+    _done_bytes: int = field(default=0, init=False)
+    _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def bring(self, indexes: Sequence[Index]) -> Moved:
         """Copy all files, rank by rank."""
         moved = Moved()
         self._total_bytes = sum(index.size_bytes for index in indexes)
         for index in indexes:
-            with closing(BlockReader(self._route.source, self._folder, index)) as opened:
+            with closing(BlockReader(self.route.source, self.folder, index)) as opened:
                 missing = []
                 for file in file_ranges(opened.sound()):
-                    size, is_there = file.file.size_bytes, file.file.name in self._there
+                    size, is_there = file.file.size_bytes, file.file.name in self.there
                     if is_there and self._is_right(file):
                         moved.kept_bytes += size
-                    elif not is_there and self._shared.link(file.file, self._folder):
+                    elif not is_there and self.shared.link(file.file, self.folder):
                         moved.linked_bytes += size
                         self._tell(size)
                     else:
                         moved.copied_bytes += size
-                        name = f"{self._folder}/{file.file.name}"
-                        create = partial(self._route.target.open_writer, name, expected_bytes=size)
+                        name = f"{self.folder}/{file.file.name}"
+                        create = partial(self.route.target.open_writer, name, expected_bytes=size)
                         missing.append(_FileCopy(file, file.reader, create))
                 self._run(missing)
         return moved
@@ -445,8 +435,8 @@ class _FileCopies:
         """Verify a file that is already at the target. Delete it and return False if it is wrong or
         if some of its bytes have no digest: those may be holes at the target, and other checkpoints
         may link the file."""
-        name, target = f"{self._folder}/{file.file.name}", self._route.target
-        if self._there[file.file.name] == file.file.size_bytes and file.is_covered():
+        name, target = f"{self.folder}/{file.file.name}", self.route.target
+        if self.there[file.file.name] == file.file.size_bytes and file.is_covered():
             done_bytes = self._done_bytes
             with closing(target.open_reader(name)) as reader:
                 try:
@@ -458,15 +448,14 @@ class _FileCopies:
         return False
 
     def _run(self, copies: Sequence[_FileCopy]) -> None:
-        """Process all chunks of these files. On return or error no thread is still working on
-        them."""
+        """Process all chunks of these files. Afterwards no thread is still working on them."""
 
         def take(copy: _FileCopy, chunk: _FileChunk) -> None:
-            self._route.pacing.take(chunk.stop - chunk.start)
+            self.route.pacing.take(chunk.stop - chunk.start)
             copy.take(chunk)
             self._tell(chunk.stop - chunk.start)
 
-        threads = self._route.threads
+        threads = self.route.threads
         try:
             with WorkerPool("copy", threads, limit=threads) as workers:
                 for copy in copies:
@@ -479,8 +468,8 @@ class _FileCopies:
     def _tell(self, size: int) -> None:
         with self._mutex:
             self._done_bytes += size
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self.progress is not None:
+                self.progress(self._done_bytes, self._total_bytes)
 
 
 class _FileChunk(NamedTuple):
@@ -574,8 +563,7 @@ class _FileCopy:
 
 
 def _buffer(size: int) -> memoryview:
-    """Return a page-aligned buffer, with a spare page, that belongs to this thread and is reused
-    for each chunk."""
+    """Return a page-aligned buffer, with a spare page, that this thread reuses for each chunk."""
     kept: memoryview | None = getattr(_of_thread, "buffer", None)
     if kept is None or len(kept) < size + ALIGN_BYTES:
         size = max(size, CHUNK_BYTES) + ALIGN_BYTES

@@ -71,8 +71,7 @@ class NearestStore(Store):
         self._snapshots = None
 
     def look(self) -> dict[str, MemorySnapshot]:
-        """Return the snapshots in memory by folder. They are searched for once, on the first
-        call."""
+        """Return the snapshots in memory by folder, which are searched for on the first call."""
         with self._lock:
             if self._snapshots is None:
                 found = (
@@ -91,8 +90,7 @@ class NearestStore(Store):
             return self._snapshots
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:
-        """Use exactly these snapshots, given as folder and segments, as found by another rank. Skip
-        those that cannot be opened on this node."""
+        """Use exactly these snapshots (folder: segments), which another rank has found."""
         with self._lock:
             self._snapshots = {}
             for folder, places in named.items():
@@ -133,8 +131,7 @@ class NearestStore(Store):
         ]
 
     def readers(self, folder: str) -> Readers | None:
-        """Return the ranks that can read each part of a snapshot, or None unless it is spread over
-        nodes."""
+        """Return the ranks that can read each part of a snapshot that is spread over nodes."""
         return self._readers.get(folder) if folder in self.look() else None
 
     def keep(self, folders: Container[str]) -> None:
@@ -152,8 +149,7 @@ class NearestStore(Store):
         return spoilt is not None
 
     def stand_in(self, folder: str, tier: Store) -> None:
-        """Read this checkpoint, which the primary lacks or has damaged, from a replica from now
-        on."""
+        """Read this checkpoint, which the primary lacks or has damaged, from a replica."""
         self._elsewhere[folder] = tier
 
     def without_tiers(self) -> NearestStore:

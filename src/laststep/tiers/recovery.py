@@ -128,8 +128,7 @@ def is_lost(store: Store) -> bool:
 
 
 def wait_for_flushers(there: Sequence[Segment]) -> None:
-    """Wait, for a limited time, for flushers whose trainers have died to exit; they leave complete
-    snapshots in memory."""
+    """Wait, for a limited time, for flushers whose trainers have died: they complete snapshots."""
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
     for segment in there:
         while segment.is_ending():
@@ -222,8 +221,7 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
 
 
 def put_records(store: Store, record: SnapshotRecord) -> None:
-    """Write the records of the run and the term, in their original order, if the store has lost
-    them."""
+    """Write the records of the run and the term, in order, if the store has lost them."""
     for name, data in record.records:
         if name != RUN_NAME:
             terms.make_folder(store)
@@ -232,8 +230,7 @@ def put_records(store: Store, record: SnapshotRecord) -> None:
 
 
 def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> None:
-    """Write the layouts of a rank as plain data files. Raise `CorruptError` if the memory has
-    changed."""
+    """Write a rank's layouts as plain data files; `CorruptError` if the memory has changed."""
     # Imported late: a flusher needs it only after a job has died.
     from laststep.read.blocks import BlockReader, refuse
 

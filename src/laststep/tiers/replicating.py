@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -126,7 +127,7 @@ class Replication:
     ) -> None:
         urls = tuple(order.url for order in orders)
         self._replicators = [
-            Replicator(primary, order, tell, urls, rank=rank, ranks=ranks) for order in orders
+            Replicator(primary, order, tell, urls, rank, ranks) for order in orders
         ]
 
     def start(self) -> None:
@@ -134,8 +135,7 @@ class Replication:
             replicator.start()
 
     def committed(self, at: AttemptName, *, is_last: bool = False) -> None:
-        """Schedule a checkpoint that was committed at the primary. The last one of a job is copied
-        to all replicas."""
+        """Schedule a committed checkpoint. The last one of a job is copied to all replicas."""
         for replicator in self._replicators:
             replicator.committed(at, is_last=is_last)
 
@@ -152,29 +152,22 @@ class Replication:
             replicator.join()
 
 
+@dataclass(eq=False)
 class Replicator:
     """Copies checkpoints from the primary to one replica, on a thread of its own."""
 
-    def __init__(
-        self,
-        primary: Store,
-        order: ReplicaOrder,
-        tell: Tell,
-        urls: tuple[str, ...] = (),
-        *,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        """Prepare replication by `order`. `urls` are those of all replicas, to be recorded in the
-        run."""
-        self._primary = primary
-        self._order = order
-        self._tell = tell
-        self._urls = urls
-        self._rank, self._ranks = rank, ranks
+    primary: Store
+    order: ReplicaOrder
+    tell: Tell
+    urls: tuple[str, ...]
+    """The URLs of all replicas, to be recorded in the run."""
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._due: deque[AttemptName] = deque(maxlen=1 if rank == 0 else _REMEMBERED)
+        self._due: deque[AttemptName] = deque(maxlen=1 if self.rank == 0 else _REMEMBERED)
         """Committed checkpoints that are not copied yet. Rank 0 copies only the newest; the others
         remember several, because rank 0 may have started with an older one."""
         self._current: AttemptName | None = None
@@ -190,7 +183,7 @@ class Replicator:
 
     def committed(self, at: AttemptName, *, is_last: bool) -> None:
         """Schedule a checkpoint; see `Replication.committed`."""
-        if is_last or self._order.is_due(at):
+        if is_last or self.order.is_due(at):
             with self._changed:
                 if at not in self._due:
                     self._due.append(at)
@@ -215,9 +208,9 @@ class Replicator:
     # On the replication thread
 
     def _run(self) -> None:
-        with threads.outlasting(log, "replication to %s ended", self._order.url):
+        with threads.outlasting(log, "replication to %s ended", self.order.url):
             pause_s = 0.0
-            if self._rank == 0:
+            if self.rank == 0:
                 self._take_up()
             while (at := self._next(pause_s)) is not None:
                 if self._tries(at):
@@ -226,13 +219,12 @@ class Replicator:
                     return
                 else:
                     pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-            log.debug("nothing is left for %s", self._order.url)
+            log.debug("nothing is left for %s", self.order.url)
 
     def _take_up(self) -> None:
-        """Schedule the newest checkpoint of the primary if an earlier job instance did not copy it
-        to the replica."""
+        """Schedule the newest checkpoint if an earlier job instance did not copy it."""
         with contextlib.suppress(LaststepError, OSError):  # no run yet, or no replica to reach
-            newest = Run.open(self._primary).newest()
+            newest = Run.open(self.primary).newest()
             if newest is None:
                 return
             with contextlib.suppress(NotFoundError):
@@ -262,7 +254,7 @@ class Replicator:
     def _tries(self, at: AttemptName) -> bool:
         """Copy one checkpoint. Return False if the copy has to be retried."""
         try:
-            if self._rank == 0:
+            if self.rank == 0:
                 self._lead(at)
             else:
                 at = self._follow(at)
@@ -270,11 +262,11 @@ class Replicator:
             return True  # it was stopped
         except (LaststepError, OSError) as error:
             if not self._is_lost(at, error):
-                log.warning("%s is not at %s yet: %s", at.folder, self._order.url, error)
+                log.warning("%s is not at %s yet: %s", at.folder, self.order.url, error)
                 self._is_clean = False
                 self._report(at, "failed", str(error))
                 return False
-            log.warning("%s is not copied to %s: %s", at.folder, self._order.url, error)
+            log.warning("%s is not copied to %s: %s", at.folder, self.order.url, error)
         with self._changed:
             while self._due and self._due[0].point <= at.point:
                 self._due.popleft()
@@ -284,25 +276,24 @@ class Replicator:
         """Return True if the primary has lost the checkpoint or has it damaged, so that a retry is
         useless. Damage elsewhere, such as in the replica's run.json, can be repaired."""
         if isinstance(error, CorruptError):
-            return (error.where or "").startswith(f"{self._primary.url}/{at.folder}")
+            return (error.where or "").startswith(f"{self.primary.url}/{at.folder}")
         if not isinstance(error, NotFoundError):
             return False
         with contextlib.suppress(StorageError):
-            return decision.deleted(self._primary, at.folder) is not None
+            return decision.deleted(self.primary, at.folder) is not None
         return False
 
     def _lead(self, at: AttemptName) -> None:
-        """On rank 0: copy one checkpoint, together with the other ranks if there are any, and
-        commit it."""
+        """On rank 0: copy one checkpoint, together with other ranks, and commit it."""
         copier = self._copier()
         if not copier.is_there(at.folder):
-            if self._ranks == 1 or at == self._left:
+            if self.ranks == 1 or at == self._left:
                 copier.copy(at.folder, self._progress_of(at))
             else:
                 copier.bring(at.folder, [0], self._progress_of(at))
                 self._commit_when_whole(copier, at)
         self._report(at, "held")
-        _note_replicas(self._primary, self._urls)
+        _note_replicas(self.primary, self.urls)
         self._retain()
 
     def _commit_when_whole(self, copier: Copier, at: AttemptName) -> None:
@@ -330,7 +321,7 @@ class Replicator:
                 due = list(self._due)
             for at in reversed(due):
                 if self._is_begun(at):
-                    self._copier().bring(at.folder, [self._rank], self._progress_of(at))
+                    self._copier().bring(at.folder, [self.rank], self._progress_of(at))
                     return at
                 if decision.read(self._replica(), at.folder) is not None:
                     return at
@@ -356,29 +347,29 @@ class Replicator:
         interrupted copies."""
         try:
             run = Run.open(self._replica())
-            if self._order.keep is not None:
-                plan_prune(run, self._order.keep).execute()
+            if self.order.keep is not None:
+                plan_prune(run, self.order.keep).execute()
             if not self._is_clean:
                 run.clean()
                 self._is_clean = True
         except (LaststepError, OSError) as error:
-            log.warning("retention at %s failed: %s", self._order.url, error)
+            log.warning("retention at %s failed: %s", self.order.url, error)
 
     def _report(
         self, at: AttemptName, state: Literal["copying", "held", "failed"], reason: str = ""
     ) -> None:
-        self._tell(TierStatus(at=at, tier=self._order.url, state=state, reason=reason))
+        self.tell(TierStatus(at=at, tier=self.order.url, state=state, reason=reason))
 
     def _replica(self) -> Store:
-        return open_store(self._order.url)
+        return open_store(self.order.url)
 
     def _copier(self) -> Copier:
         # Imported late: the start of a job waits for the imports of its flusher.
         from laststep.tiers.copying import Copier, CopyRoute, Pacing
 
-        pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
-        route = CopyRoute(source=self._primary, target=self._replica(), pacing=pacing)
-        return Copier(route, self._order.items)
+        pacing = Pacing(bytes_per_s=self.order.bytes_per_s, stop=self._stop)
+        route = CopyRoute(source=self.primary, target=self._replica(), pacing=pacing)
+        return Copier(route, self.order.items)
 
     def _progress_of(self, at: AttemptName) -> Progress:
         """Return a function that reports the progress of a copy, once a second."""

@@ -88,8 +88,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
 
 def pool_index(rank: int, layouts: Iterable[StoredLayout], values: Mapping[str, bytes]) -> bytes:
-    """Return the encoded index of a snapshot whose layouts are stored in the pool (see
-    `in_slots`)."""
+    """Encode the index of a snapshot whose layouts are stored in the pool (see `in_slots`)."""
     stored = tuple(layouts)
     stop = max((run.offset for layout in stored for run in layout.runs), default=-CHUNK_BYTES)
     pool = StoredFile(name=f"pool-r{rank:05d}.pack", size_bytes=stop + CHUNK_BYTES)
@@ -135,8 +134,7 @@ RankParts = Sequence[tuple["Segment | None", SnapshotRecord]]
 
 
 class MemorySnapshot:
-    """A snapshot presented as the files of a checkpoint: manifest, indexes, pools. Close it when
-    done."""
+    """A snapshot as the files of a checkpoint: manifest, indexes, pools. Close it when done."""
 
     url: str = "shared memory"
 
@@ -207,8 +205,7 @@ def _commit(records: Sequence[SnapshotRecord], written: WrittenIndexes) -> Commi
 def _agreed(
     records: Sequence[SnapshotRecord],
 ) -> tuple[tuple[ItemRecord, ...], tuple[LayoutGroupRecord, ...]]:
-    """Return the items of all ranks and the layout groups, from the receipts that rank 0 would have
-    gathered."""
+    """Return items and layout groups, from the receipts that rank 0 would have gathered."""
     # Imported late: a flusher needs these only after a job has died.
     from laststep.codecs.digests import digest
     from laststep.format.spans import spans_of
@@ -342,8 +339,7 @@ def complete(there: Iterable[Segment]) -> list[RankParts]:
 
 
 def opened(parts: RankParts) -> list[MemorySnapshot]:
-    """Open the snapshot with these parts. Return an empty list, with a warning, if they are gone or
-    do not match."""
+    """Open the snapshot with these parts; empty, with a warning, if they do not match."""
     try:
         return [MemorySnapshot(parts)]
     except (LaststepError, msgspec.MsgspecError, UnicodeDecodeError) as error:

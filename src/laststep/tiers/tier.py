@@ -78,8 +78,7 @@ class Arranged(NamedTuple):
 def arranged(
     run: str | os.PathLike[str] | None, tiers: Sequence[object], keep: Keep | None
 ) -> Arranged:
-    """Return the tiers of a run that a user configured, by its path or as a list of tiers. Raise
-    `UsageError` if the configuration is invalid."""
+    """Return the tiers that a user configured, by a path or as a list; check them."""
     for tier in tiers if isinstance(tiers, list | tuple) else ():
         refuse_secrets(tier.url if isinstance(tier, Tier) else str(tier))
     if run is not None and not tiers:
@@ -126,9 +125,9 @@ def arranged(
 
 
 def _refuse_same(urls: Sequence[str]) -> None:
-    """Raise `UsageError` if two tiers overlap, so that retention at one would delete data of the
-    other."""
-    for (one, place), (other, second) in permutations([(url, _parts(url)) for url in urls], 2):
+    """Raise `UsageError` if tiers overlap: retention at one would delete data of the other."""
+    parts = [(url, [part for part in real_place(url).split("/") if part]) for url in urls]
+    for (one, place), (other, second) in permutations(parts, 2):
         if place == second:
             raise UsageError(
                 "two tiers name the same place",
@@ -137,7 +136,7 @@ def _refuse_same(urls: Sequence[str]) -> None:
                 expected="another place for each",
                 remedy="name each place once",
             )
-        inner = second[len(place) :] if second[: len(place)] == place else ()
+        inner = second[len(place) :] if second[: len(place)] == place else []
         if inner and (inner[0] == TERMS_FOLDER or parse_folder(inner[0]) is not None):
             raise UsageError(
                 "a tier lies inside the run of another tier",
@@ -146,11 +145,6 @@ def _refuse_same(urls: Sequence[str]) -> None:
                 found="one in it",
                 remedy="name another folder",
             )
-
-
-def _parts(url: str) -> tuple[str, ...]:
-    """Return the path components of a resolved location."""
-    return tuple(part for part in real_place(url).split("/") if part)
 
 
 def _text(tier: object) -> str:
