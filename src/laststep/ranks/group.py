@@ -235,8 +235,8 @@ class RankGroup(Ranks):
                 continue
             before = coming
             coming = _IncomingMessage(
-                _asked(self._host.swap, to, _tensor(head), source, head_bytes, tag=0),
-                _asked(self._transport.swap, to, data, source, data_bytes, tag=1),
+                _asked(self._host.swap, to, _tensor(head), source, head_bytes, 0),
+                _asked(self._transport.swap, to, data, source, data_bytes, 1),
             )
             yield from _arrived(before)
         yield from _arrived(coming)
