@@ -58,8 +58,12 @@ class ResidentSave(msgspec.Struct):
     """The part of a save that is in memory."""
 
     number: int
+    chunks: int = 0
+    """Number of chunks that it has in all."""
     is_sealing: bool = False
     """True once all of it is in memory and its record is being written."""
+    is_given_up: bool = False
+    """True if it is not kept, although it still needs room in the pool."""
     slots: dict[Place, int] = {}
     digests: dict[Place, bytes] = {}
     records: tuple[str, ...] = ()
@@ -94,10 +98,9 @@ class MemoryTier(Listener):
         self._lock = threading.Lock()
         """Guards all attributes below."""
         self._coming: dict[int, ResidentSave] = {}
+        """Saves that are in progress and not complete here."""
         self._kept = self._left_behind()
         """Complete saves, oldest first."""
-        self._needs: dict[int, int] = {}
-        """Number of slots needed by each save that is in progress and not complete here."""
         self._most = self._there = slots_there
         """Maximum number of slots, and the number that exist or can be had for now."""
         self._more_comes = True
@@ -193,10 +196,10 @@ class MemoryTier(Listener):
 
     def begun(self, save: FlusherSave) -> None:
         """Make room for a new save, and for the previous one beside it if possible."""
-        needed = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
+        number = save.begin.save
+        chunks = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
         with self._lock:
-            self._needs[save.begin.save] = needed
-            self._coming[save.begin.save] = ResidentSave(number=save.begin.save)
+            self._coming[number] = ResidentSave(number=number, chunks=chunks)
         self._make_room()
 
     def limit(self, slots: int) -> None:
@@ -211,12 +214,12 @@ class MemoryTier(Listener):
         with self._lock:
             room, freed = self._there - _SPARE_SLOTS, list[int]()
             large = [
-                number
-                for number, kept in self._coming.items()
-                if self._needs[number] > room and not kept.is_sealing
+                kept
+                for kept in self._coming.values()
+                if kept.chunks > room and not kept.is_sealing and not kept.is_given_up
             ]
-            for number in large:
-                freed += self._coming.pop(number).slots.values()
+            for kept in large:
+                freed += self._give_up(kept)
             freed += self._drop_older()
             tell = bool(large) and not self._told_small
             self._told_small |= tell
@@ -227,16 +230,23 @@ class MemoryTier(Listener):
                     "a save of %d bytes does not fit into %d bytes of shared memory and is not "
                     "kept there; pass a larger host_memory_bytes, or free space in %s"
                 ),
-                self._needs.get(large[0], 0) * CHUNK_BYTES,
+                large[0].chunks * CHUNK_BYTES,
                 self._there * CHUNK_BYTES,
                 self._segment.base,
             )
+
+    def _give_up(self, kept: ResidentSave) -> list[int]:
+        """Stop keeping a save that is not complete here, and return its slots. Requires the
+        lock."""
+        kept.is_given_up = True
+        slots, kept.slots, kept.digests = kept.slots, {}, {}
+        return list(slots.values())
 
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
         """Keep a chunk, if its save is being kept."""
         with self._lock:
             mine = self._coming.get(save.begin.save)
-            if mine is None:
+            if mine is None or mine.is_given_up:
                 return
             self._slots.hold([chunk.slot])
             mine.slots[chunk.file, chunk.start] = chunk.slot
@@ -247,7 +257,8 @@ class MemoryTier(Listener):
         """Return the unchanged chunks that are still in memory; all of them if the save is not
         kept."""
         with self._lock:
-            if save.begin.save not in self._coming:
+            mine = self._coming.get(save.begin.save)
+            if mine is None or mine.is_given_up:
                 return said.chunks
             last = self._find(said.of)
             known: dict[Place, bytes] = {} if last is None else last.digests
@@ -257,7 +268,7 @@ class MemoryTier(Listener):
         """Take over chunks that will not arrive from the save that holds the same bytes."""
         with self._lock:
             mine, last = self._coming.get(save.begin.save), self._find(save.base)
-            if mine is not None and last is not None:
+            if mine is not None and not mine.is_given_up and last is not None:
                 for file, start, _ in chunks:
                     place = file, start
                     mine.slots[place], mine.digests[place] = last.slots[place], last.digests[place]
@@ -283,7 +294,9 @@ class MemoryTier(Listener):
             return
         with self._lock:
             mine = self._coming.get(number)
-            if mine is None or mine.is_sealing or not _is_whole(save, mine):
+            if mine is None or mine.is_sealing or mine.is_given_up:
+                return
+            if len(mine.digests) < mine.chunks:  # chunks never overlap
                 return
             mine.is_sealing = True
         try:
@@ -292,15 +305,14 @@ class MemoryTier(Listener):
         except LaststepError as error:
             log.warning("step %d is not kept in shared memory: %s", save.begin.step, error)
             with self._lock:
-                del self._coming[number]
-            self._slots.release(mine.slots.values())
+                freed = self._give_up(mine)
+            self._slots.release(freed)
             return
         self._send(TierStatus(at=save.at, tier=MEMORY, state="held", save=number))
         with self._lock:
             mine.records = (record.name,)
             self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
             del self._coming[number]
-            self._needs.pop(number, None)
             freed = self._drop_older()
         self._slots.release(freed)
 
@@ -319,7 +331,6 @@ class MemoryTier(Listener):
                 freed += partial.slots.values()
             elif (whole := self._find(number)) is not None:
                 whole.is_stored, whole.is_committed = True, committed
-            self._needs.pop(number, None)
             freed += self._drop_older()
         self._slots.release(freed)
 
@@ -339,7 +350,7 @@ class MemoryTier(Listener):
                 freed += self._drop(newer)
             else:
                 break
-        room = self._there - max(self._needs.values(), default=0)
+        room = self._there - max((kept.chunks for kept in self._coming.values()), default=0)
         while self._more_comes and self._kept and self._kept[0].is_stored:
             if len({slot for kept in self._kept for slot in kept.slots.values()}) <= room:
                 break
@@ -396,12 +407,6 @@ def _trying(checkpoint: MemorySnapshot) -> Iterator[None]:
     step = checkpoint.record.at.step
     with closing(checkpoint), threads.outlasting(log, f"step {step} is in memory alone"):
         yield
-
-
-def _is_whole(save: FlusherSave, kept: ResidentSave) -> bool:
-    """Return True if all chunks are digested; chunks never overlap."""
-    wanted = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
-    return len(kept.digests) == wanted
 
 
 def _with_newest(there: Iterable[Segment]) -> set[str]:
