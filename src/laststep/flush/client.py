@@ -234,20 +234,19 @@ _REMEMBERED = 64
 
 
 class TierNews:
-    """Status of the run's replicas, from the flusher's messages."""
+    """Status of the run's replicas, from the flusher's messages. Thread-safe."""
 
     def __init__(self, bus: Bus, orders: Sequence[ReplicaOrder]) -> None:
         self._bus = bus
         self._orders = orders
-        self._items = {order.url: order.items for order in orders}
         self._lock = threading.Lock()
-        self._began_s = time.monotonic()
-        self._newest: dict[str, tuple[int, float] | None] = {order.url: None for order in orders}
-        """The newest step that each tier has received since the start, and the time when that save
+        self._began_s = time.perf_counter()
+        self._newest: dict[str, tuple[int, float]] = {}
+        """By tier, the newest step that it has received since the start, and when that save
         began."""
-        self._saves: deque[tuple[AttemptName, Save, float]] = deque(maxlen=_REMEMBERED)
+        self._saves: deque[tuple[AttemptName, Save]] = deque(maxlen=_REMEMBERED)
         self.heard_s = 0.0
-        """Time (monotonic) at which a replication last reported progress."""
+        """Time at which a replication last reported progress."""
         self._last: AttemptName | None = None
         self._owing: set[str] = set()
         """Tiers that have yet to receive the last committed checkpoint."""
@@ -258,26 +257,25 @@ class TierNews:
 
     def committed(self, at: AttemptName, save: Save) -> None:
         """Record a commit on the primary, and report the work at risk on each replica."""
-        now_s = time.monotonic()
         with self._lock:
-            self._saves.append((at, save, now_s - save.since_began_s()))
+            self._saves.append((at, save))
             newest = dict(self._newest)
             self._owe(at, [order.url for order in self._orders if order.is_due(at)])
-        for tier, has in newest.items():
-            step, since_s = (None, self._began_s) if has is None else has
-            risk = WorkAtRisk(
-                tier=tier, step=step, seconds=now_s - since_s, items=self._items[tier]
-            )
+        for order in self._orders:
+            step, since_s = newest.get(order.url, (None, self._began_s))
+            seconds = time.perf_counter() - since_s
+            risk = WorkAtRisk(tier=order.url, step=step, seconds=seconds, items=order.items)
             self._bus.emit(risk)
 
     def owe_all(self, handle: SaveHandle) -> AttemptName | None:
         """Expect this checkpoint on all tiers. Return its name if it is still remembered."""
         with self._lock:
-            found = [at for at, known, _ in self._saves if known.handle is handle]
-            for at in found:
-                held = handle.report.tiers
-                self._owe(at, [order.url for order in self._orders if order.url not in held])
-            return found[0] if found else None
+            for at, save in self._saves:
+                if save.handle is handle:
+                    held = save.report.tiers
+                    self._owe(at, [order.url for order in self._orders if order.url not in held])
+                    return at
+        return None
 
     def _owe(self, at: AttemptName, tiers: Sequence[str]) -> None:
         self._last, self._owing = at, set(tiers)
@@ -290,31 +288,26 @@ class TierNews:
 
     def hear(self, message: TierStatus) -> None:
         """Process the flusher's message about a replication."""
-        self.heard_s = time.monotonic()
-        if message.state == "held":
-            self._held(message)
-        elif message.state == "failed":
-            self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
+        at, tier, self.heard_s = message.at, message.tier, time.perf_counter()
         if message.state == "copying":
             return
+        if message.state == "held":
+            with self._lock:
+                save = next((save for known, save in self._saves if known == at), None)
+                began_s = self._began_s if save is None else save.began_s
+                self._newest[tier] = at.step, began_s
+            seconds = self.heard_s - began_s
+            if save is not None:
+                save.report.tiers[tier] = seconds
+            items = next((order.items for order in self._orders if order.url == tier), None)
+            self._bus.emit(TierHolds(step=at.step, tier=tier, seconds=seconds, items=items))
+        else:
+            self._bus.emit(TierLags(step=at.step, tier=tier, reason=message.reason))
         with self._lock:
-            if message.at == self._last:
-                self._owing.discard(message.tier)
+            if at == self._last:
+                self._owing.discard(tier)
             if not self._owing:
                 self.settled.set()
-
-    def _held(self, message: TierStatus) -> None:
-        with self._lock:
-            known = [(save, began) for at, save, began in self._saves if at == message.at]
-            began_s = known[0][1] if known else self._began_s
-            self._newest[message.tier] = message.at.step, began_s
-        seconds = self.heard_s - began_s
-        for save, _ in known:
-            save.report.tiers[message.tier] = seconds
-        items = self._items.get(message.tier)
-        self._bus.emit(
-            TierHolds(step=message.at.step, tier=message.tier, seconds=seconds, items=items)
-        )
 
 
 _LAST_WORDS_S = 1.0
@@ -381,9 +374,16 @@ class Client:
     def restart(self, within_s: float) -> None:
         """Replace a dead flusher with a new one; nobody may hold slots. Raise `StorageError` if the
         old one cannot be ended, and so may still touch slots, or if the outcome of its saves is not
-        known in time."""
+        known in time: later saves continue from the last commit."""
         assert self._helper is not None  # noqa: S101 (it has died)
-        self._await_end_of_saves(within_s)
+        deadline = time.monotonic() + within_s
+        self._receiver.join(within_s)
+        for save in self.saves.all():
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if save.role != "member" and not save.wait_for(SaveState.COMMITTED, left_s):
+                raise _not_over(f"step {save.step} is in progress", within_s)
+        if self._receiver.is_alive():
+            raise _not_over("its exit is still being handled", within_s)
         if not self._helper.end(_END_S):
             raise StorageError(
                 "cannot start a new flusher: the old one does not exit",
@@ -397,18 +397,6 @@ class Client:
             # Reset as if there had been no flusher: if this start fails, a later save tries again.
             self._helper = self.saves.refusal = None
             self._start()
-
-    def _await_end_of_saves(self, within_s: float) -> None:
-        """Wait for the saves of the old flusher to end, some on other threads: later saves continue
-        from the last commit."""
-        deadline = time.monotonic() + within_s
-        self._receiver.join(within_s)
-        for save in self.saves.all():
-            left_s = max(deadline - time.monotonic(), 0.0)
-            if save.role != "member" and not save.wait_for(SaveState.COMMITTED, left_s):
-                raise _not_over(f"step {save.step} is in progress", within_s)
-        if self._receiver.is_alive():
-            raise _not_over("its exit is still being handled", within_s)
 
     def continue_from(self, continues: Continue) -> None:
         """Let future saves continue that checkpoint, under a new term."""
@@ -486,7 +474,7 @@ class Client:
                     self.drain_last(last.handle)
                 self.send(Bye())
             while not (ended := signals.wait(self._heard_all, _END_S)):
-                if time.monotonic() - self.drains.heard_s >= _END_S:
+                if time.perf_counter() - self.drains.heard_s >= _END_S:
                     break
             if not ended:
                 # All saves are committed or have failed: killing it loses nothing.
@@ -606,16 +594,8 @@ class Client:
         elif message.disk is not None:
             if not self._told_disk:  # a restarted flusher sends it again
                 self._told_disk = True
-                self.bus.emit(
-                    Preflight(
-                        state_bytes=message.disk.state_bytes,
-                        host_memory_bytes=self._pool.cap_bytes,
-                        free_disk_bytes=message.disk.free_bytes,
-                        needed_disk_bytes=message.disk.needed_bytes,
-                        kept_checkpoints=message.disk.kept,
-                        estimated_s=message.disk.estimated_s,
-                    )
-                )
+                needs = msgspec.structs.asdict(message.disk)
+                self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
         elif not self._told_no_metric:  # sent after every commit until one has the metric
             self._told_no_metric = True
             self.bus.emit(MetricMissing(reason=message.reason))

@@ -216,11 +216,11 @@ class DiskCheck(Listener):
         state_bytes = sum(file.tensor_bytes for file in save.begin.files)
         need = DiskNeed(
             state_bytes=state_bytes,
-            free_bytes=free_bytes,
-            needed_bytes=state_bytes * ((self._kept or 1) + 1),
-            kept=self._kept,
+            free_disk_bytes=free_bytes,
+            needed_disk_bytes=state_bytes * ((self._kept or 1) + 1),
+            kept_checkpoints=self._kept,
         )
-        is_roomy = free_bytes is None or free_bytes > need.needed_bytes + 2 * _PROBE_BYTES
+        is_roomy = free_bytes is None or free_bytes > need.needed_disk_bytes + 2 * _PROBE_BYTES
         if state_bytes < CHUNK_BYTES or not is_roomy:
             self._send(News(kind="disk", disk=need))
         else:

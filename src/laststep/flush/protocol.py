@@ -205,12 +205,12 @@ class Ended(_Message, frozen=True, kw_only=True):
 
 
 class DiskNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Disk space that saves need, and the free space: see `events.Preflight`."""
+    """Disk space that saves need, and the free space: fields of `events.Preflight`."""
 
     state_bytes: int
-    free_bytes: int | None
-    needed_bytes: int
-    kept: int | None
+    free_disk_bytes: int | None
+    needed_disk_bytes: int
+    kept_checkpoints: int | None
     estimated_s: float | None = None
 
 

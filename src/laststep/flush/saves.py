@@ -243,7 +243,7 @@ class Save:
     ) -> None:
         self._client = client
         self._pid = os.getpid()
-        self._began_s = time.perf_counter()
+        self.began_s = time.perf_counter()
         self.step, self._overwrite, self.role = step, overwrite, role
         self.number = 0
         """Number that identifies it to the flusher; assigned by `Saves`."""
@@ -421,7 +421,7 @@ class Save:
             system.check_process(what, self._pid)
 
     def since_began_s(self) -> float:
-        return time.perf_counter() - self._began_s
+        return time.perf_counter() - self.began_s
 
     @property
     def since(self) -> int:
