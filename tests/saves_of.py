@@ -14,7 +14,7 @@ from laststep.catalog.run import Run
 from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, DTYPES, align_up
 from laststep.events import Bus
 from laststep.flush.encoder import Compressor
-from laststep.flush.protocol import Flushed, Orders
+from laststep.flush.protocol import CaptureDone, Flushed, Orders
 from laststep.flush.saves import Save
 from laststep.flush.writer import SaveWriter
 from laststep.format import index as index_format
@@ -40,6 +40,11 @@ def lone_save(step: int, **client: object) -> Save:
     """A save without a flusher; `client` are functions that do something in its place."""
     nothing = dict.fromkeys(("send", "announce", "release", "save_ends"), lambda *_: None)
     return Save(SimpleNamespace(last_committed=0, bus=Bus(), **{**nothing, **client}), step)  # type: ignore[arg-type]
+
+
+def sealed(number: int) -> CaptureDone:
+    """What is captured of a save without any values."""
+    return CaptureDone(save=number, values={}, items=(), metrics=b"", metadata=b"")
 
 
 def flush(save: Save, written: WrittenIndexes | None = None) -> None:

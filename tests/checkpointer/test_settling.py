@@ -17,7 +17,7 @@ from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.files import plan_save
 from laststep.ranks.rank import Rank
 from laststep.storage.directory import DirectoryStore
-from saves_of import flush, lone_save
+from saves_of import flush, lone_save, sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ ERROR = AbortedError("rank 0 did not commit step 7 within 5 s", remedy="see its 
 
 def durable(lost: LaststepError | None) -> Save:
     save = lone_save(7)
-    save.start_capture(plan_save(()), lambda: ({}, (), b"", b"", b""))
+    save.start_capture(plan_save(()), sealed)
     flush(save)
     save.lost = lost
     return save

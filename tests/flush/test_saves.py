@@ -96,7 +96,7 @@ def test_a_dead_flusher_gets_no_more_saves_until_there_is_another() -> None:
         saves.enter(late)
     saves.refusal = None
     saves.enter(late)
-    assert saves.to_end() == [open_one, late]
+    assert saves.under_way() == [open_one, late]
     assert late.number > open_one.number
 
 

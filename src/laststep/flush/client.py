@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import AttemptName
     from laststep.catalog.terms import Trainer
     from laststep.flush.protocol import Orders
-    from laststep.flush.saves import Save, SaveHandle, SealParts
+    from laststep.flush.saves import Save, SaveHandle, Seal
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
     from laststep.tiers.replicating import ReplicaOrder
@@ -413,13 +413,13 @@ class Client:
             if self._helper is not None:
                 self.send(Instruct(pool_slots=slots))
 
-    def begin(self, save: Save, plan: SavePlan, parts: SealParts) -> None:
+    def begin(self, save: Save, plan: SavePlan, seal: Seal) -> None:
         """Register a save and start its capture. Raise if the flusher is gone or cannot start."""
         if self._continues is None and save.role != "member":
             self.continue_from(Continue(seen=self.instance.newest_point()))
         self.start()
         self.saves.enter(save)
-        save.start_capture(plan, parts)
+        save.start_capture(plan, seal)
 
     def announce(self, begin: Begin) -> None:
         """Send the announcement of a save, after marking the save as pending in the liveness
@@ -604,7 +604,7 @@ class Client:
         """Fail every save that the flusher had not committed; the flusher is gone, or is ended for
         the reason `why`. It MUST be dead before any failure is reported, or it might still commit
         the save."""
-        if self._closing and not self.saves.to_end():
+        if self._closing and not self.saves.under_way():
             return
         helper = self._helper
         assert helper is not None  # noqa: S101 (whose end this is)

@@ -25,7 +25,7 @@ from laststep.checks import seconds
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, StorageError
 from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, human
 from laststep.flush.protocol import Begin, CaptureDone, Chunks, Decide, Role, Unchanged
-from laststep.format.manifest import ItemRecord, WrittenIndexes
+from laststep.format.manifest import WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
 from laststep.settings import MAX_UNCOMMITTED
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 """Interval at which a thread that waits for an answer checks whether the save has ended."""
 
-SealedParts = tuple[dict[str, bytes], tuple[ItemRecord, ...], bytes, bytes, bytes]
-SealParts = Callable[[], SealedParts]
+Seal = Callable[[int], CaptureDone]
+"""Serialises everything but tensors of the save with this number."""
 
 
 class SaveState(IntEnum):
@@ -170,7 +170,6 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
 
     @property
     def error(self) -> LaststepError | None:
-        """The error that made the save fail, or None."""
         return self._save.error
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -275,7 +274,7 @@ class Save:
         self._news = threading.Event()
         self._granted: frozenset[tuple[int, int]] = frozenset()
         self._answered = threading.Event()
-        self._parts: SealParts = _spent
+        self._seal: Seal = _spent
         self._begun = False
         """True once it was announced to the flusher."""
         self._lock = threading.Lock()
@@ -312,12 +311,10 @@ class Save:
             is_first, self.ending = not self.ending, True
             return is_first
 
-    def start_capture(self, plan: SavePlan, parts: SealParts) -> None:
-        """Start the capture under this plan; `parts` returns the plain values and records to send
-        with `CaptureDone`."""
+    def start_capture(self, plan: SavePlan, seal: Seal) -> None:
         self.plan = plan
         if self._enter(SaveState.CAPTURING):
-            self._parts = parts
+            self._seal = seal
 
     def flushed(self, message: Flushed) -> None:
         """Record that this rank's part is durable."""
@@ -374,7 +371,7 @@ class Save:
             self._fail(error)
 
     def _fail(self, error: LaststepError) -> None:
-        self._parts = _spent
+        self._seal = _spent
         self._client.save_ends(self, None)
         self.error = error.of_save(self.step)
         self._enter(SaveState.FAILED)
@@ -464,12 +461,10 @@ class Save:
         self._news.set()
 
     def granted(self, chunks: Iterable[tuple[int, int, int]]) -> None:
-        """Record the chunks that need not be handed over."""
         self._granted = frozenset((file, start) for file, start, _ in chunks)
         self._answered.set()
 
     def held_by(self, tier: str) -> None:
-        """Record that a tier holds the save."""
         self.report.tiers[tier] = held_s = self.since_began_s()
         self._client.bus.emit(TierHolds(step=self.step, tier=tier, seconds=held_s))
 
@@ -525,7 +520,7 @@ class Save:
         if self.ending:
             return
         try:
-            values, items, metrics, metadata, receipt = self._parts()
+            done = self._seal(self.number)
         except LaststepError as error:
             self.failed(error)
             return
@@ -534,14 +529,6 @@ class Save:
             self.failed(StorageError("a capture failed", found=repr(error)))
             return
         self.begin()
-        done = CaptureDone(
-            save=self.number,
-            values=values,
-            items=items,
-            metrics=metrics,
-            metadata=metadata,
-            receipt=receipt,
-        )
         # Sent first: once "captured" is reported, the trainer's death must lose nothing. The lock
         # keeps the flusher's answer from being reported before that.
         with self._telling:
@@ -556,7 +543,7 @@ class Save:
                         blocked_s=timing.stall_s,
                     )
                 )
-        self._parts = _spent
+        self._seal = _spent
 
     def call_off(self, reason: str) -> None:
         """Ask the flusher to give the save up, unless it is too late. The flusher reports the
@@ -566,8 +553,8 @@ class Save:
         self._client.send(Decide(save=self.number, reason=reason, by_all=False))
 
 
-def _spent() -> NoReturn:
-    """Placeholder for `_parts` of a save that is over: the original would keep the state's trees
+def _spent(_: int) -> NoReturn:
+    """Placeholder for `_seal` of a save that is over: the original would keep the state's trees
     alive."""
     raise AbortedError("the save is over")
 
@@ -602,7 +589,6 @@ class Saves:
         return list(self._saves.values())
 
     def under_way(self) -> list[Save]:
-        """Return the saves that are not over."""
         return [save for save in self.all() if not save.over]
 
     def of_step(self, step: int) -> Save | None:
@@ -615,16 +601,12 @@ class Saves:
         save = self._saves.get(number)
         return None if save is None or save.ending else save
 
-    def to_end(self) -> list[Save]:
-        """Return the saves that have not been ended."""
-        return [save for save in self.all() if not save.ending]
-
     def refuse(self, error: LaststepError) -> list[Save]:
-        """Refuse new saves for that reason and return those to be ended. Atomic: a save that
+        """Refuse new saves for that reason and return those in progress. Atomic: a save that
         started in between would wait forever."""
         with self._lock:
             self.refusal = error
-            return self.to_end()
+            return self.under_way()
 
     def forget(self, save: Save) -> None:
         self._saves.pop(save.number, None)

@@ -28,6 +28,7 @@ from laststep.checks import plain, shown
 from laststep.codecs import objects
 from laststep.errors import MismatchError, UsageError
 from laststep.flush.encoder import Rounding
+from laststep.flush.protocol import CaptureDone
 from laststep.format.manifest import ItemRecord
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.codecs.objects import EncodedDicts
-    from laststep.flush.saves import SealedParts, SealParts
+    from laststep.flush.saves import Seal
     from laststep.plan.who_writes import Assignment
     from laststep.ranks.rank import Rank
     from laststep.state.layouts import Layout
@@ -100,14 +101,14 @@ class TakenState:
 
     def sealing(
         self, prepared: Prepared, note: Callable[[dict[str, bytes]], bytes] | None = None
-    ) -> SealParts:
+    ) -> Seal:
         """Return the function with which the capture thread serialises everything but tensors, once
         all tensors are on their way. `note` receives the encoded plain values of each item and
         returns this rank's receipt."""
         plan, kept = prepared.plan, prepared.trees
         local_layout = b"" if prepared.write_shard is None else prepared.write_shard.encoded
 
-        def seal() -> SealedParts:
+        def seal(save: int) -> CaptureDone:
             encoded = {}
             for name, part in self.collected.items():
                 try:
@@ -131,7 +132,14 @@ class TakenState:
                 for item in plan.items
             )
             metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
-            return values, items, objects.encode(metrics), objects.encode(self.metadata), receipt
+            return CaptureDone(
+                save=save,
+                values=values,
+                items=items,
+                metrics=objects.encode(metrics),
+                metadata=objects.encode(self.metadata),
+                receipt=receipt,
+            )
 
         return seal
 
