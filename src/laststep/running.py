@@ -27,7 +27,7 @@ from laststep.catalog.lineage import AttemptName, Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
-from laststep.flush.client import Client, start_process, start_thread
+from laststep.flush.client import Client, HelperProcess, HelperThread
 from laststep.flush.protocol import Continue, Orders
 from laststep.flush.saves import SaveState
 from laststep.memory import segments
@@ -149,8 +149,8 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
 
     def launch(end: socket.socket) -> Helper:
         if settings.flush is FlushIn.THREAD:
-            return start_thread(end, pool.memory(), run=run, trainer=start.writer, orders=orders)
-        return start_process(
+            return HelperThread(end, pool.memory(), run=run, trainer=start.writer, orders=orders)
+        return HelperProcess(
             end,
             run=run,
             trainer=start.writer,

@@ -93,12 +93,60 @@ removed again because a store may need `typing_extensions`."""
 
 
 class HelperProcess:
-    """A flusher in a helper process."""
+    """A flusher in a helper process, which inherits only the pool, its end of the connection and a
+    pidfd of the trainer."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(
+        self,
+        end: socket.socket,
+        *,
+        run: str,
+        trainer: Trainer,
+        pool_fd: int,
+        pool_bytes: int,
+        orders: Orders,
+    ) -> None:
+        """Start it. Raise `StorageError` if that fails."""
+        # Opened here, where the pid certainly is the trainer's: the trainer may die, and its pid be
+        # reused, before the helper runs. The helper still finishes the saves handed over by then.
+        trainer_pidfd = os.pidfd_open(os.getpid())
+        opener = import_path(run)
+        foreign = any(tier.opener is not None for tier in orders.replicas)
+        places = _places(foreign=opener is not None or orders.encodes or foreign)
+        setup = Setup(
+            run=run,
+            opener=opener,
+            pool_fd=pool_fd,
+            pool_bytes=pool_bytes,
+            socket_fd=end.fileno(),
+            trainer=trainer,
+            trainer_pidfd=trainer_pidfd,
+            orders=orders,
+            rank=system.logging_rank(),
+        )
+        # Blocked signals are inherited: the helper ignores them from its first instruction on.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *places],
+                pass_fds=(pool_fd, end.fileno(), trainer_pidfd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StorageError(
+                "cannot start the flusher",
+                found=str(error),
+                remedy="free memory, processes or open files (`ulimit -n`), or pass "
+                "options=laststep.Options(flush='thread')",
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(trainer_pidfd)
+        end.close()
         # The pid cannot have been reused: nobody else reaps our children.
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pidfd = os.pidfd_open(self._process.pid)
         self._close_pidfd = weakref.finalize(self, os.close, self.pidfd)
         # Not at exit: the pidfd is still needed to wait for saves that finish then.
         self._close_pidfd.atexit = False
@@ -134,15 +182,17 @@ class HelperProcess:
 
 
 class HelperThread:
-    """A flusher on a thread of the trainer."""
+    """A flusher on a thread of the trainer, for systems where a helper process is impossible."""
 
     pid = None
     pidfd = None
 
-    def __init__(self, flusher: Flusher) -> None:
-        self._flusher = flusher
-        self._thread = threads.Worker("flusher", flusher.serve)
-        flusher.start()
+    def __init__(
+        self, end: socket.socket, pool: memoryview, *, run: str, trainer: Trainer, orders: Orders
+    ) -> None:
+        self._flusher = Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders)
+        self._thread = threads.Worker("flusher", self._flusher.serve)
+        self._flusher.start()
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
@@ -155,67 +205,12 @@ class HelperThread:
         return self.join(timeout_s)
 
     def how_it_ended(self) -> str:
-        """Describe its end for an error message."""
         return "its thread does not exit" if self._thread.is_alive() else "its thread ended"
 
 
 Helper = HelperProcess | HelperThread
 """The running flusher."""
 Launch = Callable[[socket.socket], Helper]
-
-
-def start_process(
-    end: socket.socket, *, run: str, trainer: Trainer, pool_fd: int, pool_bytes: int, orders: Orders
-) -> Helper:
-    """Start the helper process; it inherits only the pool, its end of the connection and a pidfd of
-    the trainer. Raise `StorageError` if it cannot be started."""
-    # Opened here, where the pid certainly is the trainer's: the trainer may die, and its pid be
-    # reused, before the helper runs. The helper still finishes the saves handed over by then.
-    pidfd = os.pidfd_open(os.getpid())
-    opener = import_path(run)
-    foreign = any(tier.opener is not None for tier in orders.replicas)
-    places = _places(foreign=opener is not None or orders.encodes or foreign)
-    setup = Setup(
-        run=run,
-        opener=opener,
-        pool_fd=pool_fd,
-        pool_bytes=pool_bytes,
-        socket_fd=end.fileno(),
-        trainer=trainer,
-        trainer_pidfd=pidfd,
-        orders=orders,
-        rank=system.logging_rank(),
-    )
-    # Blocked signals are inherited: the helper ignores them from its first instruction on.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *places],
-            pass_fds=(pool_fd, end.fileno(), pidfd),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise StorageError(
-            "cannot start the flusher",
-            found=str(error),
-            remedy="free memory, processes or open files (`ulimit -n`), or pass "
-            "options=laststep.Options(flush='thread')",
-        ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(pidfd)
-    end.close()
-    return HelperProcess(process)
-
-
-def start_thread(
-    end: socket.socket, pool: memoryview, *, run: str, trainer: Trainer, orders: Orders
-) -> Helper:
-    """Start the flusher on a thread of this process, for systems where a helper process is
-    impossible."""
-    return HelperThread(Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders))
 
 
 def _places(*, foreign: bool) -> list[str]:
