@@ -67,7 +67,6 @@ class BaseLayout:
         return len(self._changed - self.derived) / self._stored_blocks
 
     def is_usable(self) -> bool:
-        """Return True if a save may reuse blocks of it."""
         return self.stored.layout.tensor_bytes >= LEAST_BYTES and len(self.derived) < len(self.refs)
 
     def needs(self, number: int) -> set[int]:

@@ -174,7 +174,6 @@ class HelperProcess:
         return self.join(timeout_s)
 
     def how_it_ended(self) -> str:
-        """Describe its exit for an error message."""
         code = self._process.poll()
         if code is None:
             return "it does not exit"
@@ -277,7 +276,6 @@ class TierNews:
         (self.settled.clear if tiers else self.settled.set)()
 
     def newest_save(self) -> Save | None:
-        """Return the last committed save."""
         with self._lock:
             return self._saves[-1][1] if self._saves else None
 

@@ -82,7 +82,6 @@ class Deriving:
         return self._files.get(file)
 
     def end(self) -> None:
-        """Record which candidates were useless, when all of the save has arrived."""
         for file in self._files.values():
             file.end()
 
@@ -225,7 +224,6 @@ class DerivedFile:
         return {name: self._chosen.get(name, some[0]) for name, some in self._candidates.items()}
 
     def end(self) -> None:
-        """Record which candidates were wrong or unneeded."""
         for name, some in self._candidates.items():
             chosen = self._chosen.get(name)
             for master in some:

@@ -76,7 +76,6 @@ class Throughput:
                     self._busy_s += self._clock() - self._since
 
     def begin_save(self) -> None:
-        """Reduce the weight of earlier measurements, if enough bytes remain for a measurement."""
         with self._lock:
             if self._bytes * _FORGET >= _LEAST_BYTES:
                 self._bytes *= _FORGET
@@ -164,7 +163,6 @@ class Earlier:
         return memoryview(data) if known == digest else None
 
     def has(self, file: str) -> bool:
-        """Return True if any block of that file is in memory."""
         return bool(self._kept.get(file))
 
     def keep(self, file: str, number: int, digest: bytes, data: memoryview) -> None:
@@ -260,7 +258,6 @@ class Rounding:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return True if a pattern matches a tensor or its item."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[0], pattern)
 
 
@@ -363,14 +360,12 @@ class Compressor:
         self._idle_cores = 0.0
 
     def mode(self, layout: FileLayout) -> str:
-        """Return the compression setting for a file."""
         return compression_of(layout.item, self._orders.compression)
 
     def rounding(self, layout: FileLayout) -> Rounding:
         return Rounding(layout, self._orders.lossy)
 
     def begin_save(self) -> None:
-        """Update the measurements before a save is written."""
         self.throughput.begin_save()
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 

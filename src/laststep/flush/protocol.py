@@ -241,12 +241,9 @@ _decode_in_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
 
 
 class Connection:
-    """One end of the socket pair.
-
-    `peer` is a pidfd of the other side's process: forked children of a dead process may hold its
-    end open, so the socket alone would never show the death. Without one, the peer is a thread of
-    this process.
-    """
+    """One end of the socket pair. `peer` is a pidfd of the other side's process: forked children of
+    a dead process may hold its end open, so the socket alone would never show the death. Without
+    one, the peer is a thread of this process."""
 
     def __init__(self, end: socket.socket, *, peer: int | None = None) -> None:
         self._socket = end

@@ -204,9 +204,13 @@ class SaveWriter:
         self._retired: frozenset[int] = frozenset()
         self._deriving: Deriving | None = None
         if derived:
-            misses = Misses() if misses is None else misses
-            failed = lambda: self.error is not None  # noqa: E731 (a short callback)
-            self._deriving = Deriving(layouts, derived, misses, failed, is_declared=is_declared)
+            self._deriving = Deriving(
+                layouts,
+                derived,
+                Misses() if misses is None else misses,
+                lambda: self.error is not None,
+                is_declared=is_declared,
+            )
         try:
             self._begin(frozenset(pair.file for pair in derived))
         except LaststepError as error:
@@ -409,11 +413,15 @@ class SaveWriter:
             digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
             base = self._base_of(target, number)
             stored, encoding, is_against_base = target.encoder.encode(number, block, digest, base)
+            encoded_as = RAW
+            if encoding is not None:
+                with self._lock:
+                    encoded_as = self._encodings.setdefault(encoding, len(self._encodings) + 1)
             target.refs[number] = BlockRef(
                 self._pack_number,
                 self._pack.append(stored),
                 len(stored),
-                RAW if encoding is None else self._encoding_number(encoding),
+                encoded_as,
                 base if is_against_base else None,
             )
 
@@ -426,11 +434,6 @@ class SaveWriter:
         ref = base.refs[number]
         found = ref.base or BaseRef(ref, base.stored.digest(number))
         return None if found.block.file in target.retired else found
-
-    def _encoding_number(self, encoding: Encoding) -> int:
-        """Return the number of an encoding in the index."""
-        with self._lock:
-            return self._encodings.setdefault(encoding, len(self._encodings) + 1)
 
     def reuse(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
         """Return the unchanged chunks that need not be sent: those of mostly unchanged layouts
@@ -518,39 +521,34 @@ class SaveWriter:
         if self._shared is not None:
             files |= self._shared.settle(needed)
         numbers = {number: at for at, number in enumerate(files)}
+        layouts = []
+        rounded = self._encodings.get(Encoding(*ROUNDED))
+        for number, target in enumerate(self._layouts, self._pack_number + 1):
+            if target.refs is None:
+                runs = in_place(target.layout, numbers[number])
+            else:
+                runs = target.runs(numbers)
+            derived = None if target.encoder is None else target.encoder.derived
+            derives = any(run.encoding == rounded for run in runs)
+            layouts.append(
+                StoredLayout(
+                    layout=target.layout,
+                    digests=bytes(target.digests),
+                    runs=runs,
+                    lossy=self.rounded(target.number),
+                    derived=derived.used() if derives and derived is not None else {},
+                )
+            )
         return Index(
             rank=self._rank[0],
             files=tuple(files.values()),
             encodings=tuple(self._encodings),
-            layouts=tuple(
-                self._stored(target, number, numbers)
-                for number, target in enumerate(self._layouts, self._pack_number + 1)
-            ),
+            layouts=tuple(layouts),
             values=dict(values),
         )
 
-    def _stored(
-        self, target: _LayoutWriter, number: int, numbers: Mapping[int, int]
-    ) -> StoredLayout:
-        """Return a layout as stored in the index; `numbers` maps file numbers to those of the
-        index."""
-        if target.refs is None:
-            runs = in_place(target.layout, numbers[number])
-        else:
-            runs = target.runs(numbers)
-        rounded = self._encodings.get(Encoding(*ROUNDED))
-        derived = None if target.encoder is None else target.encoder.derived
-        derives = derived is not None and any(run.encoding == rounded for run in runs)
-        return StoredLayout(
-            layout=target.layout,
-            digests=bytes(target.digests),
-            runs=runs,
-            lossy=self.rounded(target.number),
-            derived=derived.used() if derives and derived is not None else {},
-        )
-
     def coding(self) -> tuple[CodingReport, ...]:
-        """Return reports for the layouts with compression or with tensors that may be derived."""
+        """Return reports on the layouts with compression or with tensors that may be derived."""
         reports: list[CodingReport] = []
         for target in self._layouts:
             if target.encoder is not None:
