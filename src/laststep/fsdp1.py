@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from laststep.adapters.flat_state import (
     FlatMember,
     FlatModule,
     FlatOptimizer,
-    Parameters,
     flat_range,
     mesh_over,
     need,
@@ -33,9 +33,10 @@ from laststep.adapters.flat_state import (
 )
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat
-from laststep.state.tensors import LocalShard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from laststep.state.boxes import Index
     from laststep.state.provider import StateProvider
 
@@ -59,7 +60,8 @@ def optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> State
 class _Original(NamedTuple):
     """A parameter of the plain model inside a flat parameter."""
 
-    name: str
+    names: list[str]
+    """Several names if it is tied within the unit."""
     shape: Index
     layout: Flat | None
     """None if the flat parameter is not sharded: each rank holds all of it."""
@@ -69,29 +71,44 @@ class _Original(NamedTuple):
     live: torch.Tensor | None
     """With `use_orig_params`, the parameter that the optimizer steps; else None."""
 
-    def of(self, shard: torch.Tensor) -> object:
-        part = shard[self.first : self.last]
-        return part.view(self.shape) if self.layout is None else LocalShard(part, self.layout)
-
 
 class _Unit(NamedTuple):
     """A module that FSDP1 wrapped, with the parameters that it flattened."""
 
     handle: Any
     originals: list[_Original]
-    tied: dict[str, str]
-    """Additional names of tied parameters, mapped to the first name."""
 
     @property
     def flat(self) -> torch.Tensor:
         parameter: torch.Tensor = self.handle.flat_param
         return parameter
 
-    def shard(self) -> torch.Tensor:
-        """Return this rank's shard in full precision; the flat parameter itself may be unsharded
-        now."""
-        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat)
-        return shard.detach()
+    def members(self, group_of: Mapping[int, int]) -> Iterator[FlatMember]:
+        """Yield its parameters; `group_of` maps ids of tensors to groups of the optimizer."""
+        # This rank's shard in full precision: the flat parameter itself may be unsharded now.
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat).detach()
+        for original in self.originals:
+            live, layout, numbers = original.live, original.layout, None
+            memory, first, last = shard, original.first, original.last
+            holder = self.flat if live is None else live
+            group = group_of.get(id(holder), -1)
+            if live is not None:
+                memory, first, last = shard[first:last], 0, last - first
+                if layout is not None and group >= 0:
+                    # A rank does not step parameters of which it holds no element.
+                    numbers = only_holders(layout)
+            yield FlatMember(
+                parameter=live,
+                names=original.names,
+                group=group,
+                shape=original.shape,
+                layout=layout,
+                memory=memory,
+                first=first,
+                last=last,
+                holder=holder,
+                numbers=numbers,
+            )
 
     def is_gathered(self) -> bool:
         """Return True if a forward or backward pass has left the unsharded flat parameter in
@@ -113,44 +130,33 @@ class _Fsdp1Module(FlatModule):
                 unit.handle.reshard(free_unsharded_flat_param=True)
                 unit.handle.post_reshard()
 
-    def _flat(self) -> Parameters:
+    def _flat(self) -> list[FlatMember]:
         self._units = self._units or _units(self._module)
-        laid: dict[str, object] = {}
-        replaced: set[int] = set()
-        for unit in self._units:
-            shard = unit.shard()
-            replaced.add(id(unit.flat))
-            for original in unit.originals:
-                laid[original.name] = original.of(shard)
-                replaced.add(id(original.live))
-            laid |= {name: laid[first] for name, first in unit.tied.items()}
-        return Parameters(laid, replaced)
+        return [member for unit in self._units for member in unit.members({})]
+
+    def _replaced(self, members: list[FlatMember]) -> set[int]:
+        return super()._replaced(members) | {id(unit.flat) for unit in self._units}
 
 
 def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[FlatMember]:
     """Return every parameter of the plain model that the optimizer steps."""
     group_of = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    members: list[FlatMember] = []
-    for unit in _units(model):
-        for original in unit.originals:
-            holder = unit.flat if original.live is None else original.live
-            if id(holder) in group_of:
-                members.append(_member(original, unit, holder, group_of[id(holder)]))
+    flat = chain.from_iterable(unit.members(group_of) for unit in _units(model))
+    members = [member for member in flat if member.group >= 0]
     known = {id(member.holder) for member in members}
     for name, parameter in model.named_parameters():
         if id(parameter) in group_of and id(parameter) not in known:
-            size = parameter.numel()
             members.append(
                 FlatMember(
-                    name=plain_name(name),
+                    parameter=parameter,
+                    names=[plain_name(name)],
                     group=group_of[id(parameter)],
-                    dtype=parameter.dtype,
                     shape=tuple(parameter.shape),
-                    holder=parameter,
-                    first=0,
-                    last=size,
-                    size=size,
                     layout=None,
+                    memory=parameter,
+                    first=0,
+                    last=parameter.numel(),
+                    holder=parameter,
                 )
             )
     lost = len(group_of.keys() - {id(member.holder) for member in members})
@@ -161,27 +167,6 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
             remedy="make the optimizer from the parameters of the wrapped model",
         )
     return members
-
-
-def _member(original: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> FlatMember:
-    name, shape, layout, first, last, live = original
-    size, numbers = unit.shard().numel(), None
-    if live is not None:
-        first, last, size = 0, last - first, last - first
-        # With use_orig_params, a rank does not step parameters of which it holds no element.
-        numbers = None if layout is None else only_holders(layout)
-    return FlatMember(
-        name=name,
-        group=group,
-        dtype=unit.shard().dtype,
-        shape=shape,
-        holder=holder,
-        first=first,
-        last=last,
-        size=size,
-        layout=layout,
-        numbers=numbers,
-    )
 
 
 def _units(model: torch.nn.Module) -> list[_Unit]:
@@ -221,19 +206,17 @@ def _unit(handle: Any, prefix: str) -> _Unit:
         if not is_padding
     ]
     live = _need(flat, "_params") or [None] * len(fqns)
+    names = {_joined(prefix, name): [_joined(prefix, name)] for name in fqns}
+    for info in _need(flat, "_shared_param_infos"):
+        first = names[_joined(prefix, info.prim_module_name, info.prim_param_name)]
+        first.append(_joined(prefix, info.module_name, info.param_name))
     originals = [
-        _original(handle, _joined(prefix, name), tuple(shape), start, info, parameter)
-        for name, shape, start, info, parameter in zip(
-            fqns, shapes, starts, here, live, strict=True
+        _original(handle, known, tuple(shape), start, info, parameter)
+        for known, shape, start, info, parameter in zip(
+            names.values(), shapes, starts, here, live, strict=True
         )
     ]
-    tied = {
-        _joined(prefix, info.module_name, info.param_name): _joined(
-            prefix, info.prim_module_name, info.prim_param_name
-        )
-        for info in _need(flat, "_shared_param_infos")
-    }
-    return _Unit(handle, originals, tied)
+    return _Unit(handle, originals)
 
 
 def _joined(*parts: str) -> str:
@@ -241,11 +224,11 @@ def _joined(*parts: str) -> str:
 
 
 def _original(
-    handle: Any, name: str, shape: Index, start: int, info: Any, live: torch.Tensor | None
+    handle: Any, names: list[str], shape: Index, start: int, info: Any, live: torch.Tensor | None
 ) -> _Original:
     count = math.prod(shape)
     if not _need(handle, "uses_sharded_strategy"):
-        return _Original(name, shape, None, start, start + count, live)
+        return _Original(names, shape, None, start, start + count, live)
     mesh = mesh_over(_need(handle, "process_group"))
     each = math.prod(_need(handle.flat_param, "_sharded_size"))
     layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
@@ -254,12 +237,12 @@ def _original(
     if (first, last) != said:
         raise UsageError(
             "cannot determine how the state is sharded over the ranks",
-            where=name,
+            where=names[0],
             expected=f"elements {first} to {last} of the flat parameter, as {_TESTED} has it",
             found=f"{said[0]} to {said[1]}",
             remedy="use that version",
         )
-    return _Original(name, shape, layout, first, last, live)
+    return _Original(names, shape, layout, first, last, live)
 
 
 def _refuse_unusual(flat: Any, names: list[str]) -> None:

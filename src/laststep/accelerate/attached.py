@@ -382,15 +382,16 @@ class Attached:
         """Run the load hooks for the first undamaged checkpoint and restore it. Return None if
         `found` is empty."""
 
-        def restore(step: int, checkpoint: Checkpoint) -> Restored:
-            metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {step}")
+        def restore(checkpoint: Checkpoint) -> Restored:
+            where = f"{self._home}, step {checkpoint.step}"
+            metadata = FRAMEWORK.own(checkpoint.metadata, where)
             folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
             models = [*held(self._accelerator, "models")]
             for hook in self._hooks("load"):
                 hook([] if self._has_shards else models, folder)
-            return (self._checkpointer or self._make(models)).restore(step)
+            return (self._checkpointer or self._make(models)).restore(checkpoint.step)
 
-        return first_sound([(one.step, one) for one in found], restore)
+        return first_sound(found, restore)
 
     def _find(self, name: str | os.PathLike[str] | None) -> list[Checkpoint]:
         """Return all checkpoints, newest first, or the newest one with this name.

@@ -26,7 +26,7 @@ from laststep.state.tensors import LocalShard
 from laststep.state.tree import Owned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from laststep.state.boxes import Index
     from laststep.state.tree import Path
@@ -78,28 +78,44 @@ def only_holders(layout: Flat) -> Sharded:
     return Sharded((), Mesh.of((AXIS,), (len(ranks),), ranks), (Replicate(),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatMember:
-    """A parameter under its name in the model, and the location of this rank's elements of it."""
+    """A parameter of a module, and the location of this rank's elements of it in flat memory."""
 
-    name: str
+    parameter: Any
+    """The live parameter; None if it exists only in the flat memory."""
+    names: Sequence[str] = ()
+    """Its names in the plain module; several if it is tied."""
     group: int
-    """Index of the parameter's group in the optimizer."""
-    dtype: torch.dtype
+    """Index of the parameter's group in the optimizer; -1 for a frozen parameter."""
     shape: Index
+    layout: Layout | None
+    """Sharding over the ranks; None if this rank has the whole parameter."""
+    memory: torch.Tensor
+    """The flat memory that the weights are in."""
+    first: int
+    last: int
+    """`first` to `last` are the parameter's elements in `memory` and in the holder's state."""
     holder: torch.Tensor
     """The tensor that the optimizer keeps state for: the parameter, or memory that it shares with
     others. Compared by identity."""
-    first: int
-    last: int
-    """`first` to `last` are the parameter's elements in the holder's state on this rank."""
-    size: int
-    """The number of elements of tensors in the holder's state."""
-    layout: Layout | None
-    """Sharding over the ranks; None if this rank holds the whole parameter."""
     numbers: Layout | None = None
     """The ranks that have entries other than per-element tensors, such as `step`; None: all
     ranks."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of tensors in the holder's state."""
+        return self.memory.numel()
+
+    def weight(self) -> LocalShard | torch.Tensor:
+        """Return this rank's elements as they are stored, as a view of `memory`."""
+        part = self.memory.detach().view(-1)[self.first : self.last]
+        return part.view(self.shape) if self.layout is None else LocalShard(part, self.layout)
 
 
 class _Whole(NamedTuple):
@@ -125,7 +141,9 @@ class _WholeOptimizer:
         """Copy the groups and options of a live optimizer, except `without`; each member becomes
         one whole parameter."""
         self.state.clear()
-        self.by_name = {m.name: _Whole(m.name, m.dtype, m.shape, m.holder.device) for m in members}
+        self.by_name = {
+            m.name: _Whole(m.name, m.memory.dtype, m.shape, m.holder.device) for m in members
+        }
         params: list[list[_Whole]] = [[] for _ in live.param_groups]
         for member in members:
             params[member.group].append(self.by_name[member.name])
@@ -152,12 +170,12 @@ class FlatOptimizer(StateProvider):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        members: Callable[[], list[FlatMember]],
+        members: Callable[[], Iterable[FlatMember]],
         live_options: frozenset[str] = frozenset(),
     ) -> None:
-        """Wrap an optimizer. `members` returns the parameters for which this rank is in the mesh of
-        the layout. `live_options` names options of groups that are not stored and keep their live
-        values."""
+        """Wrap an optimizer. `members` returns the parameters that it steps and for which this rank
+        is in the mesh of the layout. `live_options` names options of groups that are not stored and
+        keep their live values."""
         self._optimizer = optimizer
         self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
@@ -360,7 +378,7 @@ def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entri
         first["step"] = torch.zeros((), dtype=torch.float32, device=where)
     shape = member.holder.shape if member.layout is None else (member.size,)
     for key in like:
-        first[key] = torch.zeros(shape, dtype=member.dtype, device=member.holder.device)
+        first[key] = torch.zeros(shape, dtype=member.memory.dtype, device=member.holder.device)
     return first
 
 
@@ -373,27 +391,31 @@ class FlatModule(StateProvider):
     def __init__(
         self,
         module: torch.nn.Module,
-        parameters: Callable[[], Parameters],
+        members: Callable[[], list[FlatMember]],
         name: Callable[[str], str] | None = None,
     ) -> None:
-        """Wrap a module. `parameters` returns those in flat memory; `name` maps a name, or a prefix
-        of names, to the one in a plain module."""
+        """Wrap a module. `members` returns the parameters in flat memory; `name` maps a name, or a
+        prefix of names, to the one in a plain module."""
         self._module = module
-        self._parameters = parameters
+        self._members = members
         self._name = name or plain_name
 
     def parts(self) -> tuple[object, ...]:
         return (self._module,)
 
     def describe(self) -> State:
-        flat = self._parameters()
-        value: dict[str, object] = dict(flat.laid)
+        members = self._members()
+        replaced = self._replaced(members)
+        flat: dict[str, object] = {}
+        for member in members:
+            flat |= dict.fromkeys(member.names, member.weight())
+        value = dict(flat)
         volatile: set[Path] = set()
         fresh: list[Path] = []
         for plain, module in self._walk():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 # By name too: during a pass FSDP1 puts other tensors in place of parameters.
-                if id(parameter) not in flat.replaced and plain + name not in flat.laid:
+                if id(parameter) not in replaced and plain + name not in flat:
                     value[plain + name] = parameter
             hidden = module._non_persistent_buffers_set  # noqa: SLF001 (there is no public name)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -413,20 +435,15 @@ class FlatModule(StateProvider):
             if _has_extra_state(module) and extra is not ABSENT:
                 module.set_extra_state(extra)
 
+    def _replaced(self, members: list[FlatMember]) -> set[int]:
+        """Return the ids of the module's parameters that are in flat memory, on any rank."""
+        return {id(member.parameter) for member in members}
+
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield every module with the prefix that its parameters' names have in the plain
         module."""
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             yield self._name(f"{prefix}."), module
-
-
-class Parameters(NamedTuple):
-    """The parameters of a module that are in flat memory."""
-
-    laid: dict[str, object]
-    """By plain name: a `LocalShard`, or a tensor if this rank has the whole parameter."""
-    replaced: set[int]
-    """The ids of the module's parameters that these replace."""
 
 
 _EXTRA = "_extra_state"

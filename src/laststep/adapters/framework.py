@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import itertools
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
 
     from laststep.checkpointer import Checkpointer
@@ -26,7 +25,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+class Candidate(Protocol):
+    """A checkpoint that may be restored."""
+
+    @property
+    def step(self) -> int: ...
+
+
+C = TypeVar("C", bound=Candidate)
 
 _STAMP = "framework"
 
@@ -110,43 +117,42 @@ class Framework:
     def resume(
         self, ckpt: Checkpointer, restore: Callable[[Peeked, dict[str, object]], Restored]
     ) -> Restored | None:
-        """Call `restore` with the newest checkpoint and its stamp. If that checkpoint is damaged,
-        log a warning and try the one before it.
-
-        Returns None in a new run; raises CorruptError if all checkpoints are damaged.
-        """
-        found = ckpt.peek()
-        while found is not None:
-            stamp = self.own(found.metadata, f"{ckpt.path}, step {found.step}")
-            try:
-                return restore(found, stamp)
-            except CorruptError as damage:
-                older = ckpt.peek()
-                if older is None or older.folder == found.folder:
-                    raise  # the damage is not in this checkpoint
-                log.warning(
-                    "step %d is damaged, trying step %d: %s", found.step, older.step, damage
-                )
-                found = older
-        return None
+        """Call `restore` with the newest undamaged checkpoint and its stamp. Return None in a new
+        run; raise CorruptError if all checkpoints are damaged."""
+        return first_sound(
+            _newest_first(ckpt),
+            lambda found: restore(
+                found, self.own(found.metadata, f"{ckpt.path}, step {found.step}")
+            ),
+        )
 
     def _tested(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} to {self.last}"
         return f"{self.package} {span}, with which laststep.{self.extra} was tested"
 
 
-def first_sound(
-    found: Sequence[tuple[int, T]], restore: Callable[[int, T], Restored]
-) -> Restored | None:
-    """Restore the first undamaged one of these steps, which are newest first. Return None if there
-    are none; raise CorruptError if all are damaged."""
-    for (step, about), older in itertools.zip_longest(found, found[1:]):
+def _newest_first(ckpt: Checkpointer) -> Iterator[Peeked]:
+    """Yield what `peek` finds: an older checkpoint once a restore has found damage."""
+    folder = None
+    while (found := ckpt.peek()) is not None and found.folder != folder:
+        folder = found.folder
+        yield found
+
+
+def first_sound(candidates: Iterable[C], restore: Callable[[C], Restored]) -> Restored | None:
+    """Restore the first undamaged one of these checkpoints, which are newest first. Return None if
+    there are none; raise CorruptError if all are damaged."""
+    damage: CorruptError | None = None
+    step = -1
+    for candidate in candidates:
+        if damage is not None:
+            log.warning("step %d is damaged, trying step %d: %s", step, candidate.step, damage)
         try:
-            return restore(step, about)
-        except CorruptError as damage:
-            if older is None:
-                raise
-            log.warning("step %d is damaged, trying step %d: %s", step, older[0], damage)
+            return restore(candidate)
+        except CorruptError as error:
+            damage, step = error, candidate.step
+    if damage is not None:
+        raise damage
     return None
 
 

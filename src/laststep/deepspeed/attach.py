@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -176,12 +176,12 @@ class _EngineSaving:
     ) -> Restored:
         """Restore the checkpoint with this tag or, without a tag, the newest undamaged one that was
         saved with `save_latest`. Raise NotFoundError if there is none."""
-        listed: list[tuple[int, bool]] = _together(lambda: _find(ckpt.path, tag))
 
-        def restore(step: int, frozen: bool) -> Restored:  # noqa: FBT001 (called by position)
-            self._model.leaves_frozen = not frozen
-            return ckpt.restore(step, only=only, strict=strict)
+        def restore(found: _Found) -> Restored:
+            self._model.leaves_frozen = not found.frozen
+            return ckpt.restore(found.step, only=only, strict=strict)
 
+        listed: list[_Found] = _together(lambda: _find(ckpt.path, tag))
         restored = first_sound(listed, restore)
         if restored is None:
             raise _no_such(tag or "latest", ckpt.path)
@@ -236,15 +236,22 @@ def _sampler(engine: Any) -> object:
     return engine.training_dataloader.data_sampler
 
 
-def _find(run: str, tag: str | None) -> list[tuple[int, bool]]:
-    """Return step and "has frozen parameters" of the newest checkpoint with a tag. Without a tag,
-    of all that were saved with `save_latest`, newest first."""
+class _Found(NamedTuple):
+    """A checkpoint; `frozen` is True if it has the frozen parameters."""
+
+    step: int
+    frozen: bool
+
+
+def _find(run: str, tag: str | None) -> list[_Found]:
+    """Return the newest checkpoint with a tag. Without a tag, return all that were saved with
+    `save_latest`, newest first."""
     found = []
     for one in reversed(list(browse.open(run))):
         with one:
             stamp: Any = FRAMEWORK.own(one.metadata, f"{run}, step {one.step}")
         if stamp["latest"] if tag is None else tag in stamp["tags"]:
-            found.append((one.step, bool(stamp["frozen"])))
+            found.append(_Found(one.step, bool(stamp["frozen"])))
     return found if tag is None else found[:1]
 
 

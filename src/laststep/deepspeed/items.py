@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from laststep.adapters.flat_state import (
     FlatMember,
     FlatModule,
     FlatOptimizer,
-    Parameters,
     flat_range,
     mesh_over,
     plain_name,
@@ -30,12 +30,9 @@ from laststep.adapters.framework import Framework
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.tensors import LocalShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from laststep.state.boxes import Index
 
@@ -83,31 +80,27 @@ _BUFFERS = (
 the buffer that they are views of, and this rank's range of it in fp32."""
 
 
-class WeightPlace(NamedTuple):
-    """Location of a parameter in the memory that the optimizer steps."""
-
-    parameter: Any
-    shape: Index
-    layout: Flat | None
-    """Sharding over the ranks; None if this rank has the whole parameter."""
-    group: int
-    """The parameter's group in the optimizer; -1 for a frozen parameter."""
-    memory: torch.Tensor
-    first: int
-    last: int
-    """`first` to `last` are the parameter's elements in `memory` on this rank."""
-
-    def weight(self) -> LocalShard | torch.Tensor:
-        """Return the weight as it is stored, as a view of `memory`."""
-        part = self.memory.detach().view(-1)[self.first : self.last]
-        return part.view(self.shape) if self.layout is None else LocalShard(part, self.layout)
+def members(engine: object) -> Iterator[FlatMember]:
+    """Yield every parameter that is stepped, or that stage 3 has sharded."""
+    module = need(engine, "module")
+    plain = names_in(module)
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain(name))
+    for member in _located(known_optimizer(engine), module):
+        if id(member.parameter) not in names:
+            raise UsageError(
+                "DeepSpeed's optimizer has a parameter that is not in the module",
+                found=f"one of shape {list(member.shape)}",
+                remedy="make the optimizer from the parameters of the module",
+            )
+        yield replace(member, names=names[id(member.parameter)])
 
 
-def places(engine: object) -> Iterator[WeightPlace]:
-    """Yield the location of every parameter that is stepped, or that stage 3 has sharded."""
-    optimizer = known_optimizer(engine)
+def _located(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
+    """Yield the parameters without their names."""
     if _is_stage3(optimizer):
-        yield from _of_stage3(optimizer, need(engine, "module"))
+        yield from _of_stage3(optimizer, module)
         return
     for names in _BUFFERS:
         if hasattr(optimizer, names[0]):
@@ -132,9 +125,10 @@ def round_weights(engine: object) -> None:
     elif any(hasattr(optimizer, names[0]) for names in _BUFFERS):
         need(optimizer, "update_lp_params")()
     else:
-        for place in _of_copies(optimizer):
-            if place.memory is not place.parameter:
-                place.parameter.data.copy_(place.weight())
+        for member in _of_copies(optimizer):
+            weight = member.weight()
+            if isinstance(weight, torch.Tensor) and member.memory is not member.parameter:
+                member.parameter.data.copy_(weight)
 
 
 def known_optimizer(engine: object) -> Any:
@@ -166,7 +160,28 @@ def _is_stage3(optimizer: object) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _of_ranges(optimizer: Any, groups: Any, buffers: Any, ranges: Any) -> Iterator[WeightPlace]:
+def _member(
+    parameter: torch.Tensor,
+    shape: Index,
+    layout: Flat | None,
+    group: int,
+    memory: torch.Tensor,
+    first: int,
+    last: int,
+) -> FlatMember:
+    return FlatMember(
+        parameter=parameter,
+        group=group,
+        shape=shape,
+        layout=layout,
+        memory=memory,
+        first=first,
+        last=last,
+        holder=memory,
+    )
+
+
+def _of_ranges(optimizer: Any, groups: Any, buffers: Any, ranges: Any) -> Iterator[FlatMember]:
     meshes = map(mesh_over, need(optimizer, "real_dp_process_group"))
     for number, (parameters, buffer, own, mesh) in enumerate(
         zip(groups, buffers, ranges, meshes, strict=True)
@@ -192,7 +207,7 @@ def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
     return at
 
 
-def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int = 0) -> WeightPlace:
+def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int = 0) -> FlatMember:
     """Locate a parameter in `own`, this rank's range of the buffer, in which it starts at `at`."""
     first, last = flat_range(layout, dist.get_rank())
     if at + last > own.numel():
@@ -202,10 +217,10 @@ def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int 
             found=str(own.numel()),
             remedy="bring offloaded states back before saving",
         )
-    return WeightPlace(parameter, layout.shape, layout, group, own, at + first, at + last)
+    return _member(parameter, layout.shape, layout, group, own, at + first, at + last)
 
 
-def _of_stage3(optimizer: Any, module: torch.nn.Module) -> Iterator[WeightPlace]:
+def _of_stage3(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
     """Yield the parameters of stage 3. Each is sharded over the ranks by itself; the shards are
     stored in the buffers of subgroups."""
     positions = need(optimizer, "grad_position")
@@ -229,7 +244,7 @@ def _of_stage3(optimizer: Any, module: torch.nn.Module) -> Iterator[WeightPlace]
             yield _place(parameter, layout, -1, part)
 
 
-def _of_copies(optimizer: Any) -> Iterator[WeightPlace]:
+def _of_copies(optimizer: Any) -> Iterator[FlatMember]:
     """Yield the parameters without ZeRO: every rank has all of them."""
     groups: list[list[Any]] = getattr(optimizer, "fp16_groups", [])
     flat = getattr(optimizer, "fp32_groups_flat", None)
@@ -239,16 +254,14 @@ def _of_copies(optimizer: Any) -> Iterator[WeightPlace]:
             for parameter in parameters:
                 first = _offset(parameter, low)
                 last = first + parameter.numel()
-                yield WeightPlace(
-                    parameter, tuple(parameter.shape), None, number, full, first, last
-                )
+                yield _member(parameter, tuple(parameter.shape), None, number, full, first, last)
         return
     of_optimizer = [group["params"] for group in need(optimizer, "param_groups")]
     copies = getattr(optimizer, "fp32_groups", of_optimizer)
     for number, (parameters, fulls) in enumerate(zip(groups or copies, copies, strict=True)):
         for parameter, full in zip(parameters, fulls, strict=True):
             size = parameter.numel()
-            yield WeightPlace(parameter, tuple(parameter.shape), None, number, full, 0, size)
+            yield _member(parameter, tuple(parameter.shape), None, number, full, 0, size)
 
 
 _OF_LAYOUT = frozenset({"name", "moe"})
@@ -265,7 +278,11 @@ def optimizer(engine: object) -> StateProvider:
     parameters."""
     known = known_optimizer(engine)
     stepped = getattr(known, "optimizer", known)
-    return FlatOptimizer(stepped, lambda: list(_members(engine)), live_options=_OF_LAYOUT)
+
+    def trained() -> Iterator[FlatMember]:
+        return (member for member in members(engine) if member.group >= 0)
+
+    return FlatOptimizer(stepped, trained, live_options=_OF_LAYOUT)
 
 
 def progress(engine: object) -> StateProvider:
@@ -278,7 +295,7 @@ class EngineModule(FlatModule):
 
     def __init__(self, engine: object) -> None:
         module = need(engine, "module")
-        super().__init__(module, self._stepped, names_in(module))
+        super().__init__(module, lambda: list(members(engine)), names_in(module))
         self._engine = engine
         self.leaves_frozen = False
         """Omit frozen parameters."""
@@ -294,15 +311,6 @@ class EngineModule(FlatModule):
     def restore(self, value: object) -> None:
         super().restore(value)
         round_weights(self._engine)
-
-    def _stepped(self) -> Parameters:
-        weights = {id(place.parameter): place.weight() for place in places(self._engine)}
-        laid: dict[str, object] = {
-            self._name(name): weights[id(parameter)]
-            for name, parameter in self._module.named_parameters(remove_duplicate=False)
-            if id(parameter) in weights
-        }
-        return Parameters(laid, set(weights))
 
 
 class _StepCounts(StateProvider):
@@ -345,29 +353,3 @@ class _StepCounts(StateProvider):
 
 def _known(owner: object, names: tuple[str, ...]) -> dict[str, object]:
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
-
-
-def _members(engine: object) -> Iterator[FlatMember]:
-    module = need(engine, "module")
-    whole = names_in(module)
-    names = {id(parameter): whole(name) for name, parameter in module.named_parameters()}
-    for place in places(engine):
-        if place.group < 0:
-            continue
-        if id(place.parameter) not in names:
-            raise UsageError(
-                "DeepSpeed's optimizer has a parameter that is not in the module",
-                found=f"one of shape {list(place.shape)}",
-                remedy="make the optimizer from the parameters of the module",
-            )
-        yield FlatMember(
-            name=names[id(place.parameter)],
-            group=place.group,
-            dtype=place.memory.dtype,
-            shape=place.shape,
-            holder=place.memory,
-            first=place.first,
-            last=place.last,
-            size=place.memory.numel(),
-            layout=place.layout,
-        )

@@ -29,17 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from laststep.adapters.flat_state import (
-    AXIS,
-    FlatMember,
-    FlatModule,
-    FlatOptimizer,
-    Parameters,
-    need,
-)
+from laststep.adapters.flat_state import AXIS, FlatMember, FlatModule, FlatOptimizer, need
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat, Mesh, Replicate, Shard
-from laststep.state.tensors import LocalShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,20 +80,11 @@ def optimizer(
             found=f"a chain of {len(parts)}",
             remedy="pass optimizer.chained_optimizers as items of their own",
         )
-    return FlatOptimizer(_need(parts[0], "optimizer"), lambda: list(_members(parts[0], chunks)))
+    return FlatOptimizer(_need(parts[0], "optimizer"), lambda: _members(parts[0], chunks))
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
-
-
-class _ParameterRange(NamedTuple):
-    """A parameter with the range that this rank owns, in fp32."""
-
-    names: list[str]
-    """Several names if the parameter is tied."""
-    layout: Flat
-    shard: torch.Tensor
 
 
 class _MegatronModule(FlatModule):
@@ -124,16 +107,15 @@ class _MegatronModule(FlatModule):
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return chain.from_iterable(map(_numbered, self._chunks))
 
-    def _flat(self) -> Parameters:
-        laid: dict[str, object] = {}
-        flattened: set[int] = set()
-        for optimizer in self._optimizers:
-            flattened |= {id(p) for b in _need(optimizer, "buffers") for p in b.param_index_map}
-            for place in _places(optimizer, self._chunks):
-                part = LocalShard(place.shard.detach().view(-1), place.layout)
-                laid |= dict.fromkeys(place.names, part)
+    def _flat(self) -> list[FlatMember]:
+        parts = [_members(optimizer, self._chunks) for optimizer in self._optimizers]
+        return list(chain.from_iterable(parts))
+
+    def _replaced(self, members: list[FlatMember]) -> set[int]:
+        buffers = chain.from_iterable(_need(one, "buffers") for one in self._optimizers)
+        flattened = {id(parameter) for buffer in buffers for parameter in buffer.param_index_map}
         self._refuse_frozen_parts(flattened)
-        return Parameters(laid, flattened)
+        return flattened
 
     def _refuse_frozen_parts(self, flattened: set[int]) -> None:
         """Raise UsageError for sharded parameters that no optimizer has: they would be saved as if
@@ -161,24 +143,8 @@ def _distributed(optimizer: object) -> list[Any]:
 
 def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
     """Yield the parameters that this rank owns a range of; other ranks describe the others."""
-    groups = optimizer.optimizer.param_groups
+    groups = _need(optimizer, "optimizer").param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    for place in _places(optimizer, chunks):
-        size = place.shard.numel()
-        yield FlatMember(
-            name=place.names[0],
-            group=group_of[id(place.shard)],
-            dtype=place.shard.dtype,
-            shape=place.layout.shape,
-            holder=place.shard,
-            first=0,
-            last=size,
-            size=size,
-            layout=place.layout,
-        )
-
-
-def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
     shards: dict[int, torch.Tensor | None] = {}
     for models, mains in (
         ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -203,7 +169,17 @@ def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_Paramete
                     )
                 layout = _layout(buffer, parameter, cut, parts, ranges)
                 _check(optimizer, parameter, layout)
-                yield _ParameterRange(names, layout, shard)
+                yield FlatMember(
+                    parameter=parameter,
+                    names=names,
+                    group=group_of[id(shard)],
+                    shape=layout.shape,
+                    layout=layout,
+                    memory=shard,
+                    first=0,
+                    last=shard.numel(),
+                    holder=shard,
+                )
 
 
 def _ranks(buffer: Any, group: str) -> list[int]:
