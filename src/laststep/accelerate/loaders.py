@@ -9,21 +9,27 @@ does for loaders with a state. So the position is that of training, not of prefe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import random
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset
 
-from laststep.accelerate import generators
 from laststep.state.provider import State, StateProvider, handing_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
 log = logging.getLogger(__name__)
+
+RandomState = dict[str, Any]
+"""States of random number generators, by name."""
 
 _OURS: Final = "laststep"
 """The key of our part in the state that Accelerate reads; the rest belongs to the inner loader."""
@@ -57,8 +63,8 @@ class LoaderProgress(StateProvider):
     def describe(self) -> State:
         value = {
             "epoch": self._loader.iteration + self._place.has_ended,
-            "generators": generators.own_of(self._place),
-            "seeds": generators.seeds_of(self._place),
+            "generators": _own_states(self._place),
+            "seeds": _seeds_of(self._place),
             "workers": self._place.has_workers,
             "samples": self._place.samples,
             "ways": self._place.ways,
@@ -69,8 +75,8 @@ class LoaderProgress(StateProvider):
     def restore(self, value: Any) -> None:
         with handing_over("the loader"):
             self._loader.iteration = value["epoch"]
-            generators.put_own(self._place, value["generators"])
-            generators.put_seeds(self._place, value.get("seeds", {}))
+            _set_own_states(self._place, value["generators"])
+            _put_seeds(self._place, value.get("seeds", {}))
             place = self._in_batches_of_now(value["place"], value.get("samples"))
             self._place.go_on_at(place, has_workers=value.get("workers", False))
 
@@ -118,8 +124,8 @@ class PlacedLoader:
             self._base.load_state_dict({})
         self._batches = 0
         self._epoch = -1
-        self._start: generators.Drawn | None = None
-        self._fetch: generators.Drawn | None = None
+        self._start: RandomState | None = None
+        self._fetch: RandomState | None = None
         self._state: dict[str, Any] = {}
         self._to_come: dict[str, Any] | None = None
         self._running: weakref.ref[Generator[Any, None, None]] | None = None
@@ -148,8 +154,8 @@ class PlacedLoader:
     def __iter__(self) -> Iterator[Any]:
         place, self._to_come = self._to_come, None
         self._epoch = self._outer().iteration  # type: ignore[union-attr]  # the caller holds it
-        start = place and place["start"] and generators.unpacked(place["start"])
-        self._start = start or generators.all_of(self)
+        start = place and place["start"] and _unpacked(place["start"])
+        self._start = start or _random_state(self)
         self._batches = place["batches"] if place else 0
         self._had_workers = place.get("workers", False) if place else self.has_workers
         self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
@@ -160,9 +166,9 @@ class PlacedLoader:
             batches = self._counted(self._begun(self._base), 0)
         else:
             # Resuming an epoch must not advance the generators.
-            with generators.at(self, self._start):
+            with _drawing_from(self, self._start):
                 iterator = self._from(place)
-                begun = generators.all_of(self)
+                begun = _random_state(self)
             batches = self._counted(self._brought(iterator, begun), again)
         self._state = {_OURS: self._ours()}
         self._running = weakref.ref(batches)
@@ -201,7 +207,7 @@ class PlacedLoader:
             return None
         ours = self._state[_OURS]
         inner = None if self.inner_state is None else _without_ours(self._state)
-        packed = {name: ours[name] and generators.packed(ours[name]) for name in _KEPT}
+        packed = {name: ours[name] and _packed(ours[name]) for name in _KEPT}
         return {"batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed}
 
     def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
@@ -229,7 +235,7 @@ class PlacedLoader:
     def _ours(self) -> dict[str, Any]:
         if self._batches % self.at_once == 0:  # else in the middle of one round
             # Workers draw from their own generators.
-            self._fetch = None if self._base.num_workers else generators.all_of(self)
+            self._fetch = None if self._base.num_workers else _random_state(self)
         return {
             "batches": self._batches - self._batches % self.at_once,
             "start": self._start,
@@ -279,12 +285,12 @@ class PlacedLoader:
 
     def _put(self, fetch: Any) -> None:
         if fetch is not None:
-            generators.put_all(self, generators.unpacked(fetch))
+            _set_random_state(self, _unpacked(fetch))
 
-    def _brought(self, batches: Iterator[Any], begun: generators.Drawn) -> Iterator[Any]:
+    def _brought(self, batches: Iterator[Any], begun: RandomState) -> Iterator[Any]:
         """Yield all batches. Those that were already fetched at the save are fetched again with the
         random numbers of that time."""
-        with generators.at(self, begun):
+        with _drawing_from(self, begun):
             first = list(itertools.islice(batches, self._again + self.at_once))
         yield from first
         yield from batches
@@ -354,3 +360,112 @@ def _has_state(base: Any) -> bool:
     Otherwise the number of batches is enough."""
     parts = (base.dataset, base.sampler, base.batch_sampler)
     return not _has_indices(base) or any(hasattr(part, "state_dict") for part in parts)
+
+
+# Generators: those of Python, NumPy and torch on the CPU, and those that a loader, its samplers and
+# its dataset hold themselves. Generators of devices are not covered: reading them would synchronise
+# with the device at each batch.
+
+_HOLDERS: Final = ("batch_sampler", "sampler", "dataset")
+"""Attributes under which a loader, a sampler or a dataset holds the object that it iterates
+over."""
+
+
+def _own_states(loader: Any) -> RandomState:
+    """Return the states of the generators that a loader holds, by holder: `loader`, `sampler`,
+    `dataset`. A sampler for several ranks wraps the sampler for one rank, which has the
+    generator."""
+    return {name: bytes(held.get_state().numpy()) for name, held in _held(loader).items()}
+
+
+def _random_state(loader: Any) -> RandomState:
+    """Return the states of the loader's generators and of the process's global ones."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (other code draws from the global one)
+        "torch": torch.get_rng_state(),
+        "own": _own_states(loader),
+    }
+
+
+def _set_own_states(loader: Any, drawn: RandomState) -> None:
+    """Restore the states of generators that exist both in `drawn` and in the loader."""
+    for name, held in _held(loader).items():
+        if name in drawn:
+            held.set_state(_tensor(drawn[name]))
+
+
+def _set_random_state(loader: Any, drawn: RandomState) -> None:
+    random.setstate(drawn["python"])
+    np.random.set_state(drawn["numpy"])  # noqa: NPY002
+    torch.set_rng_state(drawn["torch"])
+    _set_own_states(loader, drawn["own"])
+
+
+@contextlib.contextmanager
+def _drawing_from(loader: Any, drawn: RandomState) -> Iterator[None]:
+    """Set the generators to `drawn` within this block, and back to their present states after
+    it."""
+    now = _random_state(loader)
+    _set_random_state(loader, drawn)
+    try:
+        yield
+    finally:
+        _set_random_state(loader, now)
+
+
+def _packed(drawn: RandomState) -> RandomState:
+    """Convert to plain values, which cost a save nothing. Arrays would need a new layout of its
+    files."""
+    kind, keys, *rest = drawn["numpy"]
+    return {
+        **drawn,
+        "numpy": (str(kind), keys.tobytes(), *rest),
+        "torch": bytes(drawn["torch"].numpy()),
+    }
+
+
+def _unpacked(drawn: RandomState) -> RandomState:
+    kind, keys, *rest = drawn["numpy"]
+    numpy = (kind, np.frombuffer(keys, np.uint32), *rest)
+    return {**drawn, "numpy": numpy, "torch": _tensor(drawn["torch"])}
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _seeds_of(loader: Any) -> dict[str, int]:
+    """Return the seeds with which Accelerate's samplers seed their generators at each epoch."""
+    return {
+        name: holder.initial_seed
+        for name, holder in _holders(loader)
+        if isinstance(holder, SeedableRandomSampler)
+    }
+
+
+def _put_seeds(loader: Any, seeds: dict[str, int]) -> None:
+    for name, holder in _holders(loader):
+        if isinstance(holder, SeedableRandomSampler) and name in seeds:
+            holder.initial_seed = seeds[name]
+
+
+def _held(loader: Any) -> dict[str, torch.Generator]:
+    found: dict[str, torch.Generator] = {}
+    for name, holder in _holders(loader):
+        held = getattr(holder, "generator", None)
+        if isinstance(held, torch.Generator) and all(held is not one for one in found.values()):
+            found.setdefault(name, held)
+    return found
+
+
+def _holders(loader: Any) -> list[tuple[str, Any]]:
+    """Return the loader and everything that it iterates over, each with its kind."""
+    around, seen = [("loader", loader)], {id(loader)}
+    for _, holder in around:
+        for inside in _HOLDERS:
+            inner = getattr(holder, inside, None)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                around.append((inside.rpartition("_")[2], inner))
+    return around

@@ -323,14 +323,14 @@ def _read_folder(path: Path, source: str) -> object:
 
 
 def _read_torch(path: Path) -> object:
-    from laststep.adapters.importing import torch_save
+    from laststep.adapters.importing import tensor_files
 
     remedy = "load the file yourself if you trust it, and save its state_dict()"
-    return torch_save.load(path, where=str(path), remedy=remedy)
+    return tensor_files.load(path, where=str(path), remedy=remedy)
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
-    from laststep.adapters.importing.safetensors_part import open_part, read_tensor
+    from laststep.adapters.importing.tensor_files import open_part, read_tensor
 
     where = str(path)
     with path.open("rb") as file:

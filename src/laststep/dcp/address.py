@@ -2,19 +2,21 @@
 
 Without a step, a path is a single checkpoint, as in torch's own storage: a run with only one
 checkpoint. A rank that saves separately (`use_collectives=False`) has a run of its own below the
-path.
+path. Torch's own storage may have saved to the same path.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch.distributed as dist
 
+from laststep.adapters.importing import dcp_folder
 from laststep.arguments import plain_step
 from laststep.errors import NotFoundError, UsageError
-from laststep.storage.registry import open_store
+from laststep.storage.registry import local_path, open_store
 
 SOLE_STEP = 0
 """The step of a checkpoint that was saved without one and is alone at its path."""
@@ -103,3 +105,28 @@ def found_own_path(path: str) -> str | None:
             remedy="load with as many ranks as have saved, or save with collectives",
         )
     return mine if there else None
+
+
+def is_stock_folder(path: str) -> bool:
+    """Return True if torch's own storage has finished a save there, with collectives or without."""
+    return _stock_metadata(path) is not None
+
+
+def was_stock_saved_after(path: str, moment_s: float) -> bool:
+    """Return True if torch's own storage has saved there later than `moment_s`."""
+    found = _stock_metadata(path)
+    return found is not None and found.stat().st_mtime > moment_s
+
+
+def _stock_metadata(path: str) -> Path | None:
+    folder = local_path(path)
+    return None if folder is None else dcp_folder.metadata_in(Path(folder))
+
+
+def remove_stock(path: str) -> None:
+    """Delete the files of torch's own storage, starting with the metadata that identifies them."""
+    folder = local_path(path)
+    if folder is not None:
+        for pattern in (dcp_folder.METADATA_NAME, "__*.metadata", "__*_*.distcp"):
+            for file in Path(folder).glob(pattern):
+                file.unlink(missing_ok=True)

@@ -23,8 +23,7 @@ from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.terms import Terms
 from laststep.catalog.writer import RunWriter
 from laststep.constants import listed
-from laststep.dcp import stock_folder
-from laststep.dcp.address import is_own_path, own_paths_there
+from laststep.dcp.address import is_own_path, is_stock_folder, own_paths_there, remove_stock
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, UsageError
 from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
@@ -61,7 +60,7 @@ class DcpSave:
             with _only_logged("delete what was overwritten"):
                 plan_prune(self.writer.run, Keep()).execute()
                 if self.sole:
-                    stock_folder.remove(self.attempt.store.url)
+                    remove_stock(self.attempt.store.url)
         self.writer.clean()
 
     def abort(self, reason: str) -> None:
@@ -189,7 +188,7 @@ def _check_sole(run: Run, step: int) -> None:
 
 def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
     """Raise `AlreadyExistsError`, with DCP's wording, if the step exists."""
-    if sole and stock_folder.is_stock_folder(run.store.url):
+    if sole and is_stock_folder(run.store.url):
         raise AlreadyExistsError(
             "Checkpoint already exists: torch's own storage has saved here",
             where=run.store.url,

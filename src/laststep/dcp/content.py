@@ -1,4 +1,5 @@
-"""A checkpoint as DCP sees it: flat metadata, values as bytes, and chunks of tensors.
+"""A checkpoint, or a folder of torch's own storage, as DCP sees it: flat metadata, values as bytes,
+and chunks of tensors.
 
 A checkpoint that a `Writer` wrote appears as the state that was saved. Any other appears as one
 nested state of all items by name, flattened as DCP does it. Everything read is verified. Only the
@@ -12,6 +13,8 @@ import ctypes
 import operator
 import weakref
 from contextlib import closing
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,6 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from laststep.adapters.export.dcp import leaves_by_item, tensor_metadata
+from laststep.adapters.importing import dcp_folder, dcp_metadata
+from laststep.adapters.importing.dcp_folder import DcpFileReader, RegionBox, checked_chunk
+from laststep.adapters.importing.dcp_metadata import CutTensor
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.constants import CHUNK_BYTES, DTYPES
@@ -33,7 +39,7 @@ from laststep.dcp import record as dcp_record
 from laststep.dcp import typed
 from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
-from laststep.errors import CorruptError, UsageError
+from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.memory.pool import SLOT_BYTES
 from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads
 from laststep.read.blocks import close_files, refuse
@@ -43,6 +49,7 @@ from laststep.state.boxes import Box, row_major, whole
 from laststep.state.tensors import TORCH_DTYPES, box_of, open_view, revive
 from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.state.tree import rebuild
+from laststep.storage.registry import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +57,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from laststep.adapters.nesting import Path
+    from laststep.adapters import nesting
     from laststep.codecs.objects import Tagged
     from laststep.dcp.record import Kind
     from laststep.format.manifest import Commit
@@ -152,6 +159,10 @@ def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
+
+
 class DcpStorageInfo(NamedTuple):
     """The storage info of an entry in DCP's metadata: its item, the tensor's name there and, for a
     tensor, the box."""
@@ -220,11 +231,7 @@ class DcpContent:
         fqn = leaf.entry.fqn
         dtype, shape = self._content.item(leaf.item).spec_of(name)
         boxes = sorted(place.box for place in self._places(leaf.item, name)) or [whole(shape)]
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
-            for box in boxes
-        ]
-        into.state_dict_metadata[fqn] = tensor_metadata(dtype, shape, chunks)
+        into.state_dict_metadata[fqn] = tensor_metadata(dtype, shape, map(_chunk, boxes))
         for number, box in enumerate(boxes):
             index = MetadataIndex(fqn, box.start, number)
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
@@ -243,9 +250,8 @@ class DcpContent:
             raise CorruptError(
                 "a shard lies outside its tensor", where=self._where, found=repr(leaf)[:200]
             )
-        start = torch.Size(entry.start)
-        index = MetadataIndex(entry.fqn, start, len(whole_of.chunks))
-        whole_of.chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(shape)))
+        index = MetadataIndex(entry.fqn, entry.start, len(whole_of.chunks))
+        whole_of.chunks.append(_chunk(whole(shape).moved(entry.start)))
         into.storage_data[index] = DcpStorageInfo(leaf.item, name, whole(shape))
 
     def _places(self, item: str, name: str) -> tuple[Place, ...]:
@@ -279,7 +285,7 @@ class DcpContent:
             raise self._contradiction(repr(entry)[:200])
         return leaf
 
-    def _node_at(self, tree: object, location: Path) -> object:
+    def _node_at(self, tree: object, location: nesting.Path) -> object:
         for part in location[1:]:
             match tree:
                 case dict() if part in tree:
@@ -348,3 +354,107 @@ class DcpContent:
         full_name = f"{item}/{name}"
         tensor = StoredTensor(self._content, full_name, stored.tensors[source], places)[()]
         return tensor if view is None else open_view(tensor, view)
+
+
+class StockFolder:
+    """A folder of torch's own storage, with the methods of `DcpContent`, read without running any
+    code stored in it.
+
+    Tensors and values are loaded as with `torch.load(weights_only=True)`, unless pickles are
+    allowed. Nothing in it has a digest, so nothing is verified.
+    """
+
+    save_id: str | None = None
+
+    def __init__(self, path: str, *, rank: int, allow_pickle: bool) -> None:
+        self._folder = Path(local_path(path) or path)
+        self._allow_pickle = allow_pickle
+        told = dcp_folder.metadata_in(self._folder, rank)
+        if told is None:
+            raise NotFoundError(
+                f"rank {rank} has not saved anything here",
+                where=path,
+                found="ranks that saved separately",
+                remedy="load with as many ranks as have saved",
+            )
+        in_parts = told.name != dcp_folder.METADATA_NAME
+        data = told.read_bytes()
+        self._entries = dcp_metadata.decode(data, where=str(told), in_parts=in_parts)
+        self._dtypes = {
+            entry.name: entry.content.dtype
+            for entry in self._entries
+            if isinstance(entry.content, CutTensor)
+        }
+
+    def close(self) -> None:
+        """Do nothing: no file is kept open."""
+
+    def metadata(self) -> Metadata:
+        """Return the metadata for DCP's planners; the storage info of each chunk is a
+        `RegionBox`."""
+        paths = {entry.name: entry.path for entry in self._entries}
+        metadata = Metadata(state_dict_metadata={}, planner_data=paths, storage_data={})
+        metadata.version = CURRENT_DCP_VERSION
+        for name, content in ((entry.name, entry.content) for entry in self._entries):
+            if not isinstance(content, CutTensor):
+                metadata.state_dict_metadata[name] = BytesStorageMetadata()
+                there = RegionBox(name=name, region=content, box=None)
+                metadata.storage_data[MetadataIndex(name)] = there
+                continue
+            boxes = [box for box, _ in content.chunks]
+            told = tensor_metadata(content.dtype, content.shape, map(_chunk, boxes))
+            metadata.state_dict_metadata[name] = told
+            for number, (box, region) in enumerate(content.chunks):
+                index = MetadataIndex(name, box.start, number)
+                metadata.storage_data[index] = RegionBox(name=name, region=region, box=box)
+        return metadata
+
+    def read(
+        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, RegionBox]
+    ) -> None:
+        """Deliver everything that the plan requests to the planner; each piece is read once, in the
+        order of the files."""
+
+        def place(request: ReadItem) -> tuple[str, int, str]:
+            piece = stored[request.storage_index]
+            # In a safetensors file all tensors have the same offset, so add the index.
+            return piece.region.file, piece.region.offset, str(request.storage_index)
+
+        wanted = sorted(plan.items, key=place)
+        for name, of_file in groupby(wanted, key=lambda request: place(request)[0]):
+            path = self._folder / name
+            try:
+                file = path.open("rb")
+            except FileNotFoundError as error:
+                raise CorruptError(
+                    "a file of the checkpoint is missing",
+                    where=str(path),
+                    remedy="put the files of all ranks into the folder",
+                ) from error
+            with file:
+                size = path.stat().st_size
+                reader = DcpFileReader(file=file, size_bytes=size, where=str(path))
+                for _, requests in groupby(of_file, key=place):
+                    self._give(list(requests), stored, reader, planner)
+
+    def _give(
+        self,
+        requests: list[ReadItem],
+        stored: dict[MetadataIndex, RegionBox],
+        reader: DcpFileReader,
+        planner: LoadPlanner,
+    ) -> None:
+        piece = stored[requests[0].storage_index]
+        if piece.box is None:
+            reader.file.seek(piece.region.offset)
+            data = reader.file.read(piece.region.size_bytes)
+            for request in requests:
+                fqn, allowed = piece.name, self._allow_pickle
+                planner.load_bytes(
+                    request, dcp_values.raw_bytes(data, fqn=fqn, allow_pickle=allowed)
+                )
+            return
+        like = torch.empty(0, dtype=TORCH_DTYPES[self._dtypes[piece.name]])
+        tensor = checked_chunk(reader.tensor(piece), like, piece, reader.where)
+        for request in requests:
+            put_whole(tensor, request, planner)

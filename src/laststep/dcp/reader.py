@@ -18,9 +18,15 @@ from laststep.browse import Catalog
 from laststep.catalog import decision
 from laststep.catalog.lineage import parse_folder
 from laststep.catalog.run import Run
-from laststep.dcp.address import Address, found_own_path, is_address, this_rank
-from laststep.dcp.content import DcpContent
-from laststep.dcp.stock_folder import StockFolder, is_stock_folder, was_saved_after
+from laststep.dcp.address import (
+    Address,
+    found_own_path,
+    is_address,
+    is_stock_folder,
+    this_rank,
+    was_stock_saved_after,
+)
+from laststep.dcp.content import DcpContent, StockFolder
 from laststep.dcp.writer import done
 from laststep.errors import AbortedError, NotFoundError, UsageError
 from laststep.format.manifest import Commit
@@ -207,7 +213,7 @@ def _open(
     decided = decision.read(store, found.folder)
     if not isinstance(decided, Commit):
         raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
-    if was_saved_after(found.path, decided.created_s):
+    if was_stock_saved_after(found.path, decided.created_s):
         raise UsageError(
             "two storages have saved to one path, torch's own last",
             where=found.path,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from laststep.adapters.importing.torch_save import load_plain, refused_by
+from laststep.adapters.importing.tensor_files import load_plain, refused_by
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
 from laststep.dcp import typed

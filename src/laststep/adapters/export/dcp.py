@@ -34,7 +34,7 @@ from laststep.state.tree import OWNED, owned, rebuild
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from laststep.browse import Checkpoint
 
@@ -106,13 +106,13 @@ def leaves_by_item(
 
 
 def tensor_metadata(
-    dtype: str, shape: Sequence[int], chunks: list[ChunkStorageMetadata]
+    dtype: str, shape: Sequence[int], chunks: Iterable[ChunkStorageMetadata]
 ) -> TensorStorageMetadata:
     """Return DCP's metadata of a tensor."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
         size=torch.Size(shape),
-        chunks=chunks,
+        chunks=list(chunks),
     )
 
 

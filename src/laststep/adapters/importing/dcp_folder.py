@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.adapters.importing import dcp_metadata, safetensors_part, torch_save
+from laststep.adapters.importing import dcp_metadata, tensor_files
 from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, Region
 from laststep.adapters.nesting import nest
 from laststep.constants import with_article
@@ -189,12 +189,12 @@ class DcpFileReader:
     file: BinaryIO
     size_bytes: int
     where: str
-    _parts: dict[int, safetensors_part.TensorIndex] = field(default_factory=dict)
+    _parts: dict[int, tensor_files.TensorIndex] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
     def tensor(self, piece: RegionBox) -> object:
         self.file.seek(piece.region.offset)
-        if self.file.read(len(torch_save.ZIP)) == torch_save.ZIP:
+        if self.file.read(len(tensor_files.ZIP)) == tensor_files.ZIP:
             return self.archive(piece)
         return self._of_safetensors(piece)
 
@@ -214,7 +214,7 @@ class DcpFileReader:
                 "cannot import", where=where, found="a zip archive that is compressed"
             )
         data.seek(0)
-        return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
+        return tensor_files.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
     def _of_safetensors(self, piece: RegionBox) -> torch.Tensor:
         """Read a tensor from safetensors. All tensors of the file share one header, and the
@@ -224,7 +224,7 @@ class DcpFileReader:
         if self.file.read(1) != b"{":
             raise self._no_payload(piece)
         if start not in self._parts:
-            self._parts[start] = safetensors_part.open_part(
+            self._parts[start] = tensor_files.open_part(
                 self.file, start=start, stop=self.size_bytes, where=self.where
             )
         part = self._parts[start]
@@ -236,7 +236,7 @@ class DcpFileReader:
                 found=f"no bytes for one of the chunks of {piece}",
             )
         self._seen.add(piece.name)
-        return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
+        return tensor_files.read_tensor(self.file, part, piece.name, where=self.where)
 
     def _no_payload(self, piece: RegionBox) -> CorruptError:
         return CorruptError(

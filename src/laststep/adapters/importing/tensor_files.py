@@ -1,4 +1,9 @@
-"""Read torch.save files: tensors and plain values, on the CPU, never code."""
+"""Read files of tensors: torch.save files and safetensors.
+
+Of a torch.save file tensors and plain values are loaded, on the CPU, never code. Safetensors are
+read from a whole file or the part of a file from an offset to its end, and checked as strictly as
+our own files. Knows nothing of the purpose of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,15 @@ import re
 import warnings
 import zipfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import torch
 
 from laststep.errors import CorruptError, LaststepError, UsageError
+from laststep.format.layout import TensorEntry, decode_plain, region_bytes_of
+from laststep.state.tensors import from_bytes
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -118,3 +126,34 @@ def _is_zip(source: Path | BinaryIO) -> bool:
             return file.read(4) == ZIP
     source.seek(0)
     return source.read(4) == ZIP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorIndex:
+    """The tensors of one header by name, in the order of their bytes, and the offset of their
+    data."""
+
+    entries: dict[str, TensorEntry]
+    data_at: int
+
+
+def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorIndex:
+    """Decode the header at `start`. Its data must end at `stop`, the end of the file."""
+    size_bytes = stop - start
+    file.seek(start)
+    prefix = file.read(8)
+    header_bytes = region_bytes_of(prefix, size_bytes=size_bytes, where=where)
+    region = prefix + file.read(header_bytes - len(prefix))
+    entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
+    by_name = {entry.name: entry for entry in entries}
+    return TensorIndex(entries=by_name, data_at=start + header_bytes)
+
+
+def read_tensor(file: BinaryIO, part: TensorIndex, name: str, *, where: str) -> torch.Tensor:
+    """Read one tensor of a part."""
+    entry = part.entries[name]
+    data = bytearray(entry.stop - entry.start)
+    file.seek(part.data_at + entry.start)
+    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+        raise CorruptError("cannot import", where=where, found="a file that became shorter")
+    return from_bytes(data, entry.dtype, entry.shape)
