@@ -41,23 +41,20 @@ from laststep.storage.files import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from laststep.accelerate.loaders import PlacedLoader
-
-    _Held = Callable[[], object]
-    _Make = Callable[[Any], object]
     from types import TracebackType
 
+    from laststep.accelerate.loaders import PlacedLoader
     from laststep.errors import CorruptError
     from laststep.events import Event
 
 
 def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str, object]:
     """Return the items by name; the names are the same on all ranks."""
-    items: dict[str, object] = {"model": Deferred(*_model(trainer))}
+    model, optimizer = _providers(trainer)
+    items: dict[str, object] = {"model": model}
     if trainer.args.save_only_model:
         return items
-    items["optimizer"] = Deferred(lambda: trainer.optimizer, _optimizer(trainer))
+    items["optimizer"] = optimizer
     items["scheduler"] = Deferred(lambda: trainer.lr_scheduler)
     if getattr(trainer.accelerator, "scaler", None) is not None:
         items["scaler"] = trainer.accelerator.scaler
@@ -68,19 +65,21 @@ def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str
     return {**items, "data": data, "rng": rng, "logged": logged}
 
 
-def _model(trainer: Any) -> tuple[_Held, _Make]:
-    if trainer.is_deepspeed_enabled or _is_fsdp1(trainer):
-        make = deepspeed.model if trainer.is_deepspeed_enabled else fsdp1.model
-        return lambda: trainer.model_wrapped, make
-    return lambda: trainer.model, lambda model: trainable(model) if is_peft(model) else model
+def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
+    """Return the items for the model and for the optimizer."""
 
+    def wrapped() -> Any:
+        return trainer.model_wrapped
 
-def _optimizer(trainer: Any) -> _Make:
     if trainer.is_deepspeed_enabled:
-        return lambda _: deepspeed.optimizer(trainer.model_wrapped)
+        optimizer = Deferred(lambda: trainer.optimizer, lambda _: deepspeed.optimizer(wrapped()))
+        return Deferred(wrapped, deepspeed.model), optimizer
     if _is_fsdp1(trainer):
-        return lambda optimizer: fsdp1.optimizer(optimizer.optimizer, trainer.model_wrapped)
-    return lambda optimizer: optimizer
+        return Deferred(wrapped, fsdp1.model), Deferred(
+            lambda: trainer.optimizer, lambda one: fsdp1.optimizer(one.optimizer, wrapped())
+        )
+    model = Deferred(lambda: trainer.model, lambda one: trainable(one) if is_peft(one) else one)
+    return model, Deferred(lambda: trainer.optimizer)
 
 
 def _is_fsdp1(trainer: Any) -> bool:
@@ -365,7 +364,7 @@ class TrainCall:
                 self._data.placed.skip(0)  # restart the epoch, as requested
         if self._folders is None and self._trainer.args.should_save:
             self._folders = Folders(self._trainer, self._output, self._ckpt.path)
-            self._ckpt.subscribe(self._heard)
+            self._ckpt.subscribe(self._make_folder)
         if resume is not None:
             self._find_best()
             if self._folders is not None:
@@ -465,7 +464,7 @@ class TrainCall:
             place = [epoch + 1, 0]
         return metrics, FRAMEWORK.stamp(state=plain, items=sorted(self._items), place=place)
 
-    def _heard(self, event: Event) -> None:
+    def _make_folder(self, event: Event) -> None:
         if isinstance(event, Committed) and self._folders is not None:
             self._folders.make(event.step)
 

@@ -6,10 +6,11 @@ restore `trainer.global_step` is `Restored.step`, not `next_step`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
 from laststep.lightning.package import FRAMEWORK, CheckpointIO, ModelCheckpoint, TorchIO, pl
 from laststep.lightning.position import Position
-from laststep.lightning.state import TrainerState, as_lightning, finetunes, items_of
+from laststep.lightning.state import TrainerState, as_lightning, finetuning_callbacks, items_of
 from laststep.oneoff import load, save
 from laststep.state.values import RNG
 
@@ -98,8 +99,6 @@ log = logging.getLogger(__name__)
 
 _NEVER = 1 << 60
 """A number of steps that is never reached: `step()` then saves only with `last=True`."""
-
-
 _FINDERS = (".lr_find_", ".scale_batch_size_")
 """Name prefixes of the files that Lightning's learning rate and batch size finders restore from."""
 
@@ -194,41 +193,35 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def _take_up(self, ckpt: Checkpointer, trainer: Any, position: Position) -> None:
         path = trainer.ckpt_path
         if path is not None and not Path(path).name.startswith(_FINDERS):
-            self._refuse_both(path)
+            if self._newest() is not None and not self._settings.get("new_lineage"):
+                raise UsageError(
+                    "fit() has a ckpt_path, but this run has checkpoints of its own",
+                    where=str(self._path),
+                    expected="a new run, or no ckpt_path",
+                    found=str(path),
+                    remedy="choose another folder for the run, leave ckpt_path out to resume from "
+                    "it, or pass Checkpoint(…, resume=False) to leave its checkpoints behind",
+                )
             return
         if self._resume is False:
             return
-        restored = self._restored(ckpt)
+        if self._resume is not True:
+            restored = self._restore(ckpt, self._resume)
+            FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
+        else:
+            found = FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt))
+            restored = found or ckpt.restore()
         if restored.step is not None:
             position.resume(self._state.put_back())
             self._resumed = restored.step
             self._judged = trainer.callback_metrics.get(self._monitor)
             log.info("resumes at step %d of %s", restored.step, self._path)
 
-    def _restored(self, ckpt: Checkpointer) -> Restored:
-        """Restore the newest undamaged checkpoint, or the requested one; nothing in a new run."""
-        if self._resume is not True:
-            restored = self._restore(ckpt, self._resume)
-            FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
-            return restored
-        return FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt)) or ckpt.restore()
-
     def _restore(self, ckpt: Checkpointer, step: int | None = None) -> Restored:
-        if finetunes(self._trainer):
+        if finetuning_callbacks(self._trainer):
             ckpt.restore(step, only="trainer")
             self._state.prepare()
         return ckpt.restore(step)
-
-    def _refuse_both(self, path: object) -> None:
-        if self._newest() is not None and not self._settings.get("new_lineage"):
-            raise UsageError(
-                "fit() has a ckpt_path, but this run has checkpoints of its own",
-                where=str(self._path),
-                expected="a new run, or no ckpt_path",
-                found=str(path),
-                remedy="choose another folder for the run, leave ckpt_path out to resume from it, "
-                "or pass Checkpoint(…, resume=False) to leave its checkpoints behind",
-            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore accumulated gradients, if there are any."""
@@ -252,10 +245,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Finish the saves in progress; log failures instead of raising them."""
         ckpt, self._ckpt = self._ckpt, None
-        if ckpt is None:
-            return
-        self._position.detach()
-        ckpt.__exit__(type(exception), exception, exception.__traceback__)
+        if ckpt is not None:
+            self._position.detach()
+            ckpt.__exit__(type(exception), exception, exception.__traceback__)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -347,14 +339,8 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
 class _Metrics(Mapping[str, object]):
     """Metrics that are computed only if a save reads them."""
 
-    def __init__(self, compute: Any) -> None:
-        self._compute = compute
-        self._values: dict[str, object] | None = None
-
-    def _known(self) -> dict[str, object]:
-        if self._values is None:
-            self._values = self._compute()
-        return self._values
+    def __init__(self, compute: Callable[[], dict[str, object]]) -> None:
+        self._known = functools.cache(compute)
 
     def __getitem__(self, name: str) -> object:
         return self._known()[name]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Rests(Protocol):
-    """Callback for the moments when nothing is half done. `ends`: training ends here. `epoch`: an
-    epoch has just ended."""
+    """Called when nothing is half done. `ends`: training ends here. `epoch`: an epoch has just
+    ended."""
 
     def __call__(self, *, ends: bool, epoch: bool) -> None: ...
 
@@ -256,17 +256,13 @@ class Position:
         self._stored, self._now = stored, KeptRNG()
         self._fit.load_state_dict(stored["loops"])
         if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
-            self._cut_anew(stored)
+            # The total number of samples stays the same, apart from rounding down; each rank reads
+            # other samples than before.
+            counts, each = self._epoch.batch_progress.current, self._trainer.accumulate_grad_batches
+            scaled = stored["consumed"] * stored["ranks"] // self._trainer.world_size
+            done = stored["consumed"] = scaled - scaled % each
+            counts.ready = counts.started = counts.processed = counts.completed = done
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-
-    def _cut_anew(self, stored: dict[str, Any]) -> None:
-        """Convert the batches consumed in this epoch to the new number of ranks. The total number
-        of samples stays the same, apart from rounding down; each rank reads other samples than
-        before."""
-        counts, each = self._epoch.batch_progress.current, self._trainer.accumulate_grad_batches
-        scaled = stored["consumed"] * stored["ranks"] // self._trainer.world_size
-        stored["consumed"] = scaled - scaled % each
-        counts.ready = counts.started = counts.processed = counts.completed = stored["consumed"]
 
     def _data_set_up(self, original: Callable[[], None]) -> None:
         """Wrap `setup_data`, in which Lightning creates or replaces the loader. On resume, create
@@ -304,15 +300,11 @@ class Position:
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         """Wrap the start of an epoch. If training resumed between epochs, restore the random
         numbers so that the epoch draws the same as without interruption."""
-        if self._now is not None and self._is_resumed_between_epochs:
+        if self._now is not None and self._stored is not None and not self._stored["consumed"]:
             self._now.put()
         self._starts = True
         original()
         self._starts = False
-
-    @property
-    def _is_resumed_between_epochs(self) -> bool:
-        return self._stored is not None and not self._stored["consumed"]
 
     def _epoch_begins(self, original: Callable[[Any], None], fetcher: Any) -> None:
         self._fetcher, self._ahead = fetcher, None

@@ -31,15 +31,14 @@ if TYPE_CHECKING:
     Hook = Callable[[dict[str, Any]], object]
 
 
-def finetunes(trainer: Any) -> bool:
-    """Return True if the trainer has a `BaseFinetuning` callback."""
-    return bool(_finetuning_callbacks(trainer))
+def finetuning_callbacks(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callbacks if isinstance(one, pl.callbacks.BaseFinetuning)]
 
 
-def describe_frozen(trainer: Any) -> dict[str, list[str]]:
+def _describe_frozen(trainer: Any) -> dict[str, list[str]]:
     """Return the names of frozen parameters and norms; empty without a `BaseFinetuning`
     callback."""
-    if not finetunes(trainer):
+    if not finetuning_callbacks(trainer):
         return {}
     model = trainer.lightning_module
     norms = [
@@ -51,11 +50,11 @@ def describe_frozen(trainer: Any) -> dict[str, list[str]]:
     return {"parameters": frozen, "norms": norms}
 
 
-def put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, list[str]]) -> None:
+def _put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, list[str]]) -> None:
     """Restore the optimizers' groups from the `states` of callbacks, and freeze the model as
-    `describe_frozen` described it."""
+    `_describe_frozen` described it."""
     model = trainer.lightning_module
-    for one in _finetuning_callbacks(trainer):
+    for one in finetuning_callbacks(trainer):
         if state := states.get(one.state_key):
             one.load_state_dict(state)
             one.on_fit_start(trainer, model)
@@ -67,14 +66,10 @@ def put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, l
                 module.track_running_stats = name not in described["norms"]
 
 
-def _finetuning_callbacks(trainer: Any) -> list[Any]:
-    return [one for one in trainer.callbacks if isinstance(one, pl.callbacks.BaseFinetuning)]
-
-
 _SUMS = ("value", "cumulated_batch_size")
 
 
-def describe_logged(trainer: Any) -> dict[str, object]:
+def _describe_logged(trainer: Any) -> dict[str, object]:
     """Return this rank's logged values, running sums and metric states."""
     results = trainer.fit_loop.epoch_loop._results
     return {
@@ -91,14 +86,16 @@ def describe_logged(trainer: Any) -> dict[str, object]:
     }
 
 
-def put_back_logged(trainer: Any, described: dict[str, Any], epochs: int) -> None:
-    """Restore the result of `describe_logged`, taken when `epochs` epochs had been started."""
+def _put_back_logged(trainer: Any, described: dict[str, Any], epochs: int) -> None:
+    """Restore the result of `_describe_logged`, taken when `epochs` epochs had been started."""
     trainer._logger_connector._callback_metrics.update(described["last"])
     for name, metric in _metrics_of(trainer.lightning_module):
         stored = described["metrics"].get(name)
         if stored is not None and stored["state"].keys() == metric.metric_state.keys():
             for key, value in stored["state"].items():
-                setattr(metric, key, _on(metric.device, value))
+                is_list = isinstance(value, list)
+                moved = [one.to(metric.device) for one in (value if is_list else [value])]
+                setattr(metric, key, moved if is_list else moved[0])
             metric._update_count, metric._computed = stored["updates"], None
     results, sums = trainer.fit_loop.epoch_loop._results, dict(described["sums"])
     original = results.update_metrics
@@ -125,12 +122,6 @@ def _metrics_of(module: Any) -> Iterator[tuple[str, Any]]:
     for name, one in modules:
         if isinstance(one, Metric):
             yield name, one
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, list):
-        return [one.to(device) for one in value]
-    return value.to(device)
 
 
 _TENSOR = "laststep.tensor"
@@ -210,8 +201,8 @@ class TrainerState(StateProvider):
             value["datamodule"] = trainer.datamodule.state_dict()
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value["precision"] = trainer.precision_plugin.state_dict()
-        value["logged"] = describe_logged(trainer)
-        value["frozen"] = describe_frozen(trainer)
+        value["logged"] = _describe_logged(trainer)
+        value["frozen"] = _describe_frozen(trainer)
         self.hooks.tensors = {}
         value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
         value["gradients"] = _without_tensors(self._gradients(), (_GRADIENTS,), self.hooks.tensors)
@@ -245,8 +236,7 @@ class TrainerState(StateProvider):
         """Restore groups and frozen parameters. Call this before the optimizers are restored, since
         some have gained groups after the script's start."""
         if self._stored is not None:
-            stored = self._stored
-            put_back_frozen(self._trainer, stored["callbacks"], stored["frozen"])
+            _put_back_frozen(self._trainer, self._stored["callbacks"], self._stored["frozen"])
 
     def put_back(self) -> dict[str, Any]:
         """Restore everything except the loops, and return the stored values for them."""
@@ -263,7 +253,7 @@ class TrainerState(StateProvider):
             trainer.precision_plugin.load_state_dict(stored["precision"])
         if stored["ranks"] == trainer.world_size:  # else the sums cover other batches
             begun = stored["loops"]["epoch_progress"]["current"]["ready"]
-            put_back_logged(trainer, stored["logged"], begun)
+            _put_back_logged(trainer, stored["logged"], begun)
         shown = self._as_lightning(stored)
         shown |= _with_tensors(stored["hooks"], self.hooks.tensors)
         of_callbacks, of_module = self._hooks("on_load_checkpoint")
