@@ -51,13 +51,13 @@ FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
 def items(accelerator: Any) -> dict[str, object]:
     """Return everything that `save_state` would save and the position in each loader. Call this
     after `prepare`; raises UsageError if nothing is prepared."""
-    engines = engines_of(accelerator)
-    models = [_model(model, engines) for model in held(accelerator, "models")]
-    optimizers = [deepspeed.optimizer(x) for x in engines] or _optimizers(accelerator)
+    models, optimizers = _models_and_optimizers(accelerator)
     found = _numbered("model", models) | _numbered("optimizer", optimizers)
-    found |= _numbered("progress", [deepspeed.progress(engine) for engine in engines])
+    found |= _numbered("progress", map(deepspeed.progress, engines_of(accelerator)))
     found |= _numbered("scheduler", held(accelerator, "schedulers"))
-    found |= _numbered("loader", _loaders(accelerator))
+    keep_places(accelerator)
+    loaders = held(accelerator, "dataloaders")
+    found |= _numbered("loader", (LoaderProgress(x) if _is_placed(x) else x for x in loaders))
     found |= _numbered("custom", held(accelerator, "custom_objects"))
     if not found:
         raise UsageError(
@@ -124,25 +124,26 @@ def _numbered(name: str, things: Any) -> dict[str, object]:
     return {f"{name}_{i}" if i else name: thing for i, thing in enumerate(things)}
 
 
-def _model(model: Any, engines: list[Any]) -> object:
+def _models_and_optimizers(accelerator: Any) -> tuple[list[object], list[object]]:
+    """Return the items for models and optimizers. With FSDP1, each optimizer belongs to the model
+    at the same position."""
+    engines = engines_of(accelerator)
     if engines:
-        return deepspeed.model(model)
-    return fsdp1.model(model) if isinstance(model, FullyShardedDataParallel) else model
-
-
-def _optimizers(accelerator: Any) -> list[object]:
-    """Return the optimizers. With FSDP1, each belongs to the model at the same position."""
+        return [*map(deepspeed.model, engines)], [*map(deepspeed.optimizer, engines)]
     models, optimizers = held(accelerator, "models"), held(accelerator, "optimizers")
-    if not any(isinstance(model, FullyShardedDataParallel) for model in models):
-        return optimizers
-    pairs = zip(optimizers, models, strict=True)
-    return [fsdp1.optimizer(optimizer.optimizer, model) for optimizer, model in pairs]
+    flat = [isinstance(model, FullyShardedDataParallel) for model in models]
+    if any(flat):
+        pairs = zip(optimizers, models, strict=True)
+        optimizers = [fsdp1.optimizer(optimizer.optimizer, model) for optimizer, model in pairs]
+    return [
+        fsdp1.model(model) if is_flat else model
+        for model, is_flat in zip(models, flat, strict=True)
+    ], optimizers
 
 
-def _loaders(accelerator: Any) -> list[object]:
-    keep_places(accelerator)
-    loaders = held(accelerator, "dataloaders")
-    return [LoaderProgress(x) if hasattr(x, "base_dataloader") else x for x in loaders]
+def _is_placed(loader: object) -> bool:
+    """Return True for a loader of Accelerate's, whose position can be tracked."""
+    return hasattr(loader, "base_dataloader")
 
 
 def keep_places(accelerator: Any) -> None:
@@ -151,7 +152,7 @@ def keep_places(accelerator: Any) -> None:
     if not isinstance(accelerator.skip_first_batches, _Skips):
         accelerator.skip_first_batches = _Skips(accelerator.skip_first_batches)
     for loader in held(accelerator, "dataloaders"):
-        if hasattr(loader, "base_dataloader"):
+        if _is_placed(loader):
             place_in(loader)
 
 
@@ -163,7 +164,7 @@ class _Skips:
         self._otherwise = otherwise
 
     def __call__(self, dataloader: Any, num_batches: int = 0) -> Any:
-        if not hasattr(dataloader, "base_dataloader"):
+        if not _is_placed(dataloader):
             return self._otherwise(dataloader, num_batches)
         place_in(dataloader).skip(num_batches)
         return dataloader
@@ -232,11 +233,15 @@ class Attached:
             log.warning("save_state: %s mean nothing to laststep", ", ".join(unused))
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming:
-            output_dir = self._automatic / f"checkpoint_{project.iteration}"
+            folder = Path(self._accelerator.project_dir or ".", "checkpoints")
+            output_dir = folder / f"checkpoint_{project.iteration}"
         left = self._after_save_hooks(output_dir)
         checkpointer = self._checkpointer or self._make(left)
         self._refuse_more()
-        step = self._steps_done()
+        engines = engines_of(self._accelerator)
+        if not engines and self._others_stepped and self._steps == self._names[0]:
+            self._steps += 1
+        step = int(engines[0].global_steps) if engines else self._steps
         names = [*self._names[1]] if self._names[0] == step else []
         names += [] if output_dir is None else [os.fspath(output_dir)]
         self._names, self._others_stepped = (step, names), False
@@ -264,14 +269,26 @@ class Attached:
             self._checkpointer.wait()
         found = self._find(input_dir) if input_dir is not None or self._hooks("load") else []
         if input_dir is not None and not found:
-            self._load_folder(input_dir, load_kwargs, load_model_func_kwargs)
+            if not Path(input_dir).expanduser().is_dir():
+                raise NotFoundError(
+                    f"there is no checkpoint {os.fspath(input_dir)!r}",
+                    where=str(self._home),
+                    remedy="`laststep ls` lists the checkpoints; load_state() takes the newest",
+                )
+            log.info("%s is not a checkpoint of this run: Accelerate loads it", input_dir)
+            self._before["load_state"](input_dir, load_kwargs, **load_model_func_kwargs)
             return None
-        restored = self._restore_first_sound(found)
+        restored = first_sound(found, self._restore)
         if restored is None:
             checkpointer = self._checkpointer or self._make(held(self._accelerator, "models"))
             newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
             restored = newest or checkpointer.restore()
-        self._go_on_from(restored)
+        if restored.step is not None:
+            metadata: Any = restored.metadata
+            self._others_stepped = False
+            self._steps = restored.step  # the number of completed steps, as `_count` counts them
+            self._names = restored.step, [*metadata["names"]]
+            self._accelerator.project_configuration.iteration = metadata["iteration"] + 1
         return restored
 
     def prepare_data_loader(self, *arguments: Any, **more: Any) -> Any:
@@ -294,10 +311,6 @@ class Attached:
         return self._before["free_memory"](*objects)
 
     # -- inside -----------------------------------------------------------------------------------
-
-    @property
-    def _automatic(self) -> Path:
-        return Path(self._accelerator.project_dir or ".", "checkpoints")
 
     @property
     def _has_shards(self) -> bool:
@@ -345,17 +358,8 @@ class Attached:
         self._steps += is_first
         self._others_stepped |= not is_first
 
-    def _steps_done(self) -> int:
-        engines = engines_of(self._accelerator)
-        if engines:
-            return int(engines[0].global_steps)
-        if self._others_stepped and self._steps == self._names[0]:
-            self._steps += 1
-        return self._steps
-
     def _hooks(self, what: str) -> list[Any]:
-        name = f"_{what}_model_state_pre_hook"
-        return [*getattr(self._accelerator, name).values()]
+        return [*getattr(self._accelerator, f"_{what}_model_state_pre_hook").values()]
 
     def _after_save_hooks(self, folder: str | os.PathLike[str] | None) -> list[Any]:
         """Run the save hooks and return the models that they have not saved themselves. Hooks write
@@ -378,20 +382,14 @@ class Attached:
             return models
         return [model for model, of in pairs if any(of is left for left in weights)]
 
-    def _restore_first_sound(self, found: list[Checkpoint]) -> Restored | None:
-        """Run the load hooks for the first undamaged checkpoint and restore it. Return None if
-        `found` is empty."""
-
-        def restore(checkpoint: Checkpoint) -> Restored:
-            where = f"{self._home}, step {checkpoint.step}"
-            metadata = FRAMEWORK.own(checkpoint.metadata, where)
-            folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
-            models = [*held(self._accelerator, "models")]
-            for hook in self._hooks("load"):
-                hook([] if self._has_shards else models, folder)
-            return (self._checkpointer or self._make(models)).restore(checkpoint.step)
-
-        return first_sound(found, restore)
+    def _restore(self, checkpoint: Checkpoint) -> Restored:
+        """Run the load hooks for a checkpoint and restore it."""
+        metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {checkpoint.step}")
+        folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
+        models = [*held(self._accelerator, "models")]
+        for hook in self._hooks("load"):
+            hook([] if self._has_shards else models, folder)
+        return (self._checkpointer or self._make(models)).restore(checkpoint.step)
 
     def _find(self, name: str | os.PathLike[str] | None) -> list[Checkpoint]:
         """Return all checkpoints, newest first, or the newest one with this name.
@@ -411,27 +409,6 @@ class Attached:
         if not found and not any(path.expanduser().glob("random_states_*")):
             found = [one for one, names in named if path.name in (other.name for other in names)]
         return found[:1]
-
-    def _load_folder(self, folder: Any, load_kwargs: Any, more: dict[str, Any]) -> None:
-        """Load a folder that Accelerate has saved. Raise NotFoundError if there is no such
-        folder."""
-        if not Path(folder).expanduser().is_dir():
-            raise NotFoundError(
-                f"there is no checkpoint {os.fspath(folder)!r}",
-                where=str(self._home),
-                remedy="`laststep ls` lists the checkpoints; load_state() takes the newest",
-            )
-        log.info("%s is not a checkpoint of this run: Accelerate loads it", folder)
-        self._before["load_state"](folder, load_kwargs, **more)
-
-    def _go_on_from(self, restored: Restored) -> None:
-        if restored.step is None:
-            return
-        metadata: Any = restored.metadata
-        self._others_stepped = False
-        self._steps = restored.step  # the number of completed steps, as `_count` counts them
-        self._names = restored.step, [*metadata["names"]]
-        self._accelerator.project_configuration.iteration = metadata["iteration"] + 1
 
 
 def _names(metadata: object) -> list[str]:

@@ -118,12 +118,18 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             RNG_STATE: RNG(),  # restored last: a loader draws a number when it starts
         }
         if TRAIN_STATE in states:  # each rank counts its own tokens in it
-            self._items[TRAIN_STATE] = PerRank(states[TRAIN_STATE], when_ranks_change=_some_other)
+            self._items[TRAIN_STATE] = PerRank(
+                states[TRAIN_STATE],
+                when_ranks_change=lambda states, rank, _: states[rank % len(states)],
+            )
         if isinstance(dataloader, ParallelAwareDataloader):
             self._items[DATALOADER] = LoaderPlace(dataloader)
         elif dataloader is None:
             del self._items[DATALOADER]
-        settings = _settings(config)
+        keep = Keep(last=config.keep_latest_k) if config.keep_latest_k else None
+        settings = {"keep": keep, **config.settings}
+        if settings.get("preemption"):
+            settings.setdefault("every", config.interval)  # preemption is checked at each step
         self._by_step = "every" in settings
         self._ckpt = Checkpointer(
             None if "tiers" in settings else self.folder, items=self._items, **as_keywords(settings)
@@ -150,7 +156,9 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         """Save only the model, under torchtitan's names and in the dtype of exports. A separate
         folder keeps the newest checkpoint of the run resumable."""
         weights = {
-            name: entry.to(self.export_dtype) if _is_real(entry) else entry
+            name: entry.to(self.export_dtype)
+            if isinstance(entry, torch.Tensor) and entry.is_floating_point()
+            else entry
             for name, entry in self.states[MODEL].state_dict().items()
         }
         folder = filesystem.join(self.folder, FINAL)
@@ -238,23 +246,6 @@ class Manager(CheckpointManager):  # type: ignore[misc]
                     remedy="leave it out",
                 )
         return [name for name in self._items if name not in self.exclude_from_loading]
-
-
-def _settings(config: Manager.Config) -> dict[str, Any]:
-    """Return the Checkpointer's settings: torchtitan's equivalents and the user's own."""
-    keep = Keep(last=config.keep_latest_k) if config.keep_latest_k else None
-    settings = {"keep": keep, **config.settings}
-    if settings.get("preemption"):
-        settings.setdefault("every", config.interval)  # preemption is checked at each step
-    return settings
-
-
-def _some_other(states: list[Any], rank: int, _ranks: int) -> Any:
-    return states[rank % len(states)]
-
-
-def _is_real(entry: object) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.is_floating_point()
 
 
 def _run_at(path: str) -> tuple[str, int | None] | None:

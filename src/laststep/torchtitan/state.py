@@ -22,8 +22,6 @@ from laststep.state.provider import ABSENT, State, StateProvider, handing_over
 from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from laststep.state.tree import Path
 
 
@@ -114,7 +112,8 @@ class _Joined:
 
     def look(self) -> None:
         self.param_groups = [
-            alike[0] | {key: _chained(group[key] for group in alike) for key in _LISTED}
+            alike[0]
+            | {key: list(chain.from_iterable(group[key] for group in alike)) for key in _LISTED}
             for alike in self._alike()
         ]
         optimizers = list(chain.from_iterable(self._by_kind.values()))
@@ -142,10 +141,6 @@ class _Joined:
 
 
 _LISTED = ("params", "param_names")
-
-
-def _chained(lists: Iterable[list[Any]]) -> list[Any]:
-    return list(chain.from_iterable(lists))
 
 
 class _States(dict[torch.Tensor, dict[str, Any]]):
