@@ -372,12 +372,12 @@ def test_an_interrupt_leaves_nothing(number: int, run_folder: Path, tmp_path: Pa
 import sys, time
 from laststep import cli
 from laststep.adapters.export import hf as export_hf
-write = export_hf._write
+cast = export_hf._cast
 def slow(*arguments):
-    write(*arguments)
     print("writing", flush=True)
     time.sleep(60)
-export_hf._write = slow
+    return cast(*arguments)
+export_hf._cast = slow
 sys.argv = ["laststep", "export", {str(run_folder)!r}, {str(tmp_path / "t")!r}, "--format", "hf"]
 cli.main()
 """

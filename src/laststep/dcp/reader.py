@@ -195,37 +195,34 @@ class Reader(StorageReader):
         if self._content is None:
             if self._found is None:
                 raise UsageError("cannot read before the metadata", where=self._address.path)
-            self._content = _open(self._found, self._types, allow_pickle=self._allow_pickle)
+            self._content = self._open(self._found)
         return self._content
+
+    def _open(self, found: _FoundCheckpoint) -> DcpContent | StockFolder:
+        if found.folder is None:
+            return StockFolder(found.path, rank=this_rank(), allow_pickle=self._allow_pickle)
+        store = open_store(found.path)
+        decided = decision.read(store, found.folder)
+        if not isinstance(decided, Commit):
+            raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
+        if was_stock_saved_after(found.path, decided.created_s):
+            raise UsageError(
+                "two storages have saved to one path, torch's own last",
+                where=found.path,
+                expected="one of them",
+                remedy="load it with torch's FileSystemReader; or delete its "
+                ".metadata to load what laststep has saved",
+            )
+        return DcpContent(
+            store,
+            found.folder,
+            decided,
+            rank=0 if found.own else this_rank(),
+            allow_pickle=self._allow_pickle,
+            types=self._types,
+        )
 
     def _close(self) -> None:
         if self._content is not None:
             self._content.close()
             self._content = None
-
-
-def _open(
-    found: _FoundCheckpoint, types: tuple[type, ...], *, allow_pickle: bool
-) -> DcpContent | StockFolder:
-    if found.folder is None:
-        return StockFolder(found.path, rank=this_rank(), allow_pickle=allow_pickle)
-    store = open_store(found.path)
-    decided = decision.read(store, found.folder)
-    if not isinstance(decided, Commit):
-        raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
-    if was_stock_saved_after(found.path, decided.created_s):
-        raise UsageError(
-            "two storages have saved to one path, torch's own last",
-            where=found.path,
-            expected="one of them",
-            remedy="load it with torch's FileSystemReader; or delete its "
-            ".metadata to load what laststep has saved",
-        )
-    return DcpContent(
-        store,
-        found.folder,
-        decided,
-        rank=0 if found.own else this_rank(),
-        allow_pickle=allow_pickle,
-        types=types,
-    )

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from laststep.adapters.nesting import Path
-
 WHOLE = "model"
 """The item of a state that does not consist of several states."""
 
@@ -84,7 +82,12 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
     """Return the location of each entry: the name of its item, then its path in the item."""
     listed = list(entries)
     nested = {entry.fqn: entry.path for entry in listed}
-    if any(len(path) > 1 for path in nested.values()) and all(map(_may_be_apart, listed)):
+    # An entry that is a whole item has an empty name in it; a sharded tensor needs one that is not.
+    may_be_apart = all(
+        is_item_name(entry.path[0]) and (len(entry.path) > 1 or not entry.in_parts)
+        for entry in listed
+    )
+    if may_be_apart and any(len(path) > 1 for path in nested.values()):
         locations = nested
     else:
         locations = {fqn: (WHOLE, *path) for fqn, path in nested.items()}
@@ -93,12 +96,6 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
     except CorruptError:  # the states of the ranks contradict each other
         locations = {fqn: (WHOLE, fqn) for fqn in nested}
     return locations
-
-
-def _may_be_apart(entry: FlatEntry) -> bool:
-    """Return True if the first key of the entry's path can be an item. An entry that is a whole
-    item has an empty name in it, and a sharded tensor needs a name that is not empty."""
-    return is_item_name(entry.path[0]) and (len(entry.path) > 1 or not entry.in_parts)
 
 
 def tensor_name(location: Path) -> str:
@@ -138,9 +135,10 @@ class DcpRecord:
 def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     """Return the record as bytes. Raise `UsageError` if the planner's data would have to be
     pickled, unless `allow_pickle` is set."""
-    entries: list[list[object]] = [
-        [entry.fqn, list(entry.location), entry.kind, *_extent(entry)] for entry in record.entries
-    ]
+    entries: list[list[object]] = []
+    for entry in record.entries:
+        extent = [list(entry.start), list(entry.shape)] if entry.kind == "part" else []
+        entries.append([entry.fqn, list(entry.location), entry.kind, *extent])
     planner = record.planner_data
     try:
         return _encoded(entries, planner, record.save_id)
@@ -153,10 +151,6 @@ def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
             ) from error
     pickled = Tagged("pickle", pickle.dumps(planner, protocol=4))
     return _encoded(entries, pickled, record.save_id)
-
-
-def _extent(entry: RecordEntry) -> tuple[list[int], ...]:
-    return (list(entry.start), list(entry.shape)) if entry.kind == "part" else ()
 
 
 def _encoded(entries: list[list[object]], planner: object, save_id: str | None) -> bytes:

@@ -93,11 +93,8 @@ _ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
 _PLAIN = frozenset(
     {
         *(
-            ("builtins", name)
-            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")
-        ),
-        *(
-            ("__builtin__", name)
+            (module, name)
+            for module in ("builtins", "__builtin__")
             for name in ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")
         ),
         *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),

@@ -121,9 +121,8 @@ class Folders:
                 whence = {"run": self._run, "checkpoint": checkpoint.folder}
                 _write(folder / MARK, json.dumps(whence).encode())
         args = self._trainer.args
-        best = path_of(
-            self._output, state.best_global_step
-        )  # its recorded path may be in another place
+        # Its recorded path may be in another place.
+        best = path_of(self._output, state.best_global_step)
         rotate_checkpoints(
             str(self._output),
             args.save_total_limit,
@@ -143,34 +142,29 @@ class Folders:
                 name.partition("/")[2] for name in checkpoint.tensors() if name.startswith("model/")
             ]
             live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
-            one = {
-                id(live.get(name, name)): name for name in names
-            }  # one name per group of tied tensors
+            # One name per group of tied tensors.
+            one = {id(live.get(name, name)): name for name in names}
             whole = {alike: tensors.whole(name) for alike, name in one.items()}
             held = {name: whole[id(live.get(name, name))] for name in names}
-            self._model.save_pretrained(folder, state_dict={**self._frozen(), **held})
+            # Frozen parameters, which peft may write along, do not change: the live ones are used.
+            frozen = {
+                name: parameter.detach()
+                for name, parameter in self._model.named_parameters()
+                if not parameter.requires_grad
+            }
+            self._model.save_pretrained(folder, state_dict={**frozen, **held})
             return
         if not self._link(folder / "model.safetensors", checkpoint.folder):
             parts = folder / "weights"
-            export_hf(checkpoint, parts, item="model", choices=self._choices())
+            # ZeRO's weights are stored in full precision, whatever the model computes with.
+            dtype = str(self._model.dtype).removeprefix("torch.")
+            zero = self._trainer.is_deepspeed_enabled
+            casts = (Cast(pattern=None, dtype=dtype),) if zero else ()
+            choices = Choices(shard_bytes=_SHARD_BYTES, casts=casts)
+            export_hf(checkpoint, parts, item="model", choices=choices)
             for file in parts.iterdir():
                 file.rename(folder / file.name)
             parts.rmdir()
-
-    def _frozen(self) -> dict[str, Any]:
-        """Return the frozen parameters, which peft may write along with the trained ones. They do
-        not change, so the live ones are used."""
-        return {
-            name: parameter.detach()
-            for name, parameter in self._model.named_parameters()
-            if not parameter.requires_grad
-        }
-
-    def _choices(self) -> Choices:
-        # ZeRO's weights are stored in full precision, whatever the model computes with.
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        casts = (Cast(pattern=None, dtype=dtype),) if self._trainer.is_deepspeed_enabled else ()
-        return Choices(shard_bytes=_SHARD_BYTES, casts=casts)
 
     def _link(self, target: Path, folder: str) -> bool:
         """Hard-link the model's file of a checkpoint folder to `target`. Return False if no single

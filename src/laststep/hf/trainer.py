@@ -114,8 +114,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _tell_who_saves(self) -> None:
         """Warn about classes of the user that override saving methods, since those are not called.
-        trl's overrides only create a model card first; it does not depend on the step, so create it
-        here."""
+        trl's overrides only create a model card first, which does not depend on the step."""
         for kind in type(self).__mro__:
             if kind in TrainerMixin.__mro__:
                 continue
@@ -126,11 +125,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 continue
             for method in sorted(_LEFT_OUT & vars(kind).keys()):
                 log.warning(
-                    (
-                        "%s.%s is not called because laststep saves; pass what it adds to a "
-                        "checkpoint "
-                        "as one of `items=`"
-                    ),
+                    "%s.%s is not called because laststep saves; pass what it adds to a checkpoint "
+                    "as one of `items=`",
                     kind.__name__,
                     method,
                 )
@@ -140,17 +136,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         batch_size: int | None = None,
         args: Any = None,
         resume_from_checkpoint: str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        *more: Any,
+        **keywords: Any,
     ) -> Any:
         while True:
             try:
                 return super()._inner_training_loop(
-                    batch_size=batch_size,
-                    args=args,
-                    resume_from_checkpoint=resume_from_checkpoint,
-                    trial=trial,
-                    ignore_keys_for_eval=ignore_keys_for_eval,
+                    batch_size, args, resume_from_checkpoint, *more, **keywords
                 )
             except CorruptError as error:
                 resume_from_checkpoint = self._laststep.older(error)

@@ -255,13 +255,21 @@ class TrainCall:
         if asked is True:
             asked = get_last_checkpoint(self._output) if self._output.is_dir() else None
             if asked is not None and _is_an_adapter_s(Path(asked)):
-                raise self._lost(Path(asked))
+                # It has only weights, so resuming from it would reset everything else.
+                whence = json.loads((Path(asked) / MARK).read_bytes())["run"]
+                raise NotFoundError(
+                    "the run is empty, but checkpoint folders of an earlier run are here",
+                    where=self._ckpt.path,
+                    expected=f"the run {whence}",
+                    found=str(asked),
+                    remedy="pass the same run= as before, or remove these folders to start over; "
+                    "from_pretrained loads their weights",
+                )
             log.info("%s: no checkpoint yet; %s", self._ckpt.path, asked or "training begins")
         return os.fspath(asked) if asked else None
 
     def _refuse_later(self, newest: int) -> None:
-        """Raise UsageError if the Trainer itself has saved a later step, which would be ignored and
-        then replaced."""
+        """Raise UsageError if the Trainer itself has saved a later step, which would be ignored."""
         folders = self._output.glob("checkpoint-*") if self._output.is_dir() else ()
         steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
         last = max(steps, default=0)
@@ -274,21 +282,6 @@ class TrainCall:
                 remedy=f"move it away, or pass {str(steps[last])!r} as "
                 f"resume_from_checkpoint with another run=",
             )
-
-    def _lost(self, folder: Path) -> NotFoundError:
-        """Return the error for a folder whose run is missing. The folder has only weights, so
-        resuming from it would reset everything else."""
-        whence = json.loads((folder / MARK).read_bytes())["run"]
-        return NotFoundError(
-            "the run is empty, but checkpoint folders of an earlier run are here",
-            where=self._ckpt.path,
-            expected=f"the run {whence}",
-            found=str(folder),
-            remedy=(
-                "pass the same run= as before, or remove these folders to start over; "
-                "from_pretrained loads their weights"
-            ),
-        )
 
     def _named(self, folder: Path) -> str:
         """Return the folder for the Trainer if the user named a checkpoint of the run by its
@@ -308,7 +301,7 @@ class TrainCall:
         newest = catalog.steps()[-1]
         if newest > chosen.step:
             log.warning(
-                ("%s: resuming from step %d, as requested; there is a newer checkpoint of step %d"),
+                "%s: resuming from step %d, as requested; there is a newer checkpoint of step %d",
                 self._ckpt.path,
                 chosen.step,
                 newest,
@@ -386,10 +379,9 @@ class TrainCall:
 
     # -- position in the data ---------------------------------------------------------------------
 
-    def place(self) -> tuple[int, int] | None:
+    def place(self) -> list[int] | None:
         """Return the epoch in which training resumes and its number of completed steps."""
-        found = self._resume.place if self._resume is not None else None
-        return (found[0], found[1]) if found is not None else None
+        return None if self._resume is None else self._resume.place
 
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Record that an epoch starts, or continues after `done` steps."""

@@ -36,16 +36,15 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from laststep.adapters.nesting import Path
     from laststep.browse import Checkpoint
-
-_Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """An entry: its path in the state, and its node, a tensor or any other value."""
 
-    path: _Path
+    path: Path
     node: object
 
     @property
@@ -91,7 +90,7 @@ def leaves_by_item(
     """Return the entries of each item's tree. Raise UsageError if two entries would have the same
     name."""
     leaves = {item: list(_leaves_of(_torch_form(tree), (item,))) for item, tree in trees.items()}
-    taken: dict[str, _Path] = {}
+    taken: dict[str, Path] = {}
     for leaf in chain.from_iterable(leaves.values()):
         other = taken.setdefault(leaf.name, leaf.path)
         if other is not leaf.path:
@@ -116,7 +115,7 @@ def tensor_metadata(
     )
 
 
-def _leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
+def _leaves_of(node: object, path: Path) -> Iterator[Leaf]:
     """Yield the entries of a state in the order of DCP's own traversal."""
     if isinstance(node, dict):
         for key, inner in node.items():

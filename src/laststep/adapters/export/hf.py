@@ -13,7 +13,7 @@ import math
 import re
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -99,9 +99,6 @@ class ExportPlan:
     omitted_values: tuple[str, ...]
     """Values of the item that are not tensors."""
 
-    def entries(self) -> list[ExportTensor]:
-        return [entry for entries in self.files.values() for entry in entries]
-
 
 def export_hf(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, item: str, choices: Choices
@@ -113,7 +110,11 @@ def export_hf(
         files = []
         for name, entries in plan.files.items():
             with new_file(folder / name) as file:
-                _write(file, entries, tensors)
+                file.write(_header(entries))
+                for entry in entries:
+                    for _, piece in tensors.pieces(entry.stored):
+                        cast = _cast(piece, entry, tensors.item).contiguous()
+                        file.write(cast.reshape(-1).view(torch.uint8).numpy().data)
                 files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
         if len(plan.files) > 1:
             with new_file(folder / _INDEX) as file:
@@ -143,7 +144,10 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
             remedy="name another item with --item",
         )
     _check_names(kept, names, tensors)
-    _check_casts_used(choices.casts, [names[stored] for stored in kept], tensors)
+    kept_names = [names[stored] for stored in kept]
+    for cast in choices.casts:
+        if cast.pattern is not None and not any(map(cast.pattern.search, kept_names)):
+            raise _unused("--dtype", cast.pattern, kept_names, tensors)
     entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
     return ExportPlan(
         files=_files(entries, choices.shard_bytes), dropped=dropped, omitted_values=omitted_values
@@ -229,12 +233,6 @@ def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTen
             )
 
 
-def _check_casts_used(casts: Sequence[Cast], names: Sequence[str], tensors: ItemTensors) -> None:
-    for cast in casts:
-        if cast.pattern is not None and not any(map(cast.pattern.search, names)):
-            raise _unused("--dtype", cast.pattern, names, tensors)
-
-
 def _unused(
     option: str, pattern: re.Pattern[str], names: Iterable[str], tensors: ItemTensors
 ) -> UsageError:
@@ -292,13 +290,6 @@ def _ordered(shard: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
     return tuple(sorted(shard, key=lambda entry: -DTYPES[entry.dtype].size_bytes))
 
 
-def _write(file: BinaryIO, entries: Sequence[ExportTensor], tensors: ItemTensors) -> None:
-    file.write(_header(entries))
-    for entry in entries:
-        pieces = (piece for _, piece in tensors.pieces(entry.stored))
-        file.writelines(_bytes(_cast(piece, entry, tensors.item)) for piece in pieces)
-
-
 def _header(entries: Sequence[ExportTensor]) -> bytes:
     document: dict[str, object] = {_RESERVED: {"format": "pt"}}
     at = 0
@@ -332,12 +323,8 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _index(plan: ExportPlan) -> bytes:
-    entries = plan.entries()
+    entries = [entry for entries in plan.files.values() for entry in entries]
     document = {
         "metadata": {
             "total_parameters": sum(math.prod(entry.shape) for entry in entries),

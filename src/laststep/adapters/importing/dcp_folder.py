@@ -65,7 +65,11 @@ def read_folder(folder: Path) -> dict[str, object]:
     entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
     pieces = sorted(_pieces(entries), key=lambda piece: (piece.region.file, piece.region.offset))
     sizes = _sizes_of(folder, pieces)
-    _check_sizes(entries, sizes, where)
+    claimed, held = sum(entry.content.size_bytes for entry in entries), sum(sizes.values())
+    if claimed > held:  # every byte is stored once
+        raise CorruptError(
+            "cannot import", where=where, expected=f"{claimed} bytes", found=f"files of {held}"
+        )
     values: dict[str, object] = {}
     tensors = {
         entry.name: _allocate(entry.content)
@@ -141,17 +145,6 @@ def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
                 found=f"a file of {sizes[region.file]} bytes",
             )
     return sizes
-
-
-def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where: str) -> None:
-    """Raise CorruptError if the metadata claims more bytes than the files hold: every byte is
-    stored once."""
-    claimed = sum(entry.content.size_bytes for entry in entries)
-    held = sum(sizes.values())
-    if claimed > held:
-        raise CorruptError(
-            "cannot import", where=where, expected=f"{claimed} bytes", found=f"files of {held}"
-        )
 
 
 def _allocate(entry: CutTensor) -> torch.Tensor:
