@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from laststep.adapters.export.dcp import leaves_by_item, tensor_metadata
 from laststep.adapters.importing import dcp_folder, dcp_metadata
-from laststep.adapters.importing.dcp_folder import DcpFileReader, RegionBox, checked_chunk
-from laststep.adapters.importing.dcp_metadata import CutTensor
+from laststep.adapters.importing.dcp_folder import DcpFileReader
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.constants import CHUNK_BYTES, DTYPES
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from laststep.adapters import nesting
+    from laststep.adapters.importing.dcp_metadata import StoredPart
     from laststep.codecs.objects import Tagged
     from laststep.dcp.record import Kind
     from laststep.format.manifest import Commit
@@ -381,44 +381,39 @@ class StockFolder:
         data = told.read_bytes()
         self._entries = dcp_metadata.decode(data, where=str(told), in_parts=in_parts)
         self._dtypes = {
-            entry.name: entry.content.dtype
-            for entry in self._entries
-            if isinstance(entry.content, CutTensor)
+            entry.name: TORCH_DTYPES[entry.dtype] for entry in self._entries if entry.dtype
         }
 
     def close(self) -> None:
         """Do nothing: no file is kept open."""
 
     def metadata(self) -> Metadata:
-        """Return the metadata for DCP's planners; the storage info of each chunk is a
-        `RegionBox`."""
+        """Return the metadata for DCP's planners; the storage info of a chunk is a `StoredPart`."""
         paths = {entry.name: entry.path for entry in self._entries}
         metadata = Metadata(state_dict_metadata={}, planner_data=paths, storage_data={})
         metadata.version = CURRENT_DCP_VERSION
-        for name, content in ((entry.name, entry.content) for entry in self._entries):
-            if not isinstance(content, CutTensor):
-                metadata.state_dict_metadata[name] = BytesStorageMetadata()
-                there = RegionBox(name=name, region=content, box=None)
-                metadata.storage_data[MetadataIndex(name)] = there
+        for entry in self._entries:
+            if entry.dtype is None:
+                metadata.state_dict_metadata[entry.name] = BytesStorageMetadata()
+                metadata.storage_data[MetadataIndex(entry.name)] = entry.parts[0]
                 continue
-            boxes = [box for box, _ in content.chunks]
-            told = tensor_metadata(content.dtype, content.shape, map(_chunk, boxes))
-            metadata.state_dict_metadata[name] = told
-            for number, (box, region) in enumerate(content.chunks):
-                index = MetadataIndex(name, box.start, number)
-                metadata.storage_data[index] = RegionBox(name=name, region=region, box=box)
+            boxes = [part.box for part in entry.parts if part.box is not None]
+            told = tensor_metadata(entry.dtype, entry.shape, map(_chunk, boxes))
+            metadata.state_dict_metadata[entry.name] = told
+            for number, (box, part) in enumerate(zip(boxes, entry.parts, strict=True)):
+                metadata.storage_data[MetadataIndex(entry.name, box.start, number)] = part
         return metadata
 
     def read(
-        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, RegionBox]
+        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, StoredPart]
     ) -> None:
-        """Deliver everything that the plan requests to the planner; each piece is read once, in the
+        """Deliver everything that the plan requests to the planner; each part is read once, in the
         order of the files."""
 
         def place(request: ReadItem) -> tuple[str, int, str]:
-            piece = stored[request.storage_index]
+            part = stored[request.storage_index]
             # In a safetensors file all tensors have the same offset, so add the index.
-            return piece.region.file, piece.region.offset, str(request.storage_index)
+            return part.file, part.offset, str(request.storage_index)
 
         wanted = sorted(plan.items, key=place)
         for name, of_file in groupby(wanted, key=lambda request: place(request)[0]):
@@ -435,26 +430,23 @@ class StockFolder:
                 size = path.stat().st_size
                 reader = DcpFileReader(file=file, size_bytes=size, where=str(path))
                 for _, requests in groupby(of_file, key=place):
-                    self._give(list(requests), stored, reader, planner)
+                    alike = list(requests)
+                    self._give(alike, stored[alike[0].storage_index], reader, planner)
 
     def _give(
         self,
         requests: list[ReadItem],
-        stored: dict[MetadataIndex, RegionBox],
+        part: StoredPart,
         reader: DcpFileReader,
         planner: LoadPlanner,
     ) -> None:
-        piece = stored[requests[0].storage_index]
-        if piece.box is None:
-            reader.file.seek(piece.region.offset)
-            data = reader.file.read(piece.region.size_bytes)
+        if part.box is None:
+            reader.file.seek(part.offset)
+            data = reader.file.read(part.size_bytes)
             for request in requests:
-                fqn, allowed = piece.name, self._allow_pickle
-                planner.load_bytes(
-                    request, dcp_values.raw_bytes(data, fqn=fqn, allow_pickle=allowed)
-                )
+                safe = dcp_values.raw_bytes(data, fqn=part.name, allow_pickle=self._allow_pickle)
+                planner.load_bytes(request, safe)
             return
-        like = torch.empty(0, dtype=TORCH_DTYPES[self._dtypes[piece.name]])
-        tensor = checked_chunk(reader.tensor(piece), like, piece, reader.where)
+        tensor = reader.chunk(part, self._dtypes[part.name])
         for request in requests:
             put_whole(tensor, request, planner)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import io
 import zipfile
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from laststep.adapters.importing import dcp_metadata, tensor_files
-from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, Region
 from laststep.adapters.nesting import nest
 from laststep.constants import with_article
 from laststep.errors import CorruptError, NotFoundError
@@ -29,22 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from laststep.state.boxes import Box
+    from laststep.adapters.importing.dcp_metadata import StoredPart
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionBox:
-    """A region and its content: a box of a tensor, or a value if `box` is None."""
-
-    name: str
-    region: Region
-    box: Box | None
-
-    def __str__(self) -> str:
-        return repr(self.name[:100])
 
 
 def is_one(folder: Path) -> bool:
@@ -63,32 +50,33 @@ def read_folder(folder: Path) -> dict[str, object]:
     """Return the nested state that the folder holds."""
     where = str(folder)
     entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
-    pieces = sorted(_pieces(entries), key=lambda piece: (piece.region.file, piece.region.offset))
-    sizes = _sizes_of(folder, pieces)
-    claimed, held = sum(entry.content.size_bytes for entry in entries), sum(sizes.values())
+    parts = sorted(
+        chain.from_iterable(entry.parts for entry in entries),
+        key=lambda part: (part.file, part.offset),
+    )
+    sizes = _sizes_of(folder, parts)
+    claimed, held = sum(entry.size_bytes for entry in entries), sum(sizes.values())
     if claimed > held:  # every byte is stored once
         raise CorruptError(
             "cannot import", where=where, expected=f"{claimed} bytes", found=f"files of {held}"
         )
     values: dict[str, object] = {}
     tensors = {
-        entry.name: _allocate(entry.content)
+        entry.name: _allocate(entry.dtype, entry.shape)
         for entry in entries
-        if isinstance(entry.content, CutTensor)
+        if entry.dtype is not None
     }
-    for name, group in groupby(pieces, key=lambda piece: piece.region.file):
+    for name, group in groupby(parts, key=lambda part: part.file):
         path = folder / name
         with path.open("rb") as file:
             reader = DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
-            for piece in group:
-                if piece.box is None:
-                    values[piece.name] = reader.archive(piece)
+            for part in group:
+                if part.box is None:
+                    values[part.name] = reader.archive(part)
                 else:
-                    part = checked_chunk(
-                        reader.tensor(piece), tensors[piece.name], piece, str(path)
-                    )
-                    place = tuple(map(slice, piece.box.start, piece.box.stop))
-                    tensors[piece.name][place].copy_(part)
+                    place = tuple(map(slice, part.box.start, part.box.stop))
+                    target = tensors[part.name]
+                    target[place].copy_(reader.chunk(part, target.dtype))
     values |= tensors
     return nest(((entry.path, values[entry.name]) for entry in entries), where=where)
 
@@ -111,67 +99,37 @@ def _metadata_of(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _pieces(entries: Iterable[MetadataEntry]) -> Iterable[RegionBox]:
-    for entry in entries:
-        if isinstance(entry.content, Region):
-            yield RegionBox(name=entry.name, region=entry.content, box=None)
-        else:
-            for box, region in entry.content.chunks:
-                yield RegionBox(name=entry.name, region=region, box=box)
-
-
-def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
+def _sizes_of(folder: Path, parts: Iterable[StoredPart]) -> dict[str, int]:
     """Return the size of every file that is needed. Raise CorruptError if a file is missing or a
-    region is outside of its file."""
+    part is outside of its file."""
     sizes: dict[str, int] = {}
-    for piece in pieces:
-        region = piece.region
-        if region.file not in sizes:
-            path = folder / region.file
+    for part in parts:
+        if part.file not in sizes:
+            path = folder / part.file
             if not path.is_file():
                 raise CorruptError(
                     "cannot import",
                     where=str(path),
-                    found=f"no such file, which holds {piece}",
+                    found=f"no such file, which holds {part}",
                     remedy="put the files of all ranks into the folder",
                 )
-            sizes[region.file] = path.stat().st_size
-        stop = region.offset + region.size_bytes
-        if stop > sizes[region.file]:
+            sizes[part.file] = path.stat().st_size
+        stop = part.offset + part.size_bytes
+        if stop > sizes[part.file]:
             raise CorruptError(
                 "cannot import",
-                where=str(folder / region.file),
-                expected=f"{piece} in bytes {region.offset} to {stop}",
-                found=f"a file of {sizes[region.file]} bytes",
+                where=str(folder / part.file),
+                expected=f"{part} in bytes {part.offset} to {stop}",
+                found=f"a file of {sizes[part.file]} bytes",
             )
     return sizes
 
 
-def _allocate(entry: CutTensor) -> torch.Tensor:
+def _allocate(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     try:
-        return allocate(entry.dtype, entry.shape, "cpu")
+        return allocate(dtype, shape, "cpu")
     except RuntimeError as error:  # torch has no own class for lack of CPU memory
-        raise MemoryError(f"a tensor of shape {list(entry.shape)}") from error
-
-
-def checked_chunk(part: object, target: torch.Tensor, piece: RegionBox, where: str) -> torch.Tensor:
-    """Return `part` if it is exactly the chunk that the metadata describes, else raise
-    CorruptError."""
-    shape = () if piece.box is None else piece.box.shape
-    if not isinstance(part, torch.Tensor):
-        found = with_article(type(part))
-    elif part.layout is not torch.strided or part.device.type != "cpu":
-        found = f"a tensor on {part.device} with layout {part.layout}"
-    elif tuple(part.shape) != shape or part.dtype != target.dtype:
-        found = f"a tensor of shape {list(part.shape)} and {part.dtype}"
-    else:
-        return part.detach()
-    raise CorruptError(
-        f"cannot import {piece}",
-        where=where,
-        expected=f"a chunk of shape {list(shape)} and {target.dtype}",
-        found=found,
-    )
+        raise MemoryError(f"a tensor of shape {list(shape)}") from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,58 +140,70 @@ class DcpFileReader:
     file: BinaryIO
     size_bytes: int
     where: str
-    _parts: dict[int, tensor_files.TensorIndex] = field(default_factory=dict)
+    _indexes: dict[int, tensor_files.TensorIndex] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def tensor(self, piece: RegionBox) -> object:
-        self.file.seek(piece.region.offset)
-        if self.file.read(len(tensor_files.ZIP)) == tensor_files.ZIP:
-            return self.archive(piece)
-        return self._of_safetensors(piece)
+    def chunk(self, part: StoredPart, dtype: torch.dtype) -> torch.Tensor:
+        """Read a chunk of a tensor. Raise CorruptError if it is not what the metadata describes."""
+        self.file.seek(part.offset)
+        is_archive = self.file.read(len(tensor_files.ZIP)) == tensor_files.ZIP
+        tensor = self.archive(part) if is_archive else self._of_safetensors(part)
+        shape = () if part.box is None else part.box.shape
+        if not isinstance(tensor, torch.Tensor):
+            found = with_article(type(tensor))
+        elif tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            found = f"a tensor on {tensor.device} with layout {tensor.layout}"
+        elif tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            found = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
+        else:
+            return tensor.detach()
+        raise CorruptError(
+            f"cannot import {part}",
+            where=self.where,
+            expected=f"a chunk of shape {list(shape)} and {dtype}",
+            found=found,
+        )
 
-    def archive(self, piece: RegionBox) -> object:
-        """Load the torch.save archive in the piece's region."""
-        region = piece.region
-        self.file.seek(region.offset)
-        data = io.BytesIO(self.file.read(region.size_bytes))
-        where = f"{self.where}, {piece}"
+    def archive(self, part: StoredPart) -> object:
+        """Load a torch.save archive."""
+        self.file.seek(part.offset)
+        data = io.BytesIO(self.file.read(part.size_bytes))
+        where = f"{self.where}, {part}"
         try:
             with zipfile.ZipFile(data) as archive:
                 claimed = sum(member.file_size for member in archive.infolist())
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            raise self._no_payload(piece) from error
-        if claimed > region.size_bytes:  # torch.save compresses nothing
+            raise self._no_payload(part) from error
+        if claimed > part.size_bytes:  # torch.save compresses nothing
             raise CorruptError(
                 "cannot import", where=where, found="a zip archive that is compressed"
             )
         data.seek(0)
         return tensor_files.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
-    def _of_safetensors(self, piece: RegionBox) -> torch.Tensor:
+    def _of_safetensors(self, part: StoredPart) -> torch.Tensor:
         """Read a tensor from safetensors. All tensors of the file share one header, and the
         metadata of each has the header's offset with the tensor's own length."""
-        start = piece.region.offset
+        start = part.offset
         self.file.seek(start + 8)
         if self.file.read(1) != b"{":
-            raise self._no_payload(piece)
-        if start not in self._parts:
-            self._parts[start] = tensor_files.open_part(
+            raise self._no_payload(part)
+        if start not in self._indexes:
+            self._indexes[start] = tensor_files.open_part(
                 self.file, start=start, stop=self.size_bytes, where=self.where
             )
-        part = self._parts[start]
-        if piece.name not in part.entries or piece.name in self._seen:
+        index = self._indexes[start]
+        if part.name not in index.entries or part.name in self._seen:
             # Two chunks of a tensor get the same name in a file: DCP keeps only the last.
             raise CorruptError(
-                "cannot import",
-                where=self.where,
-                found=f"no bytes for one of the chunks of {piece}",
+                "cannot import", where=self.where, found=f"no bytes for one of the chunks of {part}"
             )
-        self._seen.add(piece.name)
-        return tensor_files.read_tensor(self.file, part, piece.name, where=self.where)
+        self._seen.add(part.name)
+        return tensor_files.read_tensor(self.file, index, part.name, where=self.where)
 
-    def _no_payload(self, piece: RegionBox) -> CorruptError:
+    def _no_payload(self, part: StoredPart) -> CorruptError:
         return CorruptError(
-            f"cannot import {piece}",
-            where=f"{self.where}, byte {piece.region.offset}",
+            f"cannot import {part}",
+            where=f"{self.where}, byte {part.offset}",
             found="neither what torch.save writes nor safetensors",
         )

@@ -66,34 +66,36 @@ _MAX_OFFSET = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """Bytes of one file of the folder."""
+class StoredPart:
+    """Bytes of one file of the folder: a box of a tensor, or a value if `box` is None."""
 
+    name: str
     file: str
     offset: int
     size_bytes: int
+    box: Box | None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutTensor:
-    """A tensor and the non-empty boxes it was split into."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[tuple[Box, Region], ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+    def __str__(self) -> str:
+        return repr(self.name[:100])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataEntry:
-    """One entry of the flat state: its name there, its path in the nested state, its content."""
+    """One entry of the flat state: its name there, its path in the nested state, and its parts."""
 
     name: str
     path: Path
-    content: CutTensor | Region
+    parts: tuple[StoredPart, ...]
+    """The non-empty boxes that a tensor was split into; for a value one part."""
+    dtype: str | None = None
+    """None for a value."""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        if self.dtype is None:
+            return self.parts[0].size_bytes
+        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
 
 
 def decode(data: bytes, *, where: str, in_parts: bool = False) -> tuple[MetadataEntry, ...]:
@@ -122,18 +124,18 @@ class _MetadataDecoder:
         stored = self._dict(fields.get("storage_data"), "storage_data")
         places = {self._index(index): info for index, info in stored.items()}
         entries = []
-        for key, raw_content in flat.items():
+        for key, content in flat.items():
             name = self._name(key)
             path = self._path(name, paths.get(name, (name,)))
-            content = self._content(name, raw_content, places)
-            entries.append(MetadataEntry(name=name, path=path, content=content))
+            entries.append(self._entry(name, path, content, places))
         return tuple(entries)
 
-    def _content(
-        self, name: str, raw: object, places: dict[tuple[str, object], object]
-    ) -> CutTensor | Region:
+    def _entry(
+        self, name: str, path: Path, raw: object, places: dict[tuple[str, object], object]
+    ) -> MetadataEntry:
         if isinstance(raw, PickledObject) and raw.kind.name == "BytesStorageMetadata":
-            return self._region(name, places.get((name, None)))
+            part = self._part(name, None, places.get((name, None)))
+            return MetadataEntry(name=name, path=path, parts=(part,))
         fields = self._fields(raw, "TensorStorageMetadata")
         shape = self._size(fields.get("size"), f"the shape of {name[:100]!r}")
         dtype = self._dtype(name, fields.get("properties"))
@@ -142,11 +144,8 @@ class _MetadataDecoder:
             raise self._corrupt(f"{name[:100]!r} without chunks")
         boxes = [box for box in (self._box(name, chunk) for chunk in chunks) if box.volume]
         self._check_boxes(name, shape, boxes)
-        return CutTensor(
-            shape=shape,
-            dtype=dtype,
-            chunks=tuple((box, self._region(name, places.get((name, box.start)))) for box in boxes),
-        )
+        parts = tuple(self._part(name, box, places.get((name, box.start))) for box in boxes)
+        return MetadataEntry(name=name, path=path, parts=parts, dtype=dtype, shape=shape)
 
     def _check_boxes(self, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         title = f"{name[:100]!r} of shape {list(shape)}"
@@ -165,7 +164,7 @@ class _MetadataDecoder:
         shown = listed(f"[{box.text}]" for box in boxes)
         raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
 
-    def _region(self, name: str, raw: object) -> Region:
+    def _part(self, name: str, box: Box | None, raw: object) -> StoredPart:
         title = f"where {name[:100]!r} is stored"
         if raw is None:
             raise self._corrupt(f"nothing that says {title}")
@@ -186,7 +185,7 @@ class _MetadataDecoder:
                 remedy="load the folder with torch.distributed.checkpoint, and save it without "
                 "transforms",
             )
-        return Region(file=file, offset=offset, size_bytes=size)
+        return StoredPart(name=name, file=file, offset=offset, size_bytes=size, box=box)
 
     def _dtype(self, name: str, raw: object) -> str:
         state = raw.state if isinstance(raw, PickledObject) else None
