@@ -242,15 +242,12 @@ class FlatOptimizer(StateProvider):
         live: Entries = self._optimizer.state.get(member.holder, {})
         if live:
             return live
-        first = _beginning(type(self._optimizer).__name__, member, self._group(member))
+        group = self._optimizer.param_groups[member.group]
+        first = _beginning(type(self._optimizer).__name__, member, group)
         if first is None and not member.size:
             first = self._nothing_of(member)
         self._first[id(member.holder)] = first or {}
         return self._first[id(member.holder)]
-
-    def _group(self, member: FlatMember) -> dict[str, object]:
-        group: dict[str, object] = self._optimizer.param_groups[member.group]
-        return group
 
     def _nothing_of(self, member: FlatMember) -> Entries:
         """Return empty entries for a rank without elements, like those of its group's other
@@ -327,7 +324,8 @@ def _joined(
                 live.view(-1)[member.first : member.last].zero_()
         return live
     member, value = parts[0]
-    if live is ABSENT and _is_like(key, value, member):
+    is_tensor = isinstance(value, torch.Tensor) and value.shape == member.shape
+    if live is ABSENT and is_tensor and key != "step":
         return _scattered(parts)
     if any(entry != value for _, entry in parts[1:]):
         raise UsageError(
@@ -338,11 +336,6 @@ def _joined(
     if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
         return live.copy_(value)
     return value
-
-
-def _is_like(key: str, value: object, member: FlatMember) -> bool:
-    """Return True if an entry is a tensor with the shape of its parameter."""
-    return isinstance(value, torch.Tensor) and key != "step" and value.shape == member.shape
 
 
 def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:

@@ -91,9 +91,13 @@ class _EngineSaving:
     ) -> bool:
         """Save, and return True once training may continue. With `every` or `preemption` and
         without a tag, save only if a save is due, and return False if not."""
-        self._tell_of_folder(save_dir)
-        self._tell_of_gradients()
-        step = self._engine.global_steps
+        engine, run = self._engine, self.checkpointer.path
+        if save_dir is not None and not self._told and not self._is_own(save_dir):
+            self._told = True
+            log.warning("the engine saves to %s, not to %s", run, save_dir)
+        if left := engine.micro_steps % engine.gradient_accumulation_steps():
+            log.warning("the gradients of %d micro-steps since the last step are not saved", left)
+        step = engine.global_steps
         name = f"global_step{step}" if tag is None else str(tag)
         known = [one for one in self._tags[1] if self._tags[0] == step and one != name]
         self._model.leaves_frozen = bool(exclude_frozen_parameters)
@@ -134,7 +138,10 @@ class _EngineSaving:
         skipped |= set() if load_lr_scheduler_states else {"lr_scheduler"}
         wanted = {"model", "client"} if load_module_only else self._items.keys() - skipped
         only = None if wanted == self._items.keys() else sorted(wanted)
-        name, other = None if tag is None else str(tag), self._other_run(load_dir)
+        name = None if tag is None else str(tag)
+        other = None
+        if load_dir is not None and not self._is_own(load_dir):
+            other = _together(lambda: _run_at(os.fspath(load_dir)))
         if other is not None:
             with Checkpointer(other, items=self._items, allow_pickle=self._pickles) as ckpt:
                 restored = self._restore(ckpt, name, only, strict=load_module_strict)
@@ -144,10 +151,12 @@ class _EngineSaving:
             stamp: Any = restored.metadata
             self._tags = (restored.step or 0, stamp["tags"])
             return f"{other or self.checkpointer.path}/{restored.folder}", self._client.hand_out()
-        if self._is_deepspeeds(load_dir, name):
+        if load_dir is not None and (Path(load_dir) / (name or "latest")).exists():
+            log.warning("DeepSpeed itself loads %s", load_dir)
             flags = (load_optimizer_states, load_lr_scheduler_states, load_module_only)
             own: tuple[str, Any] = self._own_load(load_dir, tag, load_module_strict, *flags)
             return own
+        log.warning("there is nothing to load in %s", self.checkpointer.path)
         if name is not None:
             raise _no_such(name, self.checkpointer.path)
         return None, None
@@ -187,53 +196,23 @@ class _EngineSaving:
             raise _no_such(tag or "latest", ckpt.path)
         return restored
 
-    def _is_deepspeeds(self, folder: str | os.PathLike[str] | None, tag: str | None) -> bool:
-        """Return True if a folder holds a checkpoint that DeepSpeed itself has saved, from which a
-        run may start. Log the result."""
-        has = folder is not None and (Path(folder) / (tag or "latest")).exists()
-        what = "DeepSpeed itself loads %s" if has else "there is nothing to load in %s"
-        log.warning(what, folder if has else self.checkpointer.path)
-        return has
-
-    def _other_run(self, folder: str | os.PathLike[str] | None) -> str | None:
-        """Return a folder or URL if it is a run other than this one, else None. Collective."""
-        if folder is None or self._is_own(folder):
-            return None
-        return os.fspath(folder) if _together(lambda: _is_run(os.fspath(folder))) else None
-
     def _is_own(self, folder: str | os.PathLike[str]) -> bool:
         run = self.checkpointer.path
         return os.fspath(folder) == run or Path(folder).resolve() == Path(run).resolve()
 
-    def _tell_of_folder(self, folder: str | os.PathLike[str] | None) -> None:
-        if folder is not None and not self._told and not self._is_own(folder):
-            self._told = True
-            log.warning("the engine saves to %s, not to %s", self.checkpointer.path, folder)
-
-    def _tell_of_gradients(self) -> None:
-        done = self._engine.micro_steps % self._engine.gradient_accumulation_steps()
-        if done:
-            log.warning("the gradients of %d micro-steps since the last step are not saved", done)
-
 
 def _items(engine: Any) -> dict[str, object]:
     """Return all items of an engine's state except the model."""
-    ltd = engine.random_ltd_scheduler if engine.random_ltd_enabled() else None
+    loader = engine.training_dataloader  # whose sampler decides the next data
+    has_sampler = loader is not None and engine.curriculum_learning_enabled()
     parts = {
         "lr_scheduler": engine.lr_scheduler,
-        "random_ltd": ltd,
-        "sampler": _sampler(engine),
+        "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
+        "sampler": loader.data_sampler if has_sampler else None,
         "scaler": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
     }
     there = {name: part for name, part in parts.items() if part is not None}
     return {"optimizer": optimizer(engine), "counts": progress(engine), "rng": RNG(), **there}
-
-
-def _sampler(engine: Any) -> object:
-    """Return the sampler of curriculum learning, which decides the next data, or None."""
-    if engine.training_dataloader is None or not engine.curriculum_learning_enabled():
-        return None
-    return engine.training_dataloader.data_sampler
 
 
 class _Found(NamedTuple):
@@ -263,11 +242,12 @@ def _no_such(tag: str, run: str) -> NotFoundError:
     )
 
 
-def _is_run(path: str) -> bool:
+def _run_at(path: str) -> str | None:
+    """Return the path or URL if a run with checkpoints is there."""
     try:
-        return len(browse.open(path)) > 0
+        return path if len(browse.open(path)) else None
     except LaststepError:
-        return False
+        return None
 
 
 class _ClientState(StateProvider):

@@ -144,16 +144,11 @@ def known_optimizer(engine: object) -> Any:
             raise UsageError(
                 f"cannot take the state of DeepSpeed with {what}", remedy="turn that off"
             )
-    if _tensor_parallel_ranks(getattr(engine, "mpu", None)) > 1:
-        raise UsageError("cannot take the state of DeepSpeed over tensor parallelism")
-    return optimizer
-
-
-def _tensor_parallel_ranks(mpu: Any) -> int:
+    mpu = getattr(engine, "mpu", None)
     for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            return int(getattr(mpu, name)())
-    return 1
+        if getattr(mpu, name, lambda: 1)() > 1:
+            raise UsageError("cannot take the state of DeepSpeed over tensor parallelism")
+    return optimizer
 
 
 def _is_stage3(optimizer: object) -> bool:
@@ -313,43 +308,43 @@ class EngineModule(FlatModule):
         round_weights(self._engine)
 
 
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+_STEP_STATE = {
+    "counts": _COUNTS,
+    "pipeline": ("micro_offset",),  # layers derive their seeds from it
+    "scale": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
+}
+"""Attributes that change with each step, of the engine, its module and its loss scaler."""
+
+
 class _StepCounts(StateProvider):
     kind = "progress"
-
-    _ENGINE = ("global_steps", "global_samples", "skipped_steps")
-    _PIPELINE = ("micro_offset",)  # layers derive their seeds from it
-    _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
     def __init__(self, engine: object) -> None:
         self._engine = engine
 
+    def _owners(self) -> dict[str, object]:
+        known = known_optimizer(self._engine)
+        scaler = getattr(known, "loss_scaler", None) or getattr(known, "loss_scale_config", None)
+        return {"counts": self._engine, "pipeline": need(self._engine, "module"), "scale": scaler}
+
     def describe(self) -> State:
-        counts = {name: need(self._engine, name) for name in self._ENGINE}
-        return State(
-            value={
-                "counts": counts,
-                "pipeline": _known(need(self._engine, "module"), self._PIPELINE),
-                "scale": _known(self._scaler(), self._SCALE),
-            }
-        )
+        for name in _COUNTS:
+            need(self._engine, name)
+        value = {
+            part: {name: getattr(owner, name) for name in _STEP_STATE[part] if hasattr(owner, name)}
+            for part, owner in self._owners().items()
+        }
+        return State(value=value)
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
             return
-        engine: Any = self._engine
-        owners = {"counts": engine, "pipeline": engine.module, "scale": self._scaler()}
-        for part, owner in owners.items():
+        for part, owner in self._owners().items():
             entries = value.get(part, ABSENT)
             for name, entry in {} if entries is ABSENT else entries.items():
                 if entry is not ABSENT:
                     setattr(owner, name, entry)
+        engine: Any = self._engine
         # Recomputed, since micro-steps per step may change with the number of ranks.
         engine.micro_steps = engine.global_steps * need(engine, "gradient_accumulation_steps")()
-
-    def _scaler(self) -> object:
-        known = known_optimizer(self._engine)
-        return getattr(known, "loss_scaler", None) or getattr(known, "loss_scale_config", None)
-
-
-def _known(owner: object, names: tuple[str, ...]) -> dict[str, object]:
-    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}

@@ -400,8 +400,8 @@ class TrainCall:
         """Save the present state without waiting for the commit."""
         step = self._trainer.state.global_step
         metrics, metadata = self._described()
-        again = step in self._saved
-        self._ckpt.save(step, metrics=metrics, metadata=metadata, overwrite=again)
+        overwrite = step in self._saved
+        self._ckpt.save(step, metrics=metrics, metadata=metadata, overwrite=overwrite)
         self._saved.add(step)
 
     def stepped(self) -> None:
