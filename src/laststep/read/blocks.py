@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import mmap
 import threading
 from bisect import bisect_right
@@ -248,25 +247,28 @@ class LayoutBlocks:
         self.layout: FileLayout = stored.layout
         self.rank = reader.rank
         self.where = f"{reader.where}/{self.layout.name}"
+        self._starts = [0]
+        """Number of the first block of each run, followed by the number of blocks."""
+        for run in stored.runs:
+            self._starts.append(self._starts[-1] + run.blocks)
         self._is_sound = False
 
     def open(self) -> None:
         """Open the files that hold its blocks, their bases and masters. Raise `CorruptError` if one
         is missing or has the wrong size."""
         if not self._is_sound:
-            refuse(damage for file in self.files() for damage in file.damage)
-            for name in {file for file, _ in self.stored.derived.values()} - {self.layout.name}:
-                self.named(name).open()
+            for file in self.files():
+                refuse(file.damage)
+            if self.stored.derived:
+                masters = {file for file, _ in self.stored.derived.values()}
+                for name in masters - {self.layout.name}:
+                    self.named(name).open()
             self._is_sound = True
 
     def files(self) -> list[OpenFile]:
         """Open the files that hold its blocks and their bases."""
-        return [self.reader.file(number) for number in self._numbers]
-
-    @cached_property
-    def _numbers(self) -> list[int]:
-        runs = self.stored.runs
-        return sorted({part.file for run in runs for part in (run, *run.bases)})
+        numbers = {part.file for run in self.stored.runs for part in (run, *run.bases)}
+        return [self.reader.file(number) for number in sorted(numbers)]
 
     def named(self, name: str) -> LayoutBlocks:
         """Return another layout of the same index."""
@@ -275,8 +277,10 @@ class LayoutBlocks:
     @property
     def in_memory(self) -> bool:
         """True if all its files are in memory, so that reads never wait."""
-        readers = [file.reader for file in self.files()]
-        return all(isinstance(reader, InPlace) and reader.at_hand for reader in readers)
+        for file in self.files():
+            if not isinstance(file.reader, InPlace) or not file.reader.at_hand:
+                return False
+        return True
 
     def prefer_cached(self) -> bool:
         """Allow reads from the system's page cache, for callers that need the bytes but no check of
@@ -286,11 +290,6 @@ class LayoutBlocks:
         for reader in known:
             reader.prefer_cached()
         return len(known) == len(readers)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Number of the first block of each run, followed by the number of blocks."""
-        return [0, *itertools.accumulate(run.blocks for run in self.stored.runs)]
 
     @cached_property
     def refs(self) -> list[BlockRef]:

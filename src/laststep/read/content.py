@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
 from laststep.catalog.indexes import read_index
@@ -27,7 +27,6 @@ from laststep.state.tree import StoredItem, TensorSpec, decode_item
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     from laststep.format.index import Index
     from laststep.format.layout import FileLayout, TensorEntry
@@ -117,17 +116,6 @@ class Content:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         close_files(self.files)

@@ -190,13 +190,20 @@ class _Pipeline:
 
     def _carry_out(self, read: Read) -> None:
         extent = self._files[read.file].blocks(read.start, read.stop)
-        there = self._in_place(extent)
-        if there is not None:
-            self._hand_over(read, there)
-            return
-        slot = self._lease()
-        if slot is None:
-            return
+        if not self._room.lands_all:
+            # Deliver from the reader's memory what is there and intact; else read it as usual, and
+            # report any damage.
+            with self._reading:
+                there = extent.in_place()
+            if there is not None and extent.is_right(there):
+                if not self._stopped:
+                    self._deliver(read, there)
+                return
+        slot = None
+        while slot is None:
+            if self._stopped:
+                return
+            slot = self._room.lease(_LOOK_S)
         try:
             data = self._room.view(slot)
             lost: list[Damage] = []
@@ -205,29 +212,10 @@ class _Pipeline:
                     lost = extent.fill(data)
             if not self._stopped:
                 refuse(extent.verify(data, lost))
-                self._hand_over(read, data)
+            if not self._stopped:
+                self._deliver(read, data)
         finally:
             self._room.release(slot)
-
-    def _in_place(self, extent: Extent) -> memoryview | None:
-        """Return all of it from its reader's memory, if it may stay there and is intact; else None,
-        and the caller reads it and reports any damage."""
-        if self._room.lands_all:
-            return None
-        with self._reading:
-            there = extent.in_place()
-        return there if there is not None and extent.is_right(there) else None
-
-    def _hand_over(self, read: Read, data: memoryview) -> None:
-        if not self._stopped:
-            self._deliver(read, data)
-
-    def _lease(self) -> int | None:
-        while not self._stopped:
-            slot = self._room.lease(_LOOK_S)
-            if slot is not None:
-                return slot
-        return None
 
 
 def read_ahead(

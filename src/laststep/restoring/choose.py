@@ -213,7 +213,8 @@ def choosing_of(
     listed."""
     near = store if isinstance(store, NearestStore) else None
     in_memory = near is not None and near.in_memory
-    _check_same_call(ranks, call, wanted, in_memory=in_memory)
+    if ranks.size > 1:
+        _check_same_call(ranks, call, wanted, in_memory=in_memory)
     is_first = ranks.rank.is_first
     primary = store if near is None else near.primary
     collective(ranks, lambda: _wait_for_writers(primary) if is_first else None)
@@ -311,28 +312,30 @@ def _seen_in(store: Store) -> Seen:
 def open_run(store: Store, ranks: Ranks) -> Run:
     """Open the run on rank 0 only; raise `NotFoundError` if there is none. Raise `StorageError` if
     rank 0 sees no run but another rank does: starting a new run would abandon that one."""
+    is_first = ranks.rank.is_first
+    try:
+        return collective(ranks, lambda: Run.open(store) if is_first else Run(store, None))
+    except NotFoundError:
+        if ranks.size == 1 or store.same_everywhere:
+            raise
+        seen = ranks.all_max(collective(ranks, lambda: _is_seen(store)) * ranks.rank.number)
+        if not seen:
+            raise
+    raise StorageError(
+        "rank 0 sees no run where another rank does",
+        where=store.url,
+        expected="all ranks to see the same folder",
+        found=f"a run on rank {seen}",
+        remedy="check that the filesystem is mounted on rank 0's machine",
+    )
 
-    def look() -> Run | None:
-        try:
-            return Run.open(store)
-        except NotFoundError:
-            return None
 
-    unseen = Run(store, None)
-    run = collective(ranks, lambda: look() if ranks.rank.is_first else unseen)
-    if not ranks.all_max(run is None):
-        assert run is not None  # noqa: S101 (every rank has one)
-        return run
-    run = None if store.same_everywhere else collective(ranks, look)
-    if seen := ranks.all_max(0 if run is None else ranks.rank.number):
-        raise StorageError(
-            "rank 0 sees no run where another rank does",
-            where=store.url,
-            expected="all ranks to see the same folder",
-            found=f"a run on rank {seen}",
-            remedy="check that the filesystem is mounted on rank 0's machine",
-        )
-    return collective(ranks, lambda: Run.open(store) if ranks.rank.is_first else unseen)
+def _is_seen(store: Store) -> bool:
+    try:
+        Run.open(store)
+    except NotFoundError:
+        return False
+    return True
 
 
 # --- the choice ---------------------------------------------------------------------------------
@@ -386,7 +389,7 @@ class Choosing:
                 self._go_on_after(chosen, error)
                 last = error
                 continue
-            newer = [skipped for skipped in self._deleted if skipped.step > chosen.step]
+            newer = (skipped for skipped in self._deleted if skipped.step > chosen.step)
             return outcome, (*newer, *self._skipped)
         if last is not None:
             raise self._none_left() from last

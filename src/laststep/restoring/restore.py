@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ def restore_into(
 
     def restore(chosen: Chosen) -> Outcome:
         began = time.perf_counter()
-        with choosing.open(chosen) as content:
+        with closing(choosing.open(chosen)) as content:
             where = choosing.where(chosen)
             refuse_partial(content.commit, wanted.only, where)
             plan = plan_restore(
@@ -201,7 +202,7 @@ def peek_into(
         return None
 
     def look(chosen: Chosen) -> tuple[str, Commit]:
-        with choosing.open(chosen) as content:
+        with closing(choosing.open(chosen)) as content:
             refuse_partial(content.commit, None, choosing.where(chosen))
             return chosen.folder, content.commit
 
@@ -254,7 +255,7 @@ def hand_over(
         return
     states: dict[str, list[object]] = {name: [] for name in plan.merged}
     for number in range(content.commit.ranks):
-        with content.of_rank(number) as theirs:
+        with closing(content.of_rank(number)) as theirs:
             for name, of_ranks in states.items():
                 of_ranks.append(state_of_rank(theirs, name, room, allow_pickle=allow_pickle))
     for name, of_ranks in states.items():
