@@ -224,7 +224,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     first.save(2)
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
-    monkeypatch.setattr("laststep.resuming.wait_for_others", lambda *_: None)
+    monkeypatch.setattr("laststep.running.wait_for_others", lambda *_: None)
     monkeypatch.setattr("laststep.catalog.run.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1

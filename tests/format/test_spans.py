@@ -1,4 +1,4 @@
-"""Sets of ranks as spans: nothing lost, few where they repeat, and asked by arithmetic."""
+"""Sets of ranks as spans: nothing lost, and few where they repeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.format.spans import RanksOf, Span, cover_once, spans_of
+from laststep.format.spans import Span, cover_once, ranks_of, spans_of
 
 ranks = st.sets(st.integers(0, 300), max_size=60).map(sorted)
 
@@ -33,13 +33,7 @@ def patterns(draw: st.DrawFn) -> list[int]:
 @given(ranks | patterns())
 def test_the_ranks_of_the_spans_are_those_that_were_given(given_ranks: list[int]) -> None:
     spans = spans_of(given_ranks)
-    found = RanksOf(spans)
-    assert list(found) == given_ranks
-    assert len(found) == len(given_ranks)
-    assert [found[at] for at in range(len(found))] == given_ranks
-    assert found[1:4] == tuple(given_ranks[1:4])
-    assert [found.index(rank) for rank in given_ranks] == list(range(len(given_ranks)))
-    assert {rank for rank in range(-1, 1300) if rank in found} == set(given_ranks)
+    assert ranks_of(spans) == given_ranks
     assert len(spans) <= len(given_ranks)
 
 
@@ -68,20 +62,7 @@ def test_spans_and_the_others_cover_all_ranks_once(given_ranks: list[int]) -> No
 def test_what_repeats_takes_few_spans(given_ranks: list[int], most: int) -> None:
     spans = spans_of(given_ranks)
     assert len(spans) <= most
-    assert list(RanksOf(spans)) == list(given_ranks)
-
-
-def test_a_rank_that_is_none_of_them_has_no_place() -> None:
-    found = RanksOf([Span(4, 3, 2), Span(5, 1)])
-    assert list(found) == [4, 5, 6, 8]
-    for wrong in (3, 7, 9, -1):
-        with pytest.raises(ValueError, match=f"rank {wrong}"):
-            found.index(wrong)
-    for wrong in (4, -5):
-        with pytest.raises(IndexError):
-            found[wrong]
-    assert found[-1] == 8
-    assert "5" not in found
+    assert ranks_of(spans) == list(given_ranks)
 
 
 @pytest.mark.parametrize(

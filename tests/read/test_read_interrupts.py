@@ -31,6 +31,7 @@ class Room:
     """A few slots, and how many of them are out."""
 
     lands_all = True
+    slot_bytes = CHUNK_BYTES
 
     def __init__(self, slots: int = 3) -> None:
         self._maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(slots)]

@@ -28,6 +28,7 @@ class Room:
     """Slots for reading, from plain memory."""
 
     lands_all = True
+    slot_bytes = CHUNK_BYTES
 
     def __init__(self) -> None:
         self._maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(3)]

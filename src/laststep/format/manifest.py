@@ -23,7 +23,7 @@ from laststep.codecs import objects
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest_text
 from laststep.constants import FORMAT_VERSION, with_article
 from laststep.errors import CorruptError, UsageError
-from laststep.format.spans import RanksOf, Span, cover_once
+from laststep.format.spans import Span, cover_once, ranks_of
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -194,9 +194,9 @@ class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     spans: tuple[Span, ...]
 
     @property
-    def ranks(self) -> RanksOf:
+    def ranks(self) -> list[int]:
         """The ranks of the group, in ascending order."""
-        return RanksOf(self.spans)
+        return ranks_of(self.spans)
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

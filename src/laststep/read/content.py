@@ -238,8 +238,9 @@ class Content:
     def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
         """Return the local layout of a group of ranks, checked against its digest; None if it is
         not stored in a form that this version knows."""
-        self._index(of.ranks[0])
-        for data, where in self.values(LAYOUT_NAME, of.ranks[0]):
+        first = min(span.first for span in of.spans)
+        self._index(first)
+        for data, where in self.values(LAYOUT_NAME, first):
             if digest(data).hex() != of.local_layout:
                 raise CorruptError(
                     "the local layout of a rank differs from the agreed one",

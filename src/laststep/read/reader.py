@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 class Room(Protocol):
     """Memory that data is read into: the pool, or the read buffers of a restore."""
 
+    slot_bytes: int
     lands_all: bool
     """True if bytes that are already in memory must be copied here too, because a device reads them
     from here."""

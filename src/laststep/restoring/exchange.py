@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ from laststep.plan.who_reads import (
     known_sources,
 )
 from laststep.ranks.group import collective
-from laststep.read.reader import Room, read_all
+from laststep.read.reader import read_all
 from laststep.restoring.match import load_item
 from laststep.state.boxes import Box, whole
 from laststep.state.tensors import TORCH_DTYPES, LocalBox, LocalShard, box_of, copy_tensors, held_by
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import RankMessage, Ranks
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content, Key
+    from laststep.read.reader import Room
     from laststep.restoring.match import Match
     from laststep.state.tree import TensorSpec
     from laststep.tiers.snapshots import Readers
@@ -59,12 +60,6 @@ if TYPE_CHECKING:
 
 MANY = 16
 """With more small parts than this, a chunk is copied to the device whole and scattered there."""
-
-
-class TensorRoom(Room, Protocol):
-    """The buffers for reads that are copied into tensors."""
-
-    slot_bytes: int
 
 
 def tensor_over(chunk: memoryview) -> torch.Tensor:
@@ -298,7 +293,7 @@ class BoxTransfer:
             ranks, lambda: _chunks(content, index, specs, self._requests, number, readers)
         )
 
-    def run(self, room: TensorRoom, threads: int) -> int:
+    def run(self, room: Room, threads: int) -> int:
         """Read, send and receive; return the bytes that this rank read."""
         ranks = self._ranks
         placer, turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
@@ -332,7 +327,7 @@ class BoxTransfer:
         collective(ranks, lambda: self._check_whole(placer))
         return read_bytes
 
-    def _prepare(self, room: TensorRoom) -> tuple[BoxPlacer, list[list[Chunk]], int]:
+    def _prepare(self, room: Room) -> tuple[BoxPlacer, list[list[Chunk]], int]:
         """Return the placer, the chunks that this rank reads in each turn, and the bytes that it
         sends. A turn has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them;
         messages are exchanged after each."""
@@ -468,7 +463,7 @@ class Transfer:
         if common or ranks.size > 1:
             self._boxes = BoxTransfer(content, common, ranks, readers)
 
-    def run(self, room: TensorRoom, threads: int) -> int:
+    def run(self, room: Room, threads: int) -> int:
         """Read everything, then make the matches' copies; return the bytes that this rank read."""
         done = collective(self._ranks, lambda: self._whole.run(room, threads))
         if self._boxes is not None:
@@ -501,7 +496,7 @@ class _WholeTransfer:
                 self._targets.append(tensor)
         content.open_files(self._requests)
 
-    def run(self, room: TensorRoom, threads: int) -> int:
+    def run(self, room: Room, threads: int) -> int:
         """Read everything; return the bytes read."""
         files = self._content.files
         reads: list[Read] = []
@@ -514,7 +509,7 @@ class _WholeTransfer:
         return done
 
 
-def state_of_rank(content: Content, item: str, room: TensorRoom, *, allow_pickle: bool) -> object:
+def state_of_rank(content: Content, item: str, room: Room, *, allow_pickle: bool) -> object:
     """Load an item's state into new CPU memory, from `content` as seen by one rank."""
     match = load_item(content.item(item), "cpu")
     _WholeTransfer(content, [match]).run(room, threads=1)

@@ -85,14 +85,6 @@ def part_at(tree: object, path: Path) -> object:
     return tree
 
 
-def mark_absent(tree: object, path: Path) -> None:
-    """Mark a dict entry of a loaded tree as not restored."""
-    for key in path[:-1]:
-        tree = _entries(tree).get(key)
-    if isinstance(tree, dict):
-        tree[path[-1]] = ABSENT
-
-
 def without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
     """Return the tree with ABSENT at these paths."""
     if path in gone:
@@ -158,7 +150,7 @@ class Match:
     part's."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, source) pairs to copy after all reads."""
-    apart: frozenset[str] = frozenset()
+    apart: set[str] = field(default_factory=set)
     """Names that must not share memory, although some have the same stored bytes."""
     aliases: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of stored tensors that are one live tensor. The second is restored; the first is read
@@ -185,8 +177,10 @@ class Match:
             revive=lambda tagged: revive(tagged, where=self.item.name, allow_pickle=allow_pickle),
         )
         if not self.exact:
-            for path in self.newer:
-                mark_absent(value, path)
+            for *above, last in self.newer:  # dict entries of the live state that stay
+                within = part_at(value, tuple(above))
+                if isinstance(within, dict):
+                    within[last] = ABSENT
         return value
 
     def differing(self) -> list[str]:
@@ -205,11 +199,10 @@ class Match:
     def newer_values(self) -> list[str]:
         """Return the names of live entries that are not stored and hold no tensors; those with
         tensors are in `missing`."""
-        names = [_name(path) for path in self.newer]
         return [
             name
-            for name in names
-            if not any(other == name or other.startswith(f"{name}/") for other in self.missing)
+            for name in map(_name, self.newer)
+            if not any(f"{other}/".startswith(f"{name}/") for other in self.missing)
         ]
 
 

@@ -11,7 +11,7 @@ Pure: works on trees and reads no tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.codecs import objects
@@ -37,39 +37,35 @@ Modules = dict[str, ModuleNames]
 """Modules by item name; `group.key` for a module in a group."""
 
 
-def modules_in(item: str, kind: str, tree: object, ties: Mapping[str, str]) -> Modules:
-    """Return the modules in an item: the item itself, or the parts of a group."""
-    return _modules_in(item, kind, tree, {path_of(a): path_of(b) for a, b in ties.items()}, ())
-
-
-def _modules_in(
-    item: str, kind: str, tree: object, ties: Mapping[Path, Path], path: Path
+def modules_in(
+    item: str, kind: str, tree: object, ties: Mapping[str, str], path: Path = ()
 ) -> Modules:
+    """Return the modules in an item: the item itself, or the parts of a group, here at `path`."""
     if type(tree) is not dict or kind not in ("module", "group"):
         return {}
     modules: Modules = {}
     if kind == "group":
         for key, inner in tree.items():
-            modules |= _modules_in(f"{item}.{key}", "group", inner, ties, (*path, key))
+            modules |= modules_in(f"{item}.{key}", "group", inner, ties, (*path, key))
     alike: dict[str, list[str]] = {}
-    for tied, first in ties.items():
+    for tied, first in ((path_of(a), path_of(b)) for a, b in ties.items()):
         if tied[:-1] == first[:-1] == path:
             alike.setdefault(str(first[-1]), [str(first[-1])]).append(str(tied[-1]))
     by_name = {name: tuple(names) for names in alike.values() for name in names}
     return modules | {item: ModuleNames(tree, by_name)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Renamed:
     """A stored item under the live names."""
 
     item: StoredItem
-    apart: frozenset[str] = frozenset()
+    apart: set[str] = field(default_factory=set)
     """Tensors that belonged to one parameter and may belong to two now: each gets its own
     memory."""
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: list[tuple[str, str]] = field(default_factory=list)
     """(stored tensor that is no longer in the tree, tensor that it must equal) pairs."""
-    differing: tuple[str, ...] = ()
+    differing: list[str] = field(default_factory=list)
     """Descriptions of states that must be equal but differ in their form."""
 
 
@@ -78,31 +74,26 @@ def rename(
 ) -> Renamed:
     """Return the item under the names of the live tree. `in_store` and `in_use` return the modules
     of both sides and are called only if the names of an optimizer differ."""
-    renamed = Renamed(item=item)
+    renamed = Renamed(item)
     for path in owners(item.tree):
         theirs, ours = _optimizer_at(item.tree, path), _optimizer_at(live, path)
         if theirs is None or ours is None or group_of(theirs).keys() == group_of(ours).keys():
             continue
-        renaming = _Renaming(renamed, path, theirs)
-        renaming.go(group_of(ours).keys(), in_store(), in_use())
-        renamed = renaming.result()
+        _Renaming(renamed, path, theirs).go(group_of(ours).keys(), in_store(), in_use())
     return renamed
 
 
 class _Renaming:
     """Renames the state of one stored optimizer."""
 
-    def __init__(self, so_far: Renamed, path: Path, stored: dict[str, Any]) -> None:
-        self._so_far = so_far
+    def __init__(self, renamed: Renamed, path: Path, stored: dict[str, Any]) -> None:
+        self._renamed = renamed
         self._path = path
         self._stored = stored
         self._state = dict(stored["state"])
         self._params = [dict(group["params"]) for group in stored["groups"]]
         self._group_of = group_of(stored)
         self._ties: dict[str, str] = {}
-        self._apart: set[str] = set()
-        self._aliases: list[tuple[str, str]] = []
-        self._differing: list[str] = []
 
     def go(self, live: Collection[str], in_store: Modules, in_use: Modules) -> None:
         stored = tuple(self._group_of)
@@ -117,22 +108,13 @@ class _Renaming:
                 other = next((n for n in others if n in self._group_of), None)
                 if other is not None:
                     self._drop(name, other)
-
-    def result(self) -> Renamed:
-        done, item = self._so_far, self._so_far.item
         groups = [
             {**group, "params": params}
             for group, params in zip(self._stored["groups"], self._params, strict=True)
         ]
-        state = {**self._stored, "state": self._state, "groups": groups}
-        return Renamed(
-            item=replace(
-                item, tree=_with_state(item.tree, self._path, state), ties=item.ties | self._ties
-            ),
-            apart=done.apart | self._apart,
-            aliases=(*done.aliases, *self._aliases),
-            differing=(*done.differing, *self._differing),
-        )
+        state, item = {**self._stored, "state": self._state, "groups": groups}, self._renamed.item
+        tree = _with_state(item.tree, self._path, state)
+        self._renamed.item = replace(item, tree=tree, ties=item.ties | self._ties)
 
     def _copy(self, name: str, to: str) -> None:
         """Add the state of a stored parameter under another name."""
@@ -140,9 +122,9 @@ class _Renaming:
         self._params[number][to] = self._params[number][name]
         if name in self._state:
             self._state[to], moved = self._moved(name, to)
-            ties = self._so_far.item.ties
+            ties = self._renamed.item.ties
             self._ties |= {new: ties.get(old, old) for old, new in moved.items()}
-            self._apart.update(moved, moved.values())
+            self._renamed.apart.update(moved, moved.values())
 
     def _drop(self, name: str, alias: str) -> None:
         """Remove a stored parameter that the live optimizer knows by the name `alias`. Record a
@@ -156,13 +138,13 @@ class _Renaming:
             # Compare bytes: 1 == True, 0.0 == -0.0, and nan != nan.
             if objects.encode(state) == objects.encode(self._state[alias]):
                 pairs = [(old, self._ties.get(new, new)) for old, new in moved.items()]
-        spec_of = self._so_far.item.spec_of
+        spec_of = self._renamed.item.spec_of
         if pairs is None or any(spec_of(old) != spec_of(kept) for old, kept in pairs):
-            self._differing.append(
+            self._renamed.differing.append(
                 f"state of {name}: is that of {alias} here, but was stored separately and differs"
             )
         else:
-            self._aliases += pairs
+            self._renamed.aliases += pairs
         self._state.pop(name, None)
 
     def _moved(self, name: str, to: str) -> tuple[object, dict[str, str]]:

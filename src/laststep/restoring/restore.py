@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content
+    from laststep.read.reader import Room
     from laststep.restoring.choose import Chosen, Skipped
-    from laststep.restoring.exchange import TensorRoom
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
     from laststep.tiers.tier import Tier
@@ -113,7 +113,7 @@ class RestoreRequest:
 def restore_into(
     store: Store,
     providers: Mapping[str, StateProvider],
-    room: TensorRoom,
+    room: Room,
     bus: Bus,
     wanted: RestoreRequest,
     *,
@@ -237,7 +237,7 @@ def hand_over(
     content: Content,
     plan: RestorePlan,
     providers: Mapping[str, StateProvider],
-    room: TensorRoom,
+    room: Room,
     rank: Rank,
     *,
     allow_pickle: bool,
