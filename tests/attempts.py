@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laststep.catalog import attempt, decision
-from laststep.catalog.lineage import parse_folder
+from laststep.catalog import attempt
+from laststep.catalog.attempt import parse_folder, read_decision
 
 if TYPE_CHECKING:
     from laststep.catalog.run import Run
@@ -28,4 +28,4 @@ def abort(run: Run, folder: str, reason: str) -> Commit | Abort:
 
 
 def decided(run: Run, folder: str) -> Commit | Abort | None:
-    return decision.read(run.store, folder)
+    return read_decision(run.store, folder)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import attempts
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.run import Run
 from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, DTYPES, align_up
 from laststep.events import Bus

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
-from laststep.catalog.decision import is_checkpoint, read_newest
-from laststep.catalog.lineage import PIN_NAME, parse_folder
+from laststep.catalog.attempt import PIN_NAME, is_checkpoint, parse_folder, read_newest
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.constants import MANIFEST_NAME, with_article

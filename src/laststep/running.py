@@ -22,8 +22,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.capture.capture import Capturer
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.instances import Start
-from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.terms import Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError

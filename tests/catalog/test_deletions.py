@@ -20,7 +20,7 @@ from laststep.storage.directory import DirectoryStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.attempt import AttemptName
     from laststep.storage.files import FileReader
     from laststep.storage.store import StoreEntry
 

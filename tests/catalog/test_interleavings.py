@@ -19,9 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attempts
-from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
-from laststep.catalog.terms import new_start
+from laststep.catalog.terms import Seen, new_start
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError, StorageError
 from laststep.format.manifest import Commit, WrittenIndexes
@@ -31,7 +30,7 @@ from waiting import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.lineage import Point
+    from laststep.catalog.terms import Point
     from laststep.storage.store import Lock
 
 

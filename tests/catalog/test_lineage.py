@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.lineage import AttemptName, Chain, Link, Point, order, superseded
+from laststep.catalog.attempt import AttemptName
+from laststep.catalog.terms import Chain, Point, order, superseded
 
 
 @dataclass
@@ -35,13 +36,12 @@ class _History:
             self.state.append(name)
 
     def chain(self) -> Chain:
-        links, term = [], self.term
-        while True:
-            continues = self.links[term]
-            links.append(Link(term=term, continues=continues))
-            if continues is None:
-                return Chain(links=tuple(links))
-            term = continues[0]
+        limits: dict[int, int | None] = {self.term: None}
+        continues = self.links[self.term]
+        while continues is not None:
+            limits[continues[0]] = continues[1]
+            continues = self.links[continues[0]]
+        return Chain(limits=limits)
 
 
 _events = st.lists(
@@ -85,7 +85,7 @@ def test_deleted_checkpoints_do_not_change_the_lineage_of_the_others(
 def test_the_last_readable_commit_of_a_step_replaces_the_earlier_ones(
     events: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    names = order(_replay(events).names, Chain(links=()))
+    names = order(_replay(events).names, Chain(limits={}))
     sound = frozenset(name for name in names if data.draw(st.booleans()))
     replaced = superseded(names, sound)
     for place, name in enumerate(names):
@@ -99,14 +99,14 @@ def test_without_records_all_count_by_step() -> None:
         AttemptName(step=1, term=2, attempt=1),
         AttemptName(step=2, term=1, attempt=9),
     ]
-    assert [name.step for name in order(names, Chain(links=()))] == [1, 2, 3]
+    assert [name.step for name in order(names, Chain(limits={}))] == [1, 2, 3]
 
 
 def test_folders_without_records_count_up_to_the_step_that_was_taken_up_again() -> None:
     kept = [AttemptName(step=1, term=1, attempt=1), AttemptName(step=2, term=2, attempt=1)]
     left_behind = [AttemptName(step=3, term=1, attempt=2), AttemptName(step=4, term=2, attempt=2)]
     new = AttemptName(step=3, term=3, attempt=1)
-    chain = Chain(links=(Link(term=3, continues=(2, 1)),), unrecorded_below=True)
+    chain = Chain(limits={3: None, 2: 1}, unrecorded_from=(2, 1))
     assert list(order([*kept, *left_behind, new], chain)) == [*kept, new]
 
 
@@ -114,5 +114,5 @@ def test_a_chain_with_a_lost_record_keeps_what_is_known() -> None:
     old = AttemptName(step=1, term=1, attempt=1)
     known = AttemptName(step=2, term=2, attempt=1)
     beyond = AttemptName(step=3, term=2, attempt=2)
-    chain = Chain(links=(Link(term=3, continues=(2, 1)),))
+    chain = Chain(limits={3: None, 2: 1})
     assert list(order([old, known, beyond], chain)) == [known]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
+from laststep.catalog.terms import Seen
 from laststep.format import manifest
 from laststep.storage.directory import DirectoryStore
 

@@ -14,8 +14,7 @@ import pytest
 import attempts
 from disks import FailingDisk, Kind, RecordingDisk
 from laststep.catalog import listing
-from laststep.catalog.cleaning import QUIET_S, RemovalReason
-from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.retention import QUIET_S, Keep, RemovalReason, plan_prune
 from laststep.catalog.run import Run
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError
@@ -254,7 +253,7 @@ def test_what_a_killed_attempt_left_in_folders_is_counted_and_goes_with_it(
 def test_an_attempt_of_another_machine_is_quiet_only_if_its_folders_are(
     write: Write, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laststep.catalog.cleaning.is_here", lambda _: False)
+    monkeypatch.setattr("laststep.catalog.retention.is_here", lambda _: False)
     folder, _ = write(deep=True, commit=False)
     now_s = (tmp_path / "run" / folder).stat().st_mtime + 2 * QUIET_S
     growing = tmp_path / "run" / folder / "r00004" / "m-r00007.safetensors"

@@ -18,10 +18,8 @@ import attempts
 from disks import Kind, RecordingDisk
 from expect import raises
 from laststep.catalog import terms
-from laststep.catalog.attempt import Attempt
-from laststep.catalog.cleaning import RemovalReason
-from laststep.catalog.lineage import parse_folder
-from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.attempt import Attempt, parse_folder
+from laststep.catalog.retention import Keep, RemovalReason, plan_prune
 from laststep.catalog.run import Run
 from laststep.catalog.terms import this_writer
 from laststep.errors import (

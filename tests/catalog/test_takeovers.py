@@ -13,10 +13,9 @@ import pytest
 
 import attempts
 from expect import raises, warned
-from laststep.catalog.lineage import Seen
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
-from laststep.catalog.terms import Trainer, new_start
+from laststep.catalog.terms import Seen, Trainer, new_start
 from laststep.errors import AbortedError, StorageError
 from laststep.storage.directory import DirectoryStore
 

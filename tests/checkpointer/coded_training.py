@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 import laststep
-from laststep.catalog import decision
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.indexes import read_index
 from laststep.constants import BLOCK_BYTES
 from laststep.format.manifest import Commit
@@ -101,7 +101,7 @@ class CodedTraining:
         """Of each block of the weights."""
         folder = self.folder(step)
         store = DirectoryStore(folder.parent)
-        commit = decision.read(store, folder.name)
+        commit = read_decision(store, folder.name)
         assert isinstance(commit, Commit)
         index = read_index(store, folder.name, commit, 0)
         stored = index.layout("model.safetensors")

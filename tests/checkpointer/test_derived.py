@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import laststep
 from cases import long
 from expect import raises
-from laststep.catalog import decision
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.indexes import read_index
 from laststep.codecs import rounding
 from laststep.constants import BLOCK_BYTES
@@ -107,7 +107,7 @@ def derived_blocks(run: Path, file: str = "model.safetensors") -> list[bool]:
     """Of each block of a file of the newest checkpoint: whether it is derived."""
     store = DirectoryStore(str(run))
     folder = folders(run)[-1]
-    index = read_index(store, folder, decision.read(store, folder), 0)
+    index = read_index(store, folder, read_decision(store, folder), 0)
     return [index.is_derived(ref) for ref in index.layout(file).refs()]
 
 

@@ -13,7 +13,7 @@ import torch
 
 import laststep
 import laststep.events
-from laststep.catalog import decision
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.indexes import read_index
 from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
@@ -288,7 +288,7 @@ def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
     training.save(0)
     training.change(1)
     training.save(1)
-    commit = decision.read(DirectoryStore(training.run), training.folder(1).name)
+    commit = read_decision(DirectoryStore(training.run), training.folder(1).name)
     assert isinstance(commit, Commit)
     index = read_index(DirectoryStore(training.run), training.folder(1).name, commit, 0)
     shared = {file.name: file for file in index.files}["model~1-1.safetensors"]

@@ -19,7 +19,6 @@ import laststep
 from cases import long
 from disks import FailingDisk, Kind
 from expect import raises, warned
-from laststep.catalog import decision
 from laststep.flush import server as serving
 from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
@@ -496,7 +495,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def test_a_manifest_that_no_reader_would_take_is_not_committed(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
+    monkeypatch.setattr("laststep.catalog.attempt.MANIFEST_LIMIT_BYTES", 20_000)
     with laststep.Checkpointer(
         run_folder, s={"a": 1}, options=laststep.Options(flush="thread")
     ) as checkpointer:
@@ -517,6 +516,6 @@ def test_a_folder_alone_may_have_as_large_a_manifest_as_one_in_a_run(
     for path in (run_folder, run_folder / folder):
         assert laststep.load(path) == {"s": {"a": 1}}
         with monkeypatch.context() as patch:
-            patch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
+            patch.setattr("laststep.catalog.attempt.MANIFEST_LIMIT_BYTES", 20_000)
             with pytest.raises(laststep.CorruptError, match="20000"):
                 laststep.load(path)

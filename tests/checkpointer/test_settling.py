@@ -9,7 +9,7 @@ import pytest
 
 import attempts
 from expect import names, raises
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.run import Run
 from laststep.commit.rounds import Member, Round
 from laststep.errors import AbortedError, LaststepError, StorageError

@@ -15,7 +15,7 @@ import torch
 
 import laststep
 from expect import raises, warned
-from laststep.catalog.failures import Past
+from laststep.catalog.instances import Past
 from laststep.flush import server as serving
 from laststep.plan.frequency import APART, Bound
 

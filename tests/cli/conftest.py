@@ -18,7 +18,7 @@ import pytest
 
 import attempts
 from laststep import cli
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.run import Run
 from laststep.codecs import objects
 from laststep.codecs.digests import block_digests

@@ -15,8 +15,8 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from laststep.catalog import attempt, decision
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog import attempt
+from laststep.catalog.attempt import AttemptName, read_decision
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.rounds import Leader, Member, Participant, Round
@@ -451,7 +451,7 @@ class SimulatedJob:
 
     def commits(self) -> list[Commit]:
         """The manifests of these."""
-        found = [decision.read(self.store, entry.name) for entry in self.store.list("")]
+        found = [read_decision(self.store, entry.name) for entry in self.store.list("")]
         return [manifest for manifest in found if isinstance(manifest, Commit)]
 
     def close(self) -> None:

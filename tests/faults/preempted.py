@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import laststep
 from laststep import resuming
-from laststep.catalog.writer import RunWriter
+from laststep.catalog.run import RunWriter
 from laststep.events import Captured, Committed, PreemptionEnded, TierHolds
 from laststep.flush.listeners import Retention
 from laststep.flush.saves import Save, Saves

@@ -13,8 +13,7 @@ import torch
 
 import laststep
 from expect import raises
-from laststep.catalog.lineage import Seen
-from laststep.catalog.terms import new_start
+from laststep.catalog.terms import Seen, new_start
 from laststep.flush import server as serving
 from laststep.flush.protocol import (
     Begin,

@@ -33,7 +33,7 @@ def die(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     def prepare(when: str, step: int) -> None:
         code = f"""
 import os, signal
-from laststep.catalog.writer import RunWriter
+from laststep.catalog.run import RunWriter
 commit = RunWriter.commit
 def deadly(writer, attempt, record):
     if {when!r} == "after" or attempt.name.step != {step}:

@@ -11,8 +11,7 @@ import torch
 
 import laststep
 from expect import warned
-from laststep.catalog.attempt import Attempt
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import Attempt, AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.flush.listeners import FlusherSave, SlotHolds

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.attempt import AttemptName
+from laststep.catalog.terms import Seen
 from laststep.flush import protocol as wire
 from laststep.flush.protocol import (
     Begin,

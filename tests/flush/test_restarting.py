@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from expect import raises
-from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.attempt import AttemptName
+from laststep.catalog.terms import Seen
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
 from laststep.events import Bus

@@ -13,9 +13,8 @@ import torch
 
 import laststep
 from expect import raises, warned
-from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
-from laststep.catalog.terms import new_start
+from laststep.catalog.terms import Seen, new_start
 from laststep.flush import listeners
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Connection, Continue, Ended, Instruct, Orders

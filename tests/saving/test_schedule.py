@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expect import names, raises, warned
-from laststep.catalog.failures import Past
+from laststep.catalog.instances import Past
 from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.plan.frequency import APART, Bound
 from laststep.ranks.rank import Rank

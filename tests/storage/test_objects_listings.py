@@ -10,7 +10,7 @@ import torch
 
 import attempts
 import laststep
-from laststep.catalog.lineage import parse_folder
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.listing import Scanner
 from laststep.catalog.run import Run
 from laststep.errors import StorageError

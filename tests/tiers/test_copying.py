@@ -17,8 +17,8 @@ import pytest
 import attempts
 import laststep
 from expect import raises
-from laststep.catalog import cleaning
-from laststep.catalog.lineage import copying_name
+from laststep.catalog.attempt import copying_name
+from laststep.catalog.retention import COPY_QUIET_S, QUIET_S, RemovalReason
 from laststep.catalog.run import Run
 from laststep.constants import BLOCK_BYTES, MANIFEST_NAME
 from laststep.errors import (
@@ -430,9 +430,9 @@ def test_no_writer_at_the_target_cleans_up_a_copy_under_way(run: Path, tmp_path:
     assert there.orphans() == ()
     there.claim_term(there.newest().point)
     assert [item.folder for item in there.attempts()] == [folders(run)[1].name]
-    week_later = time.time() + cleaning.COPY_QUIET_S + 60
+    week_later = time.time() + COPY_QUIET_S + 60
     (orphan,) = there.orphans(now_s=week_later)
-    assert (orphan.name, orphan.why) == (folders(run)[1].name, cleaning.RemovalReason.STALE_COPY)
+    assert (orphan.name, orphan.why) == (folders(run)[1].name, RemovalReason.STALE_COPY)
     lock = store.lock(f"{folders(run)[1].name}/{copying_name()}")
     assert there.orphans(now_s=week_later) == ()  # somebody copies it now
     lock.close()
@@ -460,10 +460,10 @@ def test_an_interrupted_copy_that_a_later_one_has_overtaken_goes_when_nobody_wor
         assert Run.open(store).orphans() == ()  # somebody copies it now
     there = Run.open(Mounted(tmp_path / "copy"))
     assert there.orphans() == ()
-    hour_later = time.time() + cleaning.QUIET_S + 60
+    hour_later = time.time() + QUIET_S + 60
     assert [orphan.name for orphan in there.orphans(now_s=hour_later)] == [first]
     (gone,) = Run.open(store).clean()
-    assert (gone.name, gone.why) == (first, cleaning.RemovalReason.STALE_COPY)
+    assert (gone.name, gone.why) == (first, RemovalReason.STALE_COPY)
     assert not (tmp_path / "copy" / first).exists()
     assert one.copy(first) is not None
     check_sound(tmp_path / "copy")

@@ -15,7 +15,7 @@ import torch
 import laststep
 from expect import raises, warned
 from laststep import events
-from laststep.catalog import decision
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.run import Run
 from laststep.errors import (
     AlreadyExistsError,
@@ -596,4 +596,4 @@ def test_a_copy_that_was_interrupted_goes_on_with_other_items(
     assert moved is not None
     assert moved.copied_bytes == 0
     assert not (target / folder.name / "optimizer.safetensors").exists()
-    assert decision.read(DirectoryStore(target), folder.name) == commit_of(saved.weights)
+    assert read_decision(DirectoryStore(target), folder.name) == commit_of(saved.weights)

@@ -15,7 +15,7 @@ import torch
 import laststep
 from expect import warned
 from laststep import events
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import AttemptName
 from laststep.errors import StorageError
 from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore

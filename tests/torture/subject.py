@@ -23,8 +23,9 @@ from tally import Tally, Violation
 from typer.testing import CliRunner
 
 import laststep
-from laststep.catalog.lineage import Seen, parse_folder
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.run import Run
+from laststep.catalog.terms import Seen
 from laststep.cli import app
 from laststep.errors import LaststepError
 from laststep.read.verify import verify_checkpoint

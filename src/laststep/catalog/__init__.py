@@ -1,6 +1,6 @@
 """The catalog of a run: its checkpoints, its writers, commits and retention.
 
-`run` is the entry point. `lineage` is pure, and `retention` decides purely before it deletes
-anything; `terms`, `decision`, `attempt`, `listing` and `cleaning` work on a store. Nothing here
-knows the content of a data file.
+`run` is the entry point and the writer. `attempt` writes one checkpoint and decides about it;
+`terms` and `instances` order the writers; `listing` and `indexes` read; `retention` decides purely
+before it deletes anything. Nothing here knows the content of a data file.
 """

@@ -1,4 +1,5 @@
-"""One attempt to write a checkpoint: begin, put, then commit or abort.
+"""One attempt to write a checkpoint: its name, the calls begin, put, commit and abort, and its
+decision.
 
 The flusher, the DCP adapter, copies, replication and recovery all write through `Attempt`. Commit
 and abort compete to create one name, `manifest.json`: the first to create it makes the final
@@ -6,22 +7,31 @@ decision, and the other reads that decision. A commit is reported only once its 
 every process that finds a commit syncs the folder first. This module knows nothing of terms,
 lineage, retention or file contents. Several processes may hold the same attempt, and all functions
 are thread-safe.
+
+A process that reads a run beside its writer may see it in the middle of a change; `looks` limits
+how often the read is repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
+import re
 import socket
+import time
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from laststep.catalog import decision
+import msgspec
+
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import (
     AbortedError,
     AlreadyExistsError,
     CorruptError,
+    LaststepError,
     NotFoundError,
     StorageError,
     UsageError,
@@ -31,10 +41,64 @@ from laststep.format.manifest import Abort, Commit
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from laststep.catalog.lineage import AttemptName
-    from laststep.storage.store import FileWriting, Store
+    from laststep.storage.store import FileWriting, Store, StoreEntry
+
+_log = logging.getLogger(__name__)
+_Found = TypeVar("_Found", bound="_HasFolder")
+_Result = TypeVar("_Result")
+
+RUN_NAME = "run.json"
+PIN_NAME = "pinned"
+MANIFEST_LIMIT_BYTES = 256 << 20
+"""The largest manifest that is read or written."""
+
+_FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
+_COPYING = re.compile(r"copying(-r[0-9]{5,8})?\.lock")
+_PAUSES_S = (0.0, 0.0, 0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The name of an attempt or a checkpoint: the step, the term of the writer, and the number of
+    the attempt in that term. Every name has exactly one folder, and every folder at most one
+    name."""
+
+    step: int
+    term: int
+    attempt: int
+
+    @property
+    def point(self) -> tuple[int, int]:
+        """The position in the order of commits."""
+        return self.term, self.attempt
+
+    @property
+    def folder(self) -> str:
+        return f"step-{self.step:08d}.{self.term}-{self.attempt}"
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def parse_folder(folder: str) -> AttemptName | None:
+    """Return the attempt whose folder has this name, or None if it is not an attempt's folder.
+    Cached, because every scan of a run parses each folder name more than once."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        return None
+    step, term, attempt = map(int, match.groups())
+    name = AttemptName(step=step, term=term, attempt=attempt)
+    return name if term >= 1 and attempt >= 1 and name.folder == folder else None
+
+
+def copying_name(first_rank: int | None = None) -> str:
+    """Return the name of the lock in the folder of an uncommitted copy. `first_rank` is given if
+    only the files of some ranks are copied."""
+    return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
+
+
+def is_copying_name(name: str) -> bool:
+    """Return True if a file of this name marks an attempt's folder as a copy."""
+    return _COPYING.fullmatch(name) is not None
 
 
 class Attempt:
@@ -95,18 +159,20 @@ class Attempt:
         All files MUST be finished. The call may be repeated with the same commit. After
         `StorageError` the checkpoint does not exist, unless the error states that this is unknown.
         """
-        try:
-            decision.check_place(commit, self.folder, where=f"{self.store.url}/{self.folder}")
-        except CorruptError as error:
+        where = f"{self.store.url}/{self.folder}"
+        if _name_in(commit) != self.name:
             raise UsageError(
-                error.what, where=error.where, expected=error.expected, found=error.found
-            ) from None
+                "a manifest is not that of its folder",
+                where=where,
+                expected=self.folder,
+                found=_name_in(commit).folder,
+            )
         data = manifest.encode(commit)
-        if len(data) > decision.MANIFEST_LIMIT_BYTES:
+        if len(data) > MANIFEST_LIMIT_BYTES:
             raise UsageError(
                 "a manifest would be too large to be read",
-                where=f"{self.store.url}/{self.folder}",
-                expected=f"at most {decision.MANIFEST_LIMIT_BYTES} bytes",
+                where=where,
+                expected=f"at most {MANIFEST_LIMIT_BYTES} bytes",
                 found=f"{len(data)} bytes",
                 remedy="it holds metrics and metadata: save large values as an item",
             )
@@ -134,7 +200,7 @@ class Attempt:
         commit and is now durable, else raise."""
         where = f"{self.store.url}/{self.folder}"
         try:
-            decided = decision.read(self.store, self.folder)
+            decided = read_decision(self.store, self.folder)
         except StorageError as second:
             raise _unknown(where, second) from error
         if isinstance(decided, Abort):
@@ -144,7 +210,7 @@ class Attempt:
         if decided is None:
             raise error
         # Bytes, not values: NaN is not equal to itself.
-        if decision.read_bytes(self.store, self.folder) != data:
+        if read_manifest(self.store, self.folder) != data:
             raise AlreadyExistsError(
                 "a different commit took the place of this attempt", where=where
             )
@@ -158,35 +224,27 @@ class Attempt:
 
     def abort(self, reason: str) -> bool:
         """Abort the attempt and delete its files, which no other process may still be writing.
-        Return True if it was committed instead; that commit is then durable."""
+        Return True if it was committed instead; that commit is then durable.
+
+        The abort must not be deleted before the other files: the attempt would be undecided again,
+        and a writer that was wrongly considered dead could commit a half-deleted checkpoint.
+        `delete_folder` therefore takes the folder's name away first, together with the abort.
+        """
         try:
             if isinstance(abort(self.store, self.folder, reason), Commit):
                 return True
-            if decision.read(self.store, self.folder) is None:
-                return False  # a later writer has removed it already
         except StorageError:
             # A full disk has no room for an abort either. Deleting the folder also prevents a
             # commit.
-            if decision.read(self.store, self.folder) is not None:
+            if isinstance(read_decision(self.store, self.folder), Commit):
                 raise
         self.store.delete_folder(self.folder)
         return False
 
 
-def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
-    """Abort an undecided attempt without deleting its files. Return the final decision; a commit is
-    returned only once it is durable."""
-    own = Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
-    try:
-        store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(own))
-    except NotFoundError:
-        return own  # Without its folder the attempt cannot be committed.
-    except AlreadyExistsError:
-        decided = decision.read(store, folder)
-        if isinstance(decided, Commit):
-            store.sync_folder(folder)
-        return decided or own
-    return own
+def inner_folders(names: Iterable[str]) -> list[str]:
+    """Return the subfolders of a checkpoint's folder that contain these files."""
+    return sorted({name.rpartition("/")[0] for name in names} - {""})
 
 
 def _unknown(where: str, error: StorageError) -> StorageError:
@@ -201,6 +259,159 @@ def _unknown(where: str, error: StorageError) -> StorageError:
     return unknown
 
 
-def inner_folders(names: Iterable[str]) -> list[str]:
-    """Return the subfolders of a checkpoint's folder that contain these files."""
-    return sorted({name.rpartition("/")[0] for name in names} - {""})
+def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
+    """Abort an undecided attempt without deleting its files. Return the final decision; a commit is
+    returned only once it is durable."""
+    own = Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
+    try:
+        store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(own))
+    except NotFoundError:
+        pass  # Without its folder the attempt cannot be committed.
+    except AlreadyExistsError:
+        decided = read_decision(store, folder)
+        if isinstance(decided, Commit):
+            store.sync_folder(folder)
+        return decided or own
+    return own
+
+
+# Reading decisions
+
+
+def read_decision(store: Store, folder: str) -> Commit | Abort | None:
+    """Return the decision, or None if there is none yet. Raise `CorruptError` if it is damaged."""
+    try:
+        data = read_manifest(store, folder)
+    except NotFoundError:
+        return None
+    where = f"{store.url}/{folder}/{MANIFEST_NAME}"
+    decided = manifest.decode(data, where=where)
+    if isinstance(decided, Commit) and _name_in(decided) != parse_folder(folder):
+        raise CorruptError(
+            "a manifest is not that of its folder",
+            where=where,
+            expected=folder,
+            found=_name_in(decided).folder,
+            remedy=f"give the folder its own name back; {manifest.DAMAGE_REMEDY}",
+        )
+    return decided
+
+
+def read_manifest(store: Store, folder: str) -> bytes:
+    """Return the bytes of a manifest. Raise `NotFoundError` if there is none."""
+    return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
+
+
+def _name_in(commit: Commit) -> AttemptName:
+    return AttemptName(step=commit.step, term=commit.term, attempt=commit.attempt)
+
+
+def durable_commit(store: Store, folder: str) -> Commit | None:
+    """Make the commit of an attempt durable and return it; None if it is not committed."""
+    decided = read_decision(store, folder)
+    if not isinstance(decided, Commit):
+        return None
+    store.sync_folder(folder)
+    return decided
+
+
+def is_checkpoint(store: Store) -> bool:
+    """Return True if the store's root is the folder of a checkpoint; False if it cannot be read."""
+    try:
+        return exists(store, MANIFEST_NAME)
+    except LaststepError:
+        return False
+
+
+def exists(store: Store, path: str) -> bool:
+    """Return True if the file can be opened, without relying on a listing."""
+    try:
+        store.open_reader(path, cached=True).close()
+    except NotFoundError:
+        return False
+    return True
+
+
+def deleted(store: Store, folder: str) -> NotFoundError | None:
+    """Return an error if the checkpoint has been deleted, or None if it still exists.
+
+    Callers that find a part of a checkpoint missing ask this first: retention or a prune may have
+    deleted the checkpoint in the meantime, and deletes its manifest before anything else.
+    """
+    # Also open it by name, because a listing may be wrongly empty.
+    path = f"{folder}/{MANIFEST_NAME}"
+    if MANIFEST_NAME in store.file_names(folder) or exists(store, path):
+        return None
+    return NotFoundError(
+        "the checkpoint was deleted in the meantime",
+        where=f"{store.url}/{folder}",
+        remedy="`laststep ls` lists those that are there now",
+    ).lacking(path)
+
+
+class _HasFolder(Protocol):
+    """Any listed form of a checkpoint."""
+
+    @property
+    def folder(self) -> str: ...
+
+
+def read_newest(
+    store: Store, find: Callable[[], _Found], read: Callable[[_Found], _Result]
+) -> _Result:
+    """Read the checkpoint that `find` returns; if it is deleted meanwhile, call `find` again.
+
+    Retention deletes a checkpoint only after a newer commit, so the next `find` returns that one.
+    Not for a step that the user named: another checkpoint must not replace it.
+    """
+    for is_last in looks():
+        found = find()
+        try:
+            return read(found)
+        except (CorruptError, NotFoundError):
+            if is_last or deleted(store, found.folder) is None:
+                raise
+            _log.warning("%s was deleted while it was read: listing the run again", found.folder)
+    raise AssertionError  # the last iteration returns or raises
+
+
+def looks() -> Iterator[bool]:
+    """Yield before each try to read a run that others change, after growing pauses. Yield True
+    before the last try.
+
+    Retries are needed because some servers and filesystems list files before or after they can be
+    read, and because a writer may delete each checkpoint before it has been read (`laststep pin`
+    keeps one).
+    """
+    for number, pause_s in enumerate(_PAUSES_S, 1):
+        time.sleep(pause_s)
+        yield number == len(_PAUSES_S)
+
+
+def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
+    """List a folder. In an object store, raise `StorageError` if repeated listings omit the file
+    `expected` although it exists: a proxy may answer with an HTML page and status 200, which
+    clients parse as an empty listing."""
+    entries: list[StoreEntry] = []
+    path = f"{folder}/{expected}" if folder else expected
+    for _ in looks():
+        entries = store.list(folder)
+        if (
+            not store.same_everywhere
+            or any(entry.name == expected for entry in entries)
+            or not exists(store, path)
+        ):
+            return entries
+        # A deletion removes the folder's name from the run before its contents, so the contents
+        # that are left do not count.
+        if folder and all(entry.name != folder for entry in list_checked(store, "", RUN_NAME)):
+            return entries
+    error = StorageError(
+        "a listing omits an existing file",
+        where=f"{store.url}/{folder}".rstrip("/"),
+        expected=f"{expected} among the names",
+        found=f"{len(entries)} names without it",
+        remedy="check the server and any proxies, and try again",
+    )
+    error.transient = True
+    raise error

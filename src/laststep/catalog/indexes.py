@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import deleted
 from laststep.codecs.digests import DIGEST_NAME
 from laststep.errors import CorruptError, NotFoundError, StorageError
 from laststep.format import index as index_format
@@ -133,7 +133,7 @@ def read_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[by
             data = _read_once(store, f"{folder}/{name}", where)
             index_format.check(data, where=where, expected=expected)
     except (CorruptError, NotFoundError) as error:
-        gone = decision.deleted(store, folder)
+        gone = deleted(store, folder)
         if gone is not None:
             raise gone from error
         if isinstance(error, CorruptError):

@@ -1,36 +1,65 @@
-"""A job instance and the lock that shows its pending saves.
+"""A job instance: the lock that shows its pending saves, and the failures of earlier ones.
 
 Every job instance that saves has one lock file, its liveness lock, and sets a pending marker for
 each save in it before it hands anything to the flusher. The lock's descriptor is sent to the
 flusher with a message, so the lock is held as long as the trainer, the flusher or the message
 itself exists. The marker is cleared once the outcome of the save is known. A restore that finds no
-pending marker therefore misses no announced save, and one that finds markers waits for them.
+pending marker therefore misses no announced save, and one that finds markers waits for them. A
+liveness lock need not survive a crash of the machine, so it is never synced.
 
-A liveness lock need not survive a crash of the machine, so it is never synced. This module knows
-nothing of the content of a save.
+A job instance that did not record a clean end counts as failed. Its uptime lasts from its first
+save to its last sign of life, which is its last commit; time in which nothing ran does not count.
+If retention has deleted all its commits, its uptime lasts until the next job instance began, but no
+longer than the median time between two job instances of this run. A clock may be set while a job
+runs: a job instance that ended well records its uptime by a monotonic clock, and any other counts
+for at most `UNPROVEN_S`. An underestimated uptime only makes saves more frequent.
+
+This module knows nothing of the content of a save.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import re
+import statistics
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from laststep.catalog import decision, failures, lineage
+from laststep.catalog.attempt import AttemptName, durable_commit, read_decision
+from laststep.catalog.listing import Scanner
 from laststep.catalog.run import newest_point
-from laststep.catalog.terms import make_folder, new_start
+from laststep.catalog.terms import (
+    RECORD_LIMIT_BYTES,
+    TERMS_FOLDER,
+    TermRecord,
+    Terms,
+    liveness_lock_name,
+    make_folder,
+    new_start,
+    parse_liveness_lock,
+)
 from laststep.errors import LaststepError, NotFoundError
+from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
-    from laststep.catalog.failures import Past
-    from laststep.catalog.lineage import Seen
+    from collections.abc import Iterable
+
+    from laststep.catalog.terms import Seen
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
+
+_ENDING = re.compile(r"start-([0-9a-f]{16})\.ended")
+_LATEST = 64
+"""The number of latest terms that count. Older ones predict little about the present job."""
+UNPROVEN_S = 7 * 24 * 3600.0
+"""The longest uptime of one job instance that is believed from timestamps alone: a common time
+limit of jobs."""
 
 
 class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +76,7 @@ class Start:
 
     def __init__(self, store: Store) -> None:
         self.writer = new_start()
+        self.liveness_lock_name = liveness_lock_name(self.writer.start, self.writer.pid)
         self._store = store
         self._began_s = time.monotonic()
         self._mutex = threading.Lock()
@@ -59,11 +89,6 @@ class Start:
     def url(self) -> str:
         """The URL of the run."""
         return self._store.url
-
-    @property
-    def liveness_lock_name(self) -> str:
-        """The name of the liveness lock, relative to the run."""
-        return lineage.liveness_lock_name(self.writer.start, self.writer.pid)
 
     def newest_point(self) -> Seen:
         """Return the newest term and the last commit of the run, for a job instance that has not
@@ -99,27 +124,26 @@ class Start:
         """Clear the pending marker of a save whose outcome is known."""
         with self._mutex:
             if self._liveness is not None:
-                with contextlib.suppress(
-                    LaststepError
-                ):  # the kernel clears it when the process ends
+                # The kernel clears it when the process ends.
+                with contextlib.suppress(LaststepError):
                     self._liveness.clear(save)
 
     def has_committed(self, folder: str) -> bool:
         """Return True if this attempt is committed, and make the commit durable. No process may
         still be deciding about the attempt."""
-        return decision.standing(self._store, folder) is not None
+        return durable_commit(self._store, folder) is not None
 
     def past(self) -> Past:
         """Return the failures and uptime of earlier job instances of this run."""
-        return failures.past_of(self._store, self.writer.start)
+        return past_of(self._store, self.writer.start)
 
     def ended_well(self) -> None:
         """Record for later job instances that this one did not fail. Does nothing if it never saved
         to the run."""
         ran_s = time.monotonic() - self._began_s
-        note = msgspec.json.encode(failures.Ending(ended_s=time.time(), ran_s=ran_s))
+        note = msgspec.json.encode(Ending(ended_s=time.time(), ran_s=ran_s))
         try:
-            self._store.create(lineage.ending_name(self.writer.start), note)
+            self._store.create(ending_name(self.writer.start), note)
         except NotFoundError:
             pass  # no job has saved to the run
         except LaststepError as error:
@@ -143,23 +167,112 @@ def forget(store: Store, liveness: str, lock: Lock) -> None:
 def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
     """Return the saves that are pending now."""
     announced = []
-    for name in store.file_names(lineage.TERMS_FOLDER):
-        pid = lineage.parse_liveness_lock(name)
-        if pid is None:
-            continue
-        path = f"{lineage.TERMS_FOLDER}/{name}"
-        places = frozenset(
-            place for first, last in store.marked(path) for place in range(first, last + 1)
-        )
-        if places:
-            announced.append(AnnouncedSaves(liveness=path, pid=pid, places=places))
+    for name in store.file_names(TERMS_FOLDER):
+        pid = parse_liveness_lock(name)
+        if pid is not None:
+            path = f"{TERMS_FOLDER}/{name}"
+            places = _marked(store, path)
+            if places:
+                announced.append(AnnouncedSaves(liveness=path, pid=pid, places=places))
     return tuple(announced)
 
 
 def still_coming(store: Store, before: AnnouncedSaves) -> bool:
     """Return True if any of these saves is still pending."""
-    return any(
-        first <= place <= last
-        for first, last in store.marked(before.liveness)
-        for place in before.places
-    )
+    return not before.places.isdisjoint(_marked(store, before.liveness))
+
+
+def _marked(store: Store, path: str) -> frozenset[int]:
+    ranges = store.marked(path)
+    return frozenset(place for first, last in ranges for place in range(first, last + 1))
+
+
+# Failures of earlier job instances
+
+
+class Past(NamedTuple):
+    """The number of failures of a run and its total uptime."""
+
+    failures: int = 0
+    uptime_s: float = 0.0
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the file that a job instance writes when it ends well."""
+
+    ended_s: float
+    ran_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """The time since the job instance began, by a monotonic clock."""
+
+
+def ending_name(start: str) -> str:
+    """Return the name of the file that a job instance writes when it ends well, relative to the
+    run."""
+    return f"{TERMS_FOLDER}/start-{start}.ended"
+
+
+def past_of(store: Store, start: str) -> Past:
+    """Return the failures and uptime of all job instances of a run except `start`. Damaged records
+    are skipped: this is an estimate, and the next save reports them."""
+    try:
+        records = _records_of_others(store, start)
+        endings = _endings(store)
+        attempts = sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True)
+        began = [min(record.created_s for record in its) for its in records.values()]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(began))]
+        usual_s = statistics.median(gaps) if gaps else 0.0
+        uptime_s = 0.0
+        for began_s, (its_start, its) in zip(began, records.items(), strict=True):
+            ending = endings.get(its_start)
+            if ending is not None and ending.ran_s is not None:
+                uptime_s += ending.ran_s
+                continue
+            seen_s = ending.ended_s if ending is not None else _last_commit_s(store, its, attempts)
+            if seen_s is None:
+                until_s = min([other for other in began if other > began_s], default=began_s)
+                seen_s = min(until_s, began_s + usual_s)
+            uptime_s += min(max(seen_s - began_s, 0.0), UNPROVEN_S)
+        return Past(failures=len(records.keys() - endings.keys()), uptime_s=uptime_s)
+    except LaststepError as error:
+        _log.warning("the number of failures of %s is unknown: %s", store.url, error)
+        return Past()
+
+
+def _records_of_others(store: Store, own: str) -> dict[str, list[TermRecord]]:
+    """Return the latest records of terms by job instance, except those of `own`."""
+    terms = Terms(store)
+    records: dict[str, list[TermRecord]] = {}
+    for number in terms.numbers()[-_LATEST:]:
+        with contextlib.suppress(LaststepError):
+            record = terms.read(number)
+            if record is not None and (record.start != own or not own):
+                records.setdefault(record.start or f"term {number}", []).append(record)
+    return records
+
+
+def _last_commit_s(
+    store: Store, records: Iterable[TermRecord], newest_first: Iterable[AttemptName]
+) -> float | None:
+    """Return the latest time of the last commits of these terms; None if they have none left."""
+    times = []
+    for record in records:
+        for name in newest_first:
+            if name.term == record.term:
+                with contextlib.suppress(LaststepError):
+                    decided = read_decision(store, name.folder)
+                    if isinstance(decided, Commit):
+                        times.append(decided.created_s)
+                        break
+    return max(times, default=None)
+
+
+def _endings(store: Store) -> dict[str, Ending]:
+    """Return the recorded ending of each job instance that ended well."""
+    found = {}
+    for name in store.file_names(TERMS_FOLDER):
+        match = _ENDING.fullmatch(name)
+        if match is not None:
+            data = store.read(f"{TERMS_FOLDER}/{name}", limit_bytes=RECORD_LIMIT_BYTES)
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                found[match.group(1)] = msgspec.json.decode(data, type=Ending)
+    return found

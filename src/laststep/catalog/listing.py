@@ -6,22 +6,30 @@ during a scan are left out. Thread-safe.
 
 In a job of many ranks, files are stored in subfolders of the checkpoint's folder. Every rank scans
 the run when it restores, so the subfolders of attempts, and of checkpoints with very many files,
-are skipped unless a `ScanDepth` includes them. For a checkpoint with very many files even a deep
-scan only counts names, since the manifest has the sizes; sizes are listed only if names are
-missing. A linked subfolder is not scanned, because its content is not part of the run.
+are skipped unless a scan is `deep`. For a checkpoint with very many files even a deep scan only
+counts names, since the manifest has the sizes; sizes are listed only if names are missing. A linked
+subfolder is not scanned, because its content is not part of the run.
 """
 
 from __future__ import annotations
 
-import enum
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import decision, lineage
-from laststep.catalog.decision import list_checked
+from laststep.catalog.attempt import (
+    PIN_NAME,
+    RUN_NAME,
+    AttemptName,
+    is_copying_name,
+    list_checked,
+    looks,
+    parse_folder,
+    read_decision,
+)
 from laststep.catalog.indexes import read_index
-from laststep.catalog.lineage import PIN_NAME, RUN_NAME, AttemptName, is_copying_name, parse_folder
+from laststep.catalog.terms import order, superseded
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError, StorageError
 from laststep.format.manifest import Abort, Commit
@@ -29,10 +37,10 @@ from laststep.plan.files import folder_of, index_name
 from laststep.storage.store import StoreEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
     from collections.abc import Set as AbstractSet
 
-    from laststep.catalog.terms import Terms
+    from laststep.catalog.terms import Chain, Terms
     from laststep.storage.store import Store
 
 _NEAREST = 6
@@ -44,15 +52,6 @@ _LOOKED_INTO = 100
 _LOOKS_AT_ONCE = 16
 """The most folders of an object store that are scanned in parallel; each takes two or three
 requests."""
-
-
-class ScanDepth(enum.Enum):
-    """The attempts that a scan reads completely, even if they have very many files."""
-
-    NOTHING = enum.auto()
-    ATTEMPTS = enum.auto()
-    """Everything that is not committed, for callers that remove it and need to know its content."""
-    ALL = enum.auto()
 
 
 class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
@@ -134,12 +133,13 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         """The size of all its files: as listed, or by the manifest for skipped subfolders."""
-        here = [entry for entry in self.entries if not entry.is_folder]
+        files = [entry for entry in self.entries if not entry.is_folder]
+        data_bytes = 0
         if isinstance(self.decided, Commit) and self.passed_over:
             # The manifest's total includes data files beside the subfolders: count them once.
-            here = [entry for entry in here if not entry.name.endswith(_DATA_FILES)]
-            return sum(entry.size_bytes for entry in here) + self.decided.size_bytes
-        return sum(entry.size_bytes for entry in here)
+            data_bytes = self.decided.size_bytes
+            files = [entry for entry in files if not entry.name.endswith(_DATA_FILES)]
+        return data_bytes + sum([entry.size_bytes for entry in files])
 
     @property
     def changed_s(self) -> float:
@@ -153,14 +153,9 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
         return self.decided is not None and not isinstance(self.decided, Abort)
 
 
-def _is_deep(commit: Commit) -> bool:
-    """Return True if the checkpoint has very many data files in subfolders."""
-    return commit.file_count > _VERY_MANY and bool(folder_of(0, commit.ranks))
-
-
 def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
     """Return a description of the indexes that are missing from `names`; None if there are none."""
-    indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
+    indexes = [index_name(number, commit.ranks) for number in range(commit.index_count)]
     missing = [name for name in indexes if name not in names]
     if not missing:
         return None
@@ -175,20 +170,31 @@ class Scanner:
         self._store = store
         self._read: dict[AttemptName, tuple[int, float, Commit | Abort]] = {}
 
-    def names(self) -> tuple[AttemptName, ...]:
+    def names(self) -> list[AttemptName]:
         """Return all attempts that have a folder, decided or not."""
         if self._store.same_everywhere:
-            return tuple(name for name, _ in self.folders())
+            return list(self.folders())
         parsed = map(parse_folder, self._store.folder_names(""))
-        return tuple(name for name in parsed if name is not None)
+        return [name for name in parsed if name is not None]
 
-    def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
+    def folders(self) -> dict[AttemptName, StoreEntry]:
+        """Return the folders of all attempts."""
+        # Object stores list names in order, and `run.json` sorts after the markers of folders: its
+        # presence also shows that no later page of the listing is missing.
+        found = {}
+        for entry in list_checked(self._store, "", RUN_NAME):
+            name = parse_folder(entry.name) if entry.is_folder else None
+            if name is not None:
+                found[name] = entry
+        return found
+
+    def scan(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
         """Return every attempt with its decision."""
         scanned: tuple[ScannedAttempt, ...] = ()
-        for _ in decision.looks():  # the last scan counts in any case
+        for _ in looks():  # the last scan counts in any case
             folders = self.folders()
-            scanned = self._look_at(folders, through)
-            if not self.missed_commit(scanned, {name for name, _ in folders}):
+            scanned = self._look_at(folders, deep=deep)
+            if not self.missed_commit(scanned, folders.keys()):
                 break
         scanned = self._still_there(scanned)
         present = {item.name for item in scanned}
@@ -215,26 +221,28 @@ class Scanner:
         )
 
     def _look_at(
-        self, folders: Sequence[tuple[AttemptName, StoreEntry]], through: ScanDepth
+        self, folders: Mapping[AttemptName, StoreEntry], *, deep: bool
     ) -> tuple[ScannedAttempt, ...]:
         """Scan these folders; in parallel if each requires a server's answer."""
+        look = functools.partial(self.look, deep=deep)
         if not self._store.same_everywhere or len(folders) < 2:
-            return tuple(self.look(name, entry, through) for name, entry in folders)
+            return tuple([look(name, entry) for name, entry in folders.items()])
         from laststep.process.threads import WorkerPool  # imported late: startup waits for imports
 
         with WorkerPool("look", min(len(folders), _LOOKS_AT_ONCE)) as workers:
-            looks = [workers.submit(self.look, name, entry, through) for name, entry in folders]
-        return tuple(look.result() for look in looks)
+            answers = [workers.submit(look, name, entry) for name, entry in folders.items()]
+        return tuple([answer.result() for answer in answers])
 
-    def scan_undecided(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
+    def scan_undecided(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
         """Return the undecided attempts. Of the others only names are read, so this is fast even
         with thousands of checkpoints."""
-        scanned = (
-            self.look(name, entry, through)
-            for name, entry in self.folders()
-            if MANIFEST_NAME not in self._store.file_names(entry.name)
-        )
-        return self._still_there(tuple(item for item in scanned if item.decided is None))
+        scanned = []
+        for name, entry in self.folders().items():
+            if MANIFEST_NAME not in self._store.file_names(entry.name):
+                item = self.look(name, entry, deep=deep)
+                if item.decided is None:
+                    scanned.append(item)
+        return self._still_there(tuple(scanned))
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
         """Return the scanned attempts without those that are being deleted: they have no manifest,
@@ -244,23 +252,10 @@ class Scanner:
         there = set(self.names())
         return tuple(item for item in scanned if item.decided is not None or item.name in there)
 
-    def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
-        # Object stores list names in order, and `run.json` sorts after the markers of folders: its
-        # presence also shows that no later page of the listing is missing.
-        listed = list_checked(self._store, "", RUN_NAME)
-        entries = [entry for entry in listed if entry.is_folder]
-        parsed = [(parse_folder(entry.name), entry) for entry in entries]
-        return [(name, entry) for name, entry in parsed if name is not None]
-
-    def look(
-        self, name: AttemptName, folder: StoreEntry, through: ScanDepth = ScanDepth.NOTHING
-    ) -> ScannedAttempt:
+    def look(self, name: AttemptName, folder: StoreEntry, *, deep: bool = False) -> ScannedAttempt:
         """Return one attempt with its decision."""
         scanned = self._look_once(name, folder, fully=False)
-        wanted = through is ScanDepth.ALL or (
-            through is ScanDepth.ATTEMPTS and not scanned.is_committed
-        )
-        if wanted and scanned.passed_over and not self._has_all_names(scanned):
+        if deep and scanned.passed_over and not self._has_all_names(scanned):
             scanned = self._look_once(name, folder, fully=True)
         if scanned.incomplete is not None:
             # A checkpoint that is being deleted looks the same, but then has no manifest by now.
@@ -269,26 +264,30 @@ class Scanner:
 
     def _look_once(self, name: AttemptName, folder: StoreEntry, *, fully: bool) -> ScannedAttempt:
         entries = list_checked(self._store, folder.name, MANIFEST_NAME)
-        manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
-        decided = None if manifest is None else self._decided(name, manifest)
-        fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
-        passed_over = []
-        for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
-            if fully:
-                entries += [
-                    msgspec.structs.replace(entry, name=f"{inner}/{entry.name}")
-                    for entry in self._store.list(f"{folder.name}/{inner}")
-                ]
-            else:
-                passed_over.append(inner)
+        decided = None
+        inner, locks = [], []
+        for entry in entries:
+            if entry.name == MANIFEST_NAME:
+                decided = self._decided(name, entry)
+            elif entry.is_folder and not entry.is_link:
+                inner.append(entry.name)
+            elif is_copying_name(entry.name):
+                locks.append(f"{folder.name}/{entry.name}")
+        if isinstance(decided, Commit):
+            fully = fully or not (decided.file_count > _VERY_MANY and folder_of(0, decided.ranks))
+        if fully:
+            for above in inner:
+                for entry in self._store.list(f"{folder.name}/{above}"):
+                    entries.append(msgspec.structs.replace(entry, name=f"{above}/{entry.name}"))
+        passed_over = () if fully else tuple(inner)
         return ScannedAttempt(
             name=name,
             touched_s=folder.modified_s,
             entries=tuple(entries),
             decided=decided,
-            passed_over=tuple(passed_over),
+            passed_over=passed_over,
             is_link=folder.is_link,
-            is_copied_now=decided is None and self._is_copied_now(folder.name, entries),
+            is_copied_now=decided is None and any(map(self._store.is_locked, locks)),
             incomplete=None if passed_over else self._incomplete(folder.name, decided, entries),
         )
 
@@ -331,10 +330,6 @@ class Scanner:
             return f"{file.name} is missing{more}"
         return f"{file.name} has {sizes[file.name]} bytes instead of {file.size_bytes}{more}"
 
-    def _is_copied_now(self, folder: str, entries: Iterable[StoreEntry]) -> bool:
-        locks = (f"{folder}/{entry.name}" for entry in entries if is_copying_name(entry.name))
-        return any(map(self._store.is_locked, locks))
-
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
         """Return True if all indexes and at least as many data files as the manifest counts are
         present."""
@@ -356,9 +351,8 @@ class Scanner:
         known = self._read.get(name)
         if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
             return known[2]
-        folder = name.folder
         try:
-            decided = decision.read(self._store, folder)
+            decided = read_decision(self._store, name.folder)
         except StorageError:
             raise  # The store is unreachable, which is no evidence about the checkpoint.
         except LaststepError as error:
@@ -368,67 +362,57 @@ class Scanner:
         return decided
 
 
-def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
+def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[Listed, ...]:
     """Return the committed attempts in the order of commits. Pure."""
     committed = {item.name: item for item in scanned if item.is_committed}
-    on_lineage = lineage.order(committed, chain)
-    sound = frozenset(
-        name
-        for name, item in committed.items()
-        if isinstance(item.decided, Commit) and item.incomplete is None
-    )
-    replaced = lineage.superseded(on_lineage, sound)
-    by_point = sorted(committed, key=lambda name: name.point)
-    ordered = by_point if chain.links else on_lineage
-    among = frozenset(on_lineage)
-    return tuple(_listed(committed[name], among, replaced) for name in ordered)
+    on_lineage = order(committed, chain)
+    sound = [name for name, item in committed.items() if isinstance(item.decided, Commit)]
+    sound = [name for name in sound if committed[name].incomplete is None]
+    replaced = superseded(on_lineage, frozenset(sound))
+    counted = frozenset(on_lineage) - replaced.keys()
+    listed = []
+    for name in sorted(committed, key=lambda name: name.point) if chain.limits else on_lineage:
+        item, by = committed[name], replaced.get(name)
+        commit = item.decided if isinstance(item.decided, Commit) else None
+        files = {entry.name: entry for entry in item.entries}
+        size_bytes = item.size_bytes
+        listed.append(
+            Listed(
+                step=name.step,
+                term=name.term,
+                attempt=name.attempt,
+                commit=commit,
+                error=item.decided if isinstance(item.decided, LaststepError) else None,
+                on_lineage=name in counted,
+                superseded_by=None if by is None else by.folder,
+                pinned=PIN_NAME in files,
+                size_bytes=size_bytes if commit is None else commit.size_bytes,
+                stored_bytes=size_bytes,
+                created_s=files[MANIFEST_NAME].modified_s if commit is None else commit.created_s,
+                incomplete=item.incomplete,
+                is_link=item.is_link,
+            )
+        )
+    return tuple(listed)
 
 
 def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAttempt, ...]:
     """Return the undecided attempts in order. Links are left out: no writer created them, and the
     run does not decide about their targets."""
-    undecided = sorted(
-        (item for item in scanned if item.decided is None and not item.is_link),
-        key=lambda item: item.name.point,
-    )
-    alive = {term: terms.is_alive(term) for term in {item.name.term for item in undecided}}
-    return tuple(
+    is_alive = functools.cache(terms.is_alive)
+    undecided = [item for item in scanned if item.decided is None and not item.is_link]
+    found = [
         OpenAttempt(
             step=item.name.step,
             term=item.name.term,
             attempt=item.name.attempt,
-            alive=item.is_copied_now if item.is_copy else alive[item.name.term],
+            alive=item.is_copied_now if item.is_copy else is_alive(item.name.term),
             size_bytes=item.size_bytes,
             is_copy=item.is_copy,
         )
         for item in undecided
-    )
-
-
-def _listed(
-    item: ScannedAttempt,
-    on_lineage: frozenset[AttemptName],
-    replaced: Mapping[AttemptName, AttemptName],
-) -> Listed:
-    name = item.name
-    commit = item.decided if isinstance(item.decided, Commit) else None
-    by = replaced.get(name)
-    written = (entry.modified_s for entry in item.entries if entry.name == MANIFEST_NAME)
-    return Listed(
-        step=name.step,
-        term=name.term,
-        attempt=name.attempt,
-        commit=commit,
-        error=item.decided if isinstance(item.decided, LaststepError) else None,
-        on_lineage=name in on_lineage and by is None,
-        superseded_by=None if by is None else by.folder,
-        pinned=any(entry.name == PIN_NAME for entry in item.entries),
-        size_bytes=item.size_bytes if commit is None else commit.size_bytes,
-        stored_bytes=item.size_bytes,
-        created_s=next(written, 0.0) if commit is None else commit.created_s,
-        incomplete=item.incomplete,
-        is_link=item.is_link,
-    )
+    ]
+    return tuple(sorted(found, key=lambda item: item.point))
 
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:

@@ -1,5 +1,6 @@
-"""Retention: decide which checkpoints to keep. The only implementation of the rules, used by users,
-the flusher and `prune`.
+"""Deletion: which checkpoints the retention rules keep, and what crashes have left behind.
+
+This is the only implementation of the rules, used by users, the flusher and `prune`.
 
 `decide` is pure: it maps the listed checkpoints and a `Keep` to one verdict each. Regardless of the
 rules, these are kept: the newest good checkpoint of the lineage, the one that the run was resumed
@@ -13,31 +14,58 @@ checkpoint whose step was committed again is deleted without that. If no checkpo
 of a rule (it may be misspelt), nothing is deleted.
 
 A prune is planned first (`PrunePlan`), purely, and then executed.
+
+Of the debris of crashes (`orphans`) only files are removed that no live writer can still need:
+attempts that were aborted or whose writer is dead; copies in which no process is active and which
+are either older than a later checkpoint or unchanged for a week; half-deleted folders; temporary
+names and unlocked liveness locks older than an hour. Committed checkpoints and everything behind a
+symbolic link are never touched. A free lock proves that a writer is dead only under the same
+kernel, or if the store guarantees it; otherwise an attempt must also have been unchanged for an
+hour.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 import msgspec
 
+from laststep.catalog.attempt import PIN_NAME, Attempt, parse_folder
 from laststep.catalog.indexes import sharing_of
-from laststep.catalog.lineage import PIN_NAME
 from laststep.catalog.listing import Listed
+from laststep.catalog.terms import TERMS_FOLDER, is_here, parse_liveness_lock
 from laststep.checks import Checked
 from laststep.constants import MANIFEST_NAME
-from laststep.errors import NotFoundError, UsageError
+from laststep.errors import CorruptError, NotFoundError, UsageError
+from laststep.format.manifest import Abort
 from laststep.storage.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from laststep.catalog.indexes import Sharing
+    from laststep.catalog.listing import ScannedAttempt
     from laststep.catalog.run import Run
+    from laststep.catalog.terms import Terms
+    from laststep.storage.store import StoreEntry
 
+_log = logging.getLogger(__name__)
+
+QUIET_S = 3600.0
+"""A writer counts as dead after this time without any change, unless there is better evidence."""
+
+COPY_QUIET_S = 7 * 86400.0
+"""An interrupted copy may be removed after this time without any change; until then the next copy
+resumes it. `QUIET_S` applies instead once there is a later checkpoint, because then the copy is
+unlikely to be resumed."""
+
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
+"""Temporary names that a store gives to files it creates and folders it deletes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -105,15 +133,28 @@ def decide(
 ) -> tuple[Verdict, ...]:
     """Return one verdict per checkpoint. `listed` MUST be in the order of commits."""
     reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
+
+    def stays(items: Iterable[Listed], reason: str) -> None:
+        for item in items:
+            reasons[item.folder].append(reason)
+
     good = [item for item in listed if item.on_lineage and item.is_whole]
-    _always(reasons, listed, good, resumed_from, pinned)
-    _by_rule(reasons, good, keep)
-    if keep.abandoned:
-        for item in listed:
-            flaw = _flaw(item)
-            if flaw and (item.error is not None or item.superseded_by is None):
-                reasons[item.folder].append(f"{flaw}: kept as evidence")
-    _by_need(reasons, listed)
+    stays(good[-1:], "the newest")
+    stays([item for item in listed if item.folder == resumed_from], "resumed from")
+    stays([item for item in listed if item.pinned or item.folder in pinned], "pinned")
+    links = [item for item in listed if item.is_link]
+    stays(links, "a symbolic link, which is never deleted")
+    for later in [item for item in listed if isinstance(item.error, UsageError)][-1:]:
+        stays(listed, f"{later.folder} is of a later format and may need it")
+    for items, reason in _by_rule(good, keep):
+        stays(items, reason)
+    for item in listed if keep.abandoned else ():
+        flaw = _flaw(item)
+        if flaw and (item.error is not None or item.superseded_by is None):
+            stays((item,), f"{flaw}: kept as evidence")
+    for item in listed:  # a replacement comes after what it replaces
+        if reasons[item.folder] and item.is_whole and item.superseded_by in reasons:
+            reasons[item.superseded_by].append(f"replaces {item.folder}, which stays")
     return tuple(
         Verdict(
             folder=item.folder,
@@ -125,39 +166,19 @@ def decide(
     )
 
 
-def _always(
-    reasons: dict[str, list[str]],
-    listed: Sequence[Listed],
-    good: Sequence[Listed],
-    resumed_from: str | None,
-    pinned: frozenset[str],
-) -> None:
-    if good:
-        reasons[good[-1].folder].append("the newest")
-    for item in listed:
-        if item.folder == resumed_from:
-            reasons[item.folder].append("resumed from")
-        if item.pinned or item.folder in pinned:
-            reasons[item.folder].append("pinned")
-        if item.is_link:
-            reasons[item.folder].append("a symbolic link, which is never deleted")
-    later = [item.folder for item in listed if isinstance(item.error, UsageError)]
-    if later:
-        _add(reasons, listed, f"{later[-1]} is of a later format and may need it")
-
-
-def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], keep: Keep) -> None:
+def _by_rule(good: Sequence[Listed], keep: Keep) -> Iterator[tuple[Sequence[Listed], str]]:
+    """Yield the checkpoints that each rule keeps."""
     if keep.last is None and keep.every is None and keep.best is None:
-        _add(reasons, good, "no retention rule")
+        yield good, "no retention rule"
     if keep.last is not None:
-        _add(reasons, good[-keep.last :], f"one of the last {keep.last}")
+        yield good[-keep.last :], f"one of the last {keep.last}"
     if keep.every is not None:
         chosen = [item for item in good if item.step % keep.every == 0]
-        _add(reasons, chosen, f"every {keep.every} steps")
+        yield chosen, f"every {keep.every} steps"
     if keep.best is not None and keep.metric is not None:
         best = _best(good, keep.metric, keep)[: keep.best]
         text = f"one of the best {keep.best} by {keep.metric}"
-        _add(reasons, best or good, text if best else f"until one has {keep.metric!r} as a number")
+        yield best or good, text if best else f"until one has {keep.metric!r} as a number"
 
 
 def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
@@ -193,29 +214,6 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _by_need(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
-    """Also keep, transitively, the replacements of kept checkpoints, so that a replaced checkpoint
-    stays replaced."""
-    by_folder = {item.folder: item for item in listed}
-    waiting = [item for item in listed if reasons[item.folder]]
-
-    def keep(folder: str | None, reason: str) -> None:
-        if folder in by_folder:
-            if not reasons[folder]:
-                waiting.append(by_folder[folder])
-            reasons[folder].append(reason)
-
-    while waiting:
-        item = waiting.pop()
-        if item.is_whole:
-            keep(item.superseded_by, f"replaces {item.folder}, which stays")
-
-
-def _add(reasons: dict[str, list[str]], items: Iterable[Listed], reason: str) -> None:
-    for item in items:
-        reasons[item.folder].append(reason)
-
-
 def _why_not(item: Listed) -> str:
     if item.superseded_by is not None:
         return f"its step was saved again in {item.superseded_by}"
@@ -229,9 +227,6 @@ def _flaw(item: Listed) -> str:
     if item.incomplete is not None:
         return f"incomplete ({item.incomplete})"
     return "" if item.on_lineage else "on an abandoned branch"
-
-
-_log = logging.getLogger(__name__)
 
 
 class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,24 +298,132 @@ def plan_prune(
     """Return the deletions that the rules call for now. `in_use` are folders that a save in
     progress refers to."""
     listed, _ = run.look()
-    return plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
-
-
-def plan(
-    store: Store,
-    listed: tuple[Listed, ...],
-    keep: Keep,
-    *,
-    resumed_from: str | None = None,
-    pinned: frozenset[str] = frozenset(),
-) -> PrunePlan:
-    """Return the plan for these checkpoints. Pure: `store` is only kept for the execution."""
-    verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
+    verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=in_use)
     points = {item.folder: item.point for item in listed}
     replaced = {item.folder for item in listed if item.superseded_by}
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: (folder in replaced, points[folder]), reverse=True)
     lacking = missing_metric(listed, keep)
     return PrunePlan(
-        store=store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
+        store=run.store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
     )
+
+
+# What crashes have left behind
+
+
+class RemovalReason(enum.Enum):
+    ABORTED = "given up"
+    DEAD_WRITER = "no manifest, and its writer is dead"
+    STALE_COPY = "an abandoned copy"
+    DEBRIS = "a leftover temporary name"
+    DEAD_WITNESS = "of a start that is over"
+
+
+class Orphan(msgspec.Struct, frozen=True, kw_only=True):
+    """A file or folder that is no longer needed. `name` is relative to the run."""
+
+    name: str
+    why: RemovalReason
+    is_folder: bool
+    size_bytes: int
+
+
+def orphans(
+    store: Store, terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float
+) -> tuple[Orphan, ...]:
+    """Return everything that may be removed now. The scan MUST include the subfolders of attempts.
+    It need not include those of checkpoints, because data files never have temporary names."""
+    result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell())
+    for item in scanned:
+        if item.is_committed and not item.is_link:
+            result += _debris(item.entries, item.name.folder, now_s)
+    result += _debris(store.list(""), "", now_s)
+    entries = store.list(TERMS_FOLDER)
+    result += _debris(entries, TERMS_FOLDER, now_s)
+    for entry in entries:
+        # An unlocked liveness lock may belong to a live job instance on another machine, but is of
+        # no use to it.
+        name, why = f"{TERMS_FOLDER}/{entry.name}", RemovalReason.DEAD_WITNESS
+        is_old = now_s - entry.modified_s > QUIET_S
+        if is_old and parse_liveness_lock(entry.name) and not store.is_locked(name):
+            orphan = Orphan(name=name, why=why, is_folder=False, size_bytes=entry.size_bytes)
+            result.append(orphan)
+    return tuple(result)
+
+
+def attempts_of_the_dead(
+    terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float, locks_tell: bool = False
+) -> list[Orphan]:
+    """Return the scanned attempts that were aborted or never decided and whose writer is dead or
+    has been silent for long. Copies that are older than a later checkpoint are found only if
+    checkpoints were scanned too."""
+    newest = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
+    result = []
+    for item in scanned:
+        if item.is_link or item.is_committed:
+            continue
+        quiet_s = now_s - item.changed_s
+        if item.is_copy:  # its term belongs to the writer of the original, so proves nothing
+            why = RemovalReason.STALE_COPY
+            is_overtaken = item.name.point < newest
+            is_dead = not item.is_copied_now and (
+                (is_overtaken and locks_tell)
+                or quiet_s > (QUIET_S if is_overtaken else COPY_QUIET_S)
+            )
+        else:
+            why = RemovalReason.DEAD_WRITER
+            is_dead = _is_dead(terms, item.name.term, quiet_s)
+        if is_dead:
+            why = RemovalReason.ABORTED if isinstance(item.decided, Abort) else why
+            result.append(
+                Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
+            )
+    return result
+
+
+def remove(store: Store, orphan: Orphan) -> bool:
+    """Remove one orphan. Return False if it turned out to be committed.
+
+    An undecided attempt is aborted first, so a writer that was wrongly considered dead cannot
+    commit it.
+    """
+    attempt = parse_folder(orphan.name)
+    undecided = orphan.why in (RemovalReason.DEAD_WRITER, RemovalReason.STALE_COPY)
+    if undecided and attempt is not None:
+        if Attempt(store, attempt).abort(f"{orphan.why.value}; cleaned up"):
+            return False
+    elif orphan.is_folder:
+        store.delete_folder(orphan.name)
+    else:
+        store.delete(orphan.name)
+    level = logging.WARNING if undecided else logging.INFO
+    _log.log(level, "removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
+    return True
+
+
+def _is_dead(terms: Terms, term: int, quiet_s: float) -> bool:
+    """Return True if the writer of a term is dead, or has been silent for long."""
+    if terms.is_alive(term):
+        return False
+    try:
+        record = terms.read(term)
+    except CorruptError:
+        record = None
+    # A free lock proves that a writer of this machine is dead.
+    return (record is not None and is_here(record)) or quiet_s > QUIET_S
+
+
+def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Orphan]:
+    """Return the old temporary names in a folder. In the root also those of attempts, however
+    recent: their deletion has begun, and two processes may do it at the same time."""
+    found = []
+    for entry in entries:
+        match = _TEMPORARY.fullmatch(entry.name)
+        is_folder = entry.is_folder and not entry.is_link
+        is_half_deleted = not folder and is_folder and match and parse_folder(match[1])
+        if match and (is_half_deleted or now_s - entry.modified_s > QUIET_S):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            why, size_bytes = RemovalReason.DEBRIS, entry.size_bytes
+            found.append(Orphan(name=name, why=why, is_folder=is_folder, size_bytes=size_bytes))
+    return found

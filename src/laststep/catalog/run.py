@@ -1,8 +1,8 @@
-"""A run: access to its checkpoints, writers, attempts and cleanup.
+"""A run: its checkpoints, the writer that adds to it, and its cleanup.
 
-Connects `terms`, `listing`, `attempt` and `cleaning` to one store and defines only the order of
-their operations. Knows nothing of tensors, data files or processes. It caches only what never
-changes on disk, so all methods are thread-safe.
+Connects `terms`, `listing`, `attempt` and `retention` to one store and defines only the order of
+their operations. Knows nothing of tensors, data files, messages or processes. It caches only what
+never changes on disk, so all methods of `Run` are thread-safe.
 
 A run is identified by the id in `run.json` or, without that file, in its manifests.
 """
@@ -19,30 +19,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import cleaning, decision, lineage, listing
-from laststep.catalog.attempt import Attempt, abort
-from laststep.catalog.decision import exists
-from laststep.catalog.lineage import (
+from laststep.catalog import listing, retention, terms
+from laststep.catalog.attempt import (
     PIN_NAME,
     RUN_NAME,
+    Attempt,
     AttemptName,
-    Seen,
-    name_attempt,
+    abort,
+    exists,
+    looks,
     parse_folder,
-    term_lock_name,
-    term_record_name,
+    read_decision,
 )
-from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
+from laststep.catalog.listing import Listed, OpenAttempt, Scanner, remedy_for_no_run
 from laststep.catalog.terms import (
     RECORD_LIMIT_BYTES,
+    Seen,
     TermRecord,
     Terms,
     shares_pids,
+    term_lock_name,
+    term_record_name,
     this_writer,
     trainer_is_gone,
 )
 from laststep.constants import FORMAT_VERSION
 from laststep.errors import (
+    AbortedError,
     AlreadyExistsError,
     CorruptError,
     LaststepError,
@@ -55,12 +58,12 @@ from laststep.format.manifest import Abort, Commit, Versioned, refuse_later
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from laststep.catalog.cleaning import Orphan
-    from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
-    from laststep.catalog.terms import Trainer
+    from laststep.catalog.retention import Orphan
+    from laststep.catalog.terms import Chain, Point, Trainer
     from laststep.storage.store import Lock, Store, StoreEntry
 
+_log = logging.getLogger(__name__)
 
 _ID = re.compile("[0-9a-f]{32}")
 
@@ -81,10 +84,10 @@ def run_id(store: Store) -> str:
 
 def id_in_manifests(store: Store) -> str:
     """Return the run id in the newest readable manifest; "" if there is none."""
-    attempts = [name for name in map(parse_folder, store.folder_names("")) if name is not None]
-    for attempt in sorted(attempts, key=lambda name: name.point, reverse=True):
+    names = [name for name in map(parse_folder, store.folder_names("")) if name is not None]
+    for name in sorted(names, key=lambda name: name.point, reverse=True):
         try:
-            decided = decision.read(store, attempt.folder)
+            decided = read_decision(store, name.folder)
         except StorageError:
             raise
         except LaststepError:
@@ -124,9 +127,6 @@ def _bad_record(where: str, found: str) -> LaststepError:
         found=found,
         remedy="move the file away: the checkpoints open without it",
     )
-
-
-_log = logging.getLogger(__name__)
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,7 +260,7 @@ class Run:
     def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
         """Scan all folders once, and return the committed checkpoints and the undecided attempts.
         For display, or before a deletion."""
-        scanned = self._scanner.scan(ScanDepth.ALL)
+        scanned = self._scanner.scan(deep=True)
         return self._listed(scanned), listing.attempts(scanned, self._terms)
 
     def lineage(self) -> tuple[Listed, ...]:
@@ -271,14 +271,14 @@ class Run:
     def would_descend(self, names: Iterable[AttemptName]) -> tuple[AttemptName, ...]:
         """Return the lineage as it would be if the run had exactly these commits."""
         known = list(names)
-        return lineage.order(known, self._chain(known, lambda _: True))
+        return terms.order(known, self._chain(known, lambda _: True))
 
     def newest(self) -> Listed | None:
         """Return the last checkpoint of the lineage that is complete by its manifest and file
         sizes, or None. Scans few folders."""
         newest = None
-        for _ in decision.looks():
-            folders = dict(self._scanner.folders())
+        for _ in looks():
+            folders = self._scanner.folders()
             looked: dict[AttemptName, ScannedAttempt] = {}
             newest = self._newest_of(folders, looked)
             if not self._scanner.missed_commit(looked.values(), folders.keys()):
@@ -297,10 +297,8 @@ class Run:
             return looked[name]
 
         chain = self._chain(folders, lambda name: look(name).is_committed)
-        for name in reversed(lineage.order(folders, chain)):
-            attempt = look(name)
-            if attempt.is_committed:
-                (listed,) = listing.checkpoints((attempt,), chain)
+        for name in reversed(terms.order(folders, chain)):
+            for listed in listing.checkpoints((look(name),), chain):
                 if listed.is_whole:
                     return listed
         return None
@@ -318,8 +316,8 @@ class Run:
         Before a restore, this is a writer that still finishes the last save of an earlier job
         instance.
         """
-        for number in self._terms.locked():
-            if below is None or number < below:
+        for number in reversed(self._terms.numbers("lock")):
+            if (below is None or number < below) and self._terms.is_alive(number):
                 record = self._terms.read(number)
                 pending = tuple(item.folder for item in self.attempts() if item.term == number)
                 return LiveWriter(
@@ -361,7 +359,16 @@ class Run:
             # A writer has seen the commit that it continues from, even if it came after `seen`.
             seen = Seen(term=max(seen.term, continues[0]), commit=max(seen.commit, continues))
         self._check_missed_nothing(seen.commit, writer)
-        number = self._claim(continues, seen=seen.term, writer=writer, orphan=orphan)
+        claim = functools.partial(
+            self._terms.claim, continues, seen=seen.term, writer=writer, orphan=orphan
+        )
+        try:
+            number = claim()
+        except StorageError:
+            # The attempts of dead writers may leave no room for a record.
+            if not self._remove(self._attempts_of_the_dead()[0]):
+                raise
+            number = claim()
         self._end_older(number)
         # An older writer may have committed before it could see this term. If this process fails
         # or dies before the second check, it has committed nothing, so that commit is still last.
@@ -369,22 +376,15 @@ class Run:
         _log.info("term %d of %s continues from %s", number, self.store.url, continues)
         return number
 
-    def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:
-        try:
-            return self._terms.claim(continues, seen=seen, writer=writer, orphan=orphan)
-        except StorageError:
-            # The attempts of dead writers may leave no room for a record.
-            scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
-            dead = cleaning.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
-            if not self._remove(dead):
-                raise
-            return self._terms.claim(continues, seen=seen, writer=writer, orphan=orphan)
+    def _attempts_of_the_dead(self) -> tuple[list[Orphan], tuple[ScannedAttempt, ...]]:
+        """Return the undecided attempts of dead writers, and all undecided attempts."""
+        scanned = self._scanner.scan_undecided(deep=True)
+        return retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time()), scanned
 
     def _end_older(self, successor: int) -> None:
         """Remove the attempts of dead writers and abort those of other older writers. A live writer
         that checked for newer terms before this one existed finds the abort when it commits."""
-        scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
-        dead = cleaning.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
+        dead, scanned = self._attempts_of_the_dead()
         self._remove(dead)
         of_the_dead = {orphan.name for orphan in dead}
         for item in listing.attempts(scanned, self._terms):
@@ -399,7 +399,7 @@ class Run:
         try:
             decided = abort(self.store, folder, reason)
         except LaststepError as error:
-            if decision.read(self.store, folder) is not None:
+            if read_decision(self.store, folder) is not None:
                 return
             raise StorageError(
                 (
@@ -420,10 +420,10 @@ class Run:
         """Raise `AbortedError` if another job instance has committed anything after `seen`.
         Continuing from `seen` would abandon that commit, and `seen` itself may have been pruned by
         now."""
-        later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
-        for name in reversed(later):
+        later = [name for name in self._scanner.names() if name.point > seen]
+        for name in sorted(later, key=lambda name: name.point, reverse=True):
             if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
-                raise self._terms.superseded(
+                raise self._terms.superseded_error(
                     name.term,
                     expected="no save since this job opened the run",
                     before=True,
@@ -434,7 +434,7 @@ class Run:
         """Raise `AbortedError` if another writer has claimed a newer term."""
         newest = max(self._terms.numbers(), default=0)
         if newest > term:
-            raise self._terms.superseded(newest, expected=f"term {term} to be the newest")
+            raise self._terms.superseded_error(newest, expected=f"term {term} to be the newest")
 
     def lock_term(self, number: int) -> Lock:
         """Lock a term to show that its writer is alive, until the lock is closed or the process
@@ -449,7 +449,7 @@ class Run:
         there = [name for name in self._scanner.names() if name.step == step]
         if not any(_is_committed(self.store, name) for name in there):
             return
-        scanned = self._scanner.scan(ScanDepth.ALL)
+        scanned = self._scanner.scan(deep=True)
         for item in self._listed(scanned, term):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise AlreadyExistsError(
@@ -469,7 +469,9 @@ class Run:
                 found="nothing: the run was deleted, renamed or relinked",
                 remedy="move it back to this path, or create a new Checkpointer",
             )
-        name = name_attempt(step=step, term=term, attempt=attempt)
+        name = AttemptName(step=step, term=term, attempt=attempt)
+        if parse_folder(name.folder) != name:
+            raise UsageError("cannot name a checkpoint", found=name.folder)
         begun = Attempt(self.store, name, functools.partial(self.check_newest, term))
         begun.begin()
         return begun
@@ -479,8 +481,8 @@ class Run:
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Return the files and folders that crashes left behind and that no live writer needs."""
         now = time.time() if now_s is None else now_s
-        scanned = self._scanner.scan(ScanDepth.ATTEMPTS)
-        return cleaning.orphans(self.store, self._terms, scanned, now_s=now)
+        scanned = self._scanner.scan(deep=True)
+        return retention.orphans(self.store, self._terms, scanned, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Remove the orphans and return those that were removed. A failure only costs disk space,
@@ -496,7 +498,7 @@ class Run:
         gone = []
         for orphan in orphans:
             try:
-                if cleaning.remove(self.store, orphan):
+                if retention.remove(self.store, orphan):
                     gone.append(orphan)
             except LaststepError as error:
                 _log.warning("cannot remove %s: %s", orphan.name, error)
@@ -504,8 +506,7 @@ class Run:
 
     def pin(self, folder: str) -> None:
         """Protect a checkpoint from retention. Raise `NotFoundError` if it does not exist."""
-        _check_folder(folder)
-        if not isinstance(decision.read(self.store, folder), Commit):
+        if not isinstance(read_decision(self.store, folder), Commit):
             raise NotFoundError(
                 "cannot pin: the checkpoint does not exist", where=f"{self.store.url}/{folder}"
             )
@@ -516,7 +517,6 @@ class Run:
 
     def unpin(self, folder: str) -> None:
         """Make a checkpoint subject to retention again."""
-        _check_folder(folder)
         self.store.delete(f"{folder}/{PIN_NAME}")
 
 
@@ -532,15 +532,144 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
     """Return True if an attempt counts as a checkpoint. An unreadable manifest counts as committed,
     as in a listing."""
     try:
-        return isinstance(decision.read(store, name.folder), Commit)
+        return isinstance(read_decision(store, name.folder), Commit)
     except StorageError:
         raise
     except LaststepError:
         return True
 
 
-def _check_folder(folder: str) -> None:
-    if parse_folder(folder) is None:
-        raise UsageError(
-            "this is not the name of a checkpoint", expected="step-S.E-A", found=repr(folder)
+class RunWriter:
+    """A job instance as the writer of a run, on behalf of its trainer.
+
+    A restore does not disturb another writer: the term is claimed only with the first attempt after
+    the restore. The lock of the term shows that the writer is alive. Only one thread at a time may
+    begin attempts; another may commit them.
+    """
+
+    def __init__(
+        self, store: Store, trainer: Trainer, trainer_is_dead: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.store = store
+        self._trainer = trainer
+        self._trainer_is_dead = trainer_is_dead
+        self._run: Run | None = None
+        self._after: AttemptName | None = None
+        self._seen = Seen()
+        self.term: int | None = None
+        """None before the first attempt, and after a restore."""
+        self._lock: Lock | None = None
+        self._attempts = 0
+        self._to_clean = False
+        self.last_folder: str | None = None
+        """The checkpoint that the next commit follows."""
+
+    @property
+    def run(self) -> Run:
+        """The run. Raise `NotFoundError` if it does not exist."""
+        if self._run is None:
+            self._run = Run.open(self.store)
+        return self._run
+
+    @property
+    def before(self) -> str | None:
+        """The folder of the checkpoint that the next save follows, if known. Only rank 0 claims
+        terms and commits, but every rank knows the checkpoint that it restored."""
+        return self.last_folder or (None if self._after is None else self._after.folder)
+
+    def records(self) -> tuple[tuple[str, bytes], ...]:
+        """Return the names and contents of the run's record and of this writer's term record; empty
+        if it has claimed no term."""
+        record = None if self.term is None else self.run.term(self.term)
+        if record is None or self.run.record is None:
+            return ()
+        name = term_record_name(record.term)
+        return (RUN_NAME, msgspec.json.encode(self.run.record)), (name, terms.encode(record))
+
+    def continue_from(self, after: AttemptName | None, seen: Seen) -> None:
+        """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
+        the run when this was decided."""
+        self._after, self._seen = after, seen
+        self.term = None
+
+    def open_run(self) -> Run:
+        """Return the run; create it if there is none."""
+        if self._run is None:
+            self._run = Run.open_or_create(self.store)
+        return self._run
+
+    def begin(self, step: int, *, needs_trainer: bool = False) -> Attempt:
+        """Begin the next attempt, after claiming a term if there is none. Raise `AbortedError` if
+        another writer has taken over the run."""
+        run = self.open_run()
+        if self.term is None:
+            self._claim(run, needs_trainer=needs_trainer)
+        assert self.term is not None  # noqa: S101 (claimed)
+        if self._lock is None:
+            self._lock = run.lock_term(self.term)
+        self._attempts += 1
+        return run.begin(step=step, term=self.term, attempt=self._attempts)
+
+    def commit(self, attempt: Attempt, commit: Commit) -> None:
+        """Commit an attempt of this writer."""
+        attempt.commit(commit)
+        self.last_folder = attempt.folder
+
+    def cause(self, at: AttemptName | None, error: LaststepError) -> LaststepError:
+        """Return the reason why a save failed: a takeover if there is a newer writer, else `error`.
+
+        A newer writer removes files or uploads of this save, which then fails because they are
+        missing. An unreachable store is not queried again, which would only delay the report.
+        """
+        is_unreachable = isinstance(error, StorageError) and error.transient
+        if (
+            at is not None
+            and isinstance(error, (NotFoundError, StorageError))
+            and not is_unreachable
+        ):
+            try:
+                self.run.check_newest(at.term)
+            except AbortedError as takeover:
+                takeover.__cause__ = error
+                return takeover
+            except (LaststepError, OSError) as second:
+                _log.warning(
+                    "cannot check whether another writer has taken over the run: %s", second
+                )
+        return error
+
+    def clean(self) -> None:
+        """Remove orphans, once per term. Called after the first commit, which need not wait for it,
+        and also after a failed save, because orphans may have filled the disk."""
+        if self._to_clean and self._run is not None:
+            self._to_clean = False
+            self._run.clean()
+
+    def close(self) -> None:
+        """Release the lock of the term: nothing is being written. The next attempt takes it
+        again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _claim(self, run: Run, *, needs_trainer: bool) -> None:
+        orphan = self._trainer_is_dead()
+        if orphan and needs_trainer:
+            raise AbortedError("the trainer died before the save began on all ranks")
+        after = self._after
+        self.close()
+        if after is not None:
+            with contextlib.suppress(NotFoundError):  # it was read at another tier
+                # Its writer may have died before its name was durable, and nothing synced it since.
+                self.store.sync_folder(after.folder)
+        term = run.claim_term(
+            None if after is None else after.point,
+            seen=self._seen,
+            writer=self._trainer,
+            orphan=orphan,
         )
+        self._lock = run.lock_term(term)
+        self.term = term  # only after locking: without the lock its attempts would look dead
+        self._attempts = 0
+        self.last_folder = None if after is None else after.folder
+        self._to_clean = True

@@ -1,4 +1,4 @@
-"""Terms: the writers of a run, and the point that each continues from.
+"""Terms: the writers of a run, the point that each continues from, and the lineage.
 
 Each job instance takes the next number by creating a record that is never changed or deleted, so
 records can be cached. This module knows nothing of manifests; `run` aborts the attempts of older
@@ -14,6 +14,10 @@ since then do count; `run` checks them.
 The name of the next term can be created only once, so of two job instances that saw the same newest
 term one wins. The other is superseded and never tries a higher number by itself. An orphan claims
 nothing while the writer of the newest term is alive, because that would stop a live writer.
+
+The lineage is the ordered commits that the present state of the run descends from. It follows from
+the points (term, attempt) from which terms continue and from the names of the committed
+checkpoints. Commits are ordered by their points; in a run without any record, by step.
 """
 
 from __future__ import annotations
@@ -21,15 +25,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import lineage
-from laststep.catalog.decision import list_checked
-from laststep.catalog.lineage import Chain, Link, Point
+from laststep.catalog.attempt import list_checked
 from laststep.codecs.digests import digest_text
 from laststep.constants import FORMAT_VERSION
 from laststep.errors import (
@@ -43,14 +46,50 @@ from laststep.format.manifest import Versioned, refuse_later
 from laststep.process.system import boot, pid_namespace, process_started
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from laststep.catalog.attempt import AttemptName
     from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
+TERMS_FOLDER = "terms"
 RECORD_LIMIT_BYTES = 1 << 16
-_START_BYTES = 8
+_LIVENESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
+_FILE = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
+Point = tuple[int, int]
 _Number = Annotated[int, msgspec.Meta(ge=1)]
+
+
+def term_record_name(term: int) -> str:
+    """Return the name of a term's record, relative to the run."""
+    return f"{TERMS_FOLDER}/{term:08d}.json"
+
+
+def term_lock_name(term: int) -> str:
+    """Return the name of a term's lock, relative to the run."""
+    return f"{TERMS_FOLDER}/{term:08d}.lock"
+
+
+def parse_term(name: str, kind: str) -> int | None:
+    """Return the term of a file in `terms/` with the extension `kind`, or None."""
+    match = _FILE.fullmatch(name)
+    if match is None or match.group(2) != kind:
+        return None
+    term = int(match.group(1))
+    return term if term >= 1 and name == f"{term:08d}.{kind}" else None
+
+
+def liveness_lock_name(start: str, pid: int) -> str:
+    """Return the name of a job instance's liveness lock, relative to the run."""
+    return f"{TERMS_FOLDER}/start-{start}-{pid}.lock"
+
+
+def parse_liveness_lock(name: str) -> int | None:
+    """Return the process id in the name of a liveness lock in `terms/`, or None for other names."""
+    match = _LIVENESS.fullmatch(name)
+    return None if match is None else int(match.group(1))
 
 
 class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +129,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True):
 
 def new_start() -> Trainer:
     """Return the identity of this process as a new job instance."""
-    return msgspec.structs.replace(this_writer(), start=os.urandom(_START_BYTES).hex())
+    return msgspec.structs.replace(this_writer(), start=os.urandom(8).hex())
 
 
 def this_writer() -> Trainer:
@@ -160,6 +199,61 @@ def decode(data: bytes, *, term: int, where: str) -> TermRecord:
     return record
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run at the time a job chose where to continue from; 0 where nothing
+    existed."""
+
+    term: int = 0
+    """The newest term, by its record or by its attempts."""
+    commit: Point = (0, 0)
+    """The last commit of the run, which may belong to an older term."""
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """The terms of the lineage."""
+
+    limits: dict[int, int | None]
+    """The last attempt that counts in each of these terms; None in the newest, where all count.
+    Empty without any record."""
+    unrecorded_from: Point | None = None
+    """The point from which the oldest recorded term continues, if no term below it has a record.
+    Checkpoints of such terms (folders copied by hand) count up to that point."""
+
+
+def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]:
+    """Return the commits on the lineage, oldest first."""
+    listed, limits = list(names), chain.limits
+    if not limits:
+        return tuple(sorted(listed, key=lambda name: (name.step, name.point)))
+    chosen = []
+    for name in listed:
+        limit = limits.get(name.term, 0)
+        if limit is None or name.attempt <= limit:
+            chosen.append(name)
+    oldest = chain.unrecorded_from
+    if oldest is not None:
+        # Without records only the step gives an order: checkpoints beyond the step from which the
+        # run continued were abandoned.
+        last = next((name.step for name in listed if name.point == oldest), None)
+        older = [name for name in listed if name.term < oldest[0]]
+        chosen += [name for name in older if last is None or name.step <= last]
+    return tuple(sorted(chosen, key=lambda name: name.point))
+
+
+def superseded(
+    on_lineage: Sequence[AttemptName], sound: frozenset[AttemptName]
+) -> Mapping[AttemptName, AttemptName]:
+    """Map each replaced commit to the later, complete commit of the same step that replaced it."""
+    latest: dict[int, AttemptName] = {}
+    replaced: dict[AttemptName, AttemptName] = {}
+    for name in reversed(on_lineage):
+        if name.step in latest:
+            replaced[name] = latest[name.step]
+        elif name in sound:
+            latest[name.step] = name
+    return replaced
+
+
 class Terms:
     """The terms of one run. Thread-safe: it caches only records, which never change."""
 
@@ -167,24 +261,25 @@ class Terms:
         self._store = store
         self._known: dict[int, TermRecord] = {}
 
-    def numbers(self) -> tuple[int, ...]:
-        """Return all terms that have a record, ascending."""
-        return self._listed("json")
-
-    def locked(self) -> tuple[int, ...]:
-        """Return all terms whose writer is alive, newest first."""
-        return tuple(n for n in reversed(self._listed("lock")) if self.is_alive(n))
+    def numbers(self, kind: str = "json") -> tuple[int, ...]:
+        """Return all terms that have a record (or a lock, for the kind "lock"), ascending."""
+        files = self._store.file_names(TERMS_FOLDER)
+        if self._store.same_everywhere and not any(parse_term(f, "json") for f in files):
+            first = term_record_name(1).rpartition("/")[2]
+            files = tuple(item.name for item in list_checked(self._store, TERMS_FOLDER, first))
+        numbers = [parse_term(name, kind) for name in files]
+        return tuple(sorted(number for number in numbers if number is not None))
 
     def is_alive(self, term: int) -> bool:
         """Return whether a live process holds the lock of that term."""
-        return self._store.is_locked(lineage.term_lock_name(term))
+        return self._store.is_locked(term_lock_name(term))
 
     def read(self, term: int) -> TermRecord | None:
         """Return the record of a term, or None."""
         known = self._known.get(term)
         if known is not None:
             return known
-        name = lineage.term_record_name(term)
+        name = term_record_name(term)
         try:
             data = self._store.read(name, limit_bytes=RECORD_LIMIT_BYTES)
         except NotFoundError:
@@ -196,21 +291,23 @@ class Terms:
     def chain(self, term: int | None) -> Chain:
         """Return the terms that `term` descends from, including itself. No other records are read,
         so damage in them is harmless."""
-        links: list[Link] = []
+        limits: dict[int, int | None] = {}
+        limit: int | None = None
+        continues: Point | None = None
         while term is not None:
             record = self.read(term)
             if record is None:
                 break
-            links.append(Link(term=term, continues=record.continues))
-            term = None if record.continues is None else record.continues[0]
+            limits[term], continues = limit, record.continues
+            term, limit = (None, None) if continues is None else continues
         if term is None:
-            return Chain(links=tuple(links))
-        unrecorded = not any(number < term for number in self.numbers())
-        if not unrecorded:
-            _log.warning(
-                "term %d of %s has no record: the lineage ends there", term, self._store.url
-            )
-        return Chain(links=tuple(links), unrecorded_below=unrecorded)
+            return Chain(limits=limits)
+        if limits:
+            limits[term] = limit
+        if not any(number < term for number in self.numbers()):
+            return Chain(limits=limits, unrecorded_from=continues)
+        _log.warning("term %d of %s has no record: the lineage ends there", term, self._store.url)
+        return Chain(limits=limits)
 
     def claim(
         self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False
@@ -227,11 +324,11 @@ class Terms:
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
-                    raise self.superseded(
+                    raise self.superseded_error(
                         number, before=True, expected=f"term {seen} to be the newest"
                     )
             if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
-                raise self.superseded(newest, before=True, expected="no live writer")
+                raise self.superseded_error(newest, before=True, expected="no live writer")
             if self._create(newest + 1, continues, writer, orphan=orphan):
                 return newest + 1
             newest += 1  # another writer was faster, but may be one that is ignored
@@ -247,15 +344,26 @@ class Terms:
                 expected=f"a term below {number} and an attempt from 1",
                 found=f"term {continues[0]}, attempt {continues[1]}",
             )
-        record = _record(number, continues, writer, orphan=orphan)
+        record = TermRecord(
+            format=FORMAT_VERSION,
+            term=number,
+            continues=continues,
+            host=writer.host,
+            pid=writer.pid,
+            boot=writer.boot,
+            process_started=writer.process_started,
+            created_s=time.time(),
+            start=writer.start,
+            orphan=orphan,
+        )
         try:
-            self._store.create(lineage.term_record_name(number), encode(record))
+            self._store.create(term_record_name(number), encode(record))
         except AlreadyExistsError:
             return False
         self._known[number] = record
         return True
 
-    def superseded(
+    def superseded_error(
         self, term: int, *, expected: str, before: bool = False, saved: str | None = None
     ) -> AbortedError:
         """Return the error for a writer that is stopped by a newer term, or by the checkpoint
@@ -296,37 +404,13 @@ class Terms:
         # the way only if both are dead: a trainer replaces a dead flusher.
         return self.is_alive(term) or not trainer_is_gone(record)
 
-    def _listed(self, kind: str) -> tuple[int, ...]:
-        files = self._store.file_names(lineage.TERMS_FOLDER)
-        if self._store.same_everywhere and not any(lineage.parse_term(f, "json") for f in files):
-            first = lineage.term_record_name(1).rpartition("/")[2]
-            entries = list_checked(self._store, lineage.TERMS_FOLDER, first)
-            files = tuple(entry.name for entry in entries)
-        numbers = (lineage.parse_term(name, kind) for name in files)
-        return tuple(sorted(number for number in numbers if number is not None))
-
 
 def make_folder(store: Store) -> None:
     """Create the folder of terms and liveness locks if it is missing."""
     # If another process created it and died before its name was durable, the sync after creating
     # the first attempt's folder makes it durable.
     with contextlib.suppress(AlreadyExistsError):
-        store.make_folder(lineage.TERMS_FOLDER)
-
-
-def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> TermRecord:
-    return TermRecord(
-        format=FORMAT_VERSION,
-        term=number,
-        continues=continues,
-        host=writer.host,
-        pid=writer.pid,
-        boot=writer.boot,
-        process_started=writer.process_started,
-        created_s=time.time(),
-        start=writer.start,
-        orphan=orphan,
-    )
+        store.make_folder(TERMS_FOLDER)
 
 
 def _corrupt(where: str, expected: str, found: str) -> CorruptError:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from laststep import constants
-from laststep.catalog import cleaning, decision
-from laststep.catalog.cleaning import RemovalReason
-from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.attempt import read_newest
+from laststep.catalog.retention import Keep, RemovalReason, plan_prune, remove
 from laststep.cli import places
 from laststep.cli.output import (
     DAMAGED,
@@ -182,7 +181,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         freed_bytes = sharing.freed_bytes(deleted)
     copies = [orphan for orphan in opened.orphans() if orphan.why is RemovalReason.STALE_COPY]
     if not dry_run:
-        copies = [orphan for orphan in copies if cleaning.remove(opened.store, orphan)]
+        copies = [orphan for orphan in copies if remove(opened.store, orphan)]
     if as_json:
         checkpoints = [_verdict_document(verdict, sharing) for verdict in plan.verdicts]
         print_json(
@@ -259,7 +258,7 @@ def _check_what_stays(run: Run) -> None:
             )
         return found
 
-    newest, report = decision.read_newest(
+    newest, report = read_newest(
         run.store, find, lambda found: (found, verify_checkpoint(run.store, found.folder))
     )
     if report.damage:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from laststep.catalog import decision
-from laststep.catalog.lineage import RUN_NAME, TERMS_FOLDER, parse_folder
+from laststep.catalog import attempt
+from laststep.catalog.attempt import RUN_NAME, parse_folder, read_newest
 from laststep.catalog.listing import nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
+from laststep.catalog.terms import TERMS_FOLDER
 from laststep.cli.output import count_text
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import NotFoundError
@@ -83,7 +84,7 @@ def open_run(path: str) -> Run:
 
 def is_checkpoint(path: str) -> bool:
     """Return True if the path is the folder of one checkpoint, in a run or on its own."""
-    return decision.is_checkpoint(open_store(path))
+    return attempt.is_checkpoint(open_store(path))
 
 
 def find(run: Run, step: int | None) -> Listed:
@@ -124,7 +125,7 @@ def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) 
     """
     if step is not None or is_checkpoint(path):
         return use(resolve(path, step))
-    return decision.read_newest(open_run(path).store, lambda: resolve(path, None), use)
+    return read_newest(open_run(path).store, lambda: resolve(path, None), use)
 
 
 def resolve(path: str, step: int | None) -> CheckpointPath:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import MANIFEST_LIMIT_BYTES, deleted
 from laststep.catalog.indexes import read_index, sharing_of
 from laststep.cli import places
 from laststep.cli.listing import lineage_of
@@ -106,9 +106,9 @@ def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings
 def _commit(place: places.CheckpointPath) -> Commit:
     name = f"{place.folder}/{MANIFEST_NAME}"
     try:
-        data = place.store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
+        data = place.store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
     except NotFoundError as error:
-        raise decision.deleted(place.store, place.folder) or error from error
+        raise deleted(place.store, place.folder) or error from error
     decided = manifest.decode(data, where=f"{place.store.url}/{name}")
     if isinstance(decided, manifest.Abort):
         raise NotFoundError(
@@ -393,7 +393,7 @@ def read_holdings(store: Store, folder: str, commit: Commit) -> Holdings:
             damage = tuple(damage for file in reader.files() for damage in file.damage)
         files += _shown_files(index, damage)
     if unreadable or any(file.damage for file in files):
-        gone = decision.deleted(store, folder)
+        gone = deleted(store, folder)
         if gone is not None:
             raise gone
     return Holdings(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import looks
 from laststep.catalog.run import Run
 from laststep.cli import listing, places
 from laststep.cli.output import (
@@ -53,7 +53,7 @@ def verify(
     reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
     deleted: list[str] = []
     pending = wanted.places
-    for _ in decision.looks():
+    for _ in looks():
         gone_before = len(deleted)
         for place in pending:
             try:

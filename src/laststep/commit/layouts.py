@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.lineage import AttemptName
+from laststep.catalog.attempt import AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.constants import listed
 from laststep.errors import AbortedError, MismatchError

@@ -56,7 +56,7 @@ from laststep.plan.receipts import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.attempt import AttemptName
     from laststep.commit.layouts import GlobalLayouts
     from laststep.events import Bus
     from laststep.flush.client import Client

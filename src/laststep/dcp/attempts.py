@@ -17,11 +17,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision
-from laststep.catalog.lineage import RUN_NAME
+from laststep.catalog.attempt import RUN_NAME, read_decision
 from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.run import RunWriter
 from laststep.catalog.terms import Terms
-from laststep.catalog.writer import RunWriter
 from laststep.constants import listed
 from laststep.dcp.address import is_own_path, is_stock_folder, own_paths_there, remove_stock
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, UsageError
@@ -104,7 +103,7 @@ class DcpWriter(RunWriter):
             if self.term is not None:
                 run.check_newest(self.term)
                 for save in tuple(self.under_way):
-                    if isinstance(decision.read(self.store, save.attempt.folder), Abort):
+                    if isinstance(read_decision(self.store, save.attempt.folder), Abort):
                         save.abort("another rank aborted it")
             if not overwrite:
                 _check_step_free(run, step, sole=sole)

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 
 from laststep.browse import Catalog
-from laststep.catalog import decision
-from laststep.catalog.lineage import parse_folder
+from laststep.catalog.attempt import parse_folder, read_decision
 from laststep.catalog.run import Run
 from laststep.dcp.address import (
     Address,
@@ -202,7 +201,7 @@ class Reader(StorageReader):
         if found.folder is None:
             return StockFolder(found.path, rank=this_rank(), allow_pickle=self._allow_pickle)
         store = open_store(found.path)
-        decided = decision.read(store, found.folder)
+        decided = read_decision(store, found.folder)
         if not isinstance(decided, Commit):
             raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
         if was_stock_saved_after(found.path, decided.created_s):

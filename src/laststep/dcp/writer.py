@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from laststep.adapters.nesting import Path
-    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.attempt import AttemptName
     from laststep.dcp.attempts import DcpSave
 
 _log = logging.getLogger(__name__)

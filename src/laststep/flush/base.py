@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import decision
-from laststep.catalog.lineage import parse_folder
+from laststep.catalog.attempt import parse_folder, read_decision
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
@@ -245,7 +244,7 @@ def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
     from laststep.catalog.indexes import read_index  # many flushers never need it
 
     try:
-        commit = decision.read(store, folder)
+        commit = read_decision(store, folder)
         if not isinstance(commit, Commit) or rank >= commit.ranks:
             return None
         return Base(read_index(store, folder, commit, rank), folder)

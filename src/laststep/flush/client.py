@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from laststep.catalog.lineage import Seen
+from laststep.catalog.terms import Seen
 from laststep.errors import StorageError, from_wire
 from laststep.events import (
     Bus,
@@ -67,8 +67,8 @@ from laststep.tiers.replicating import TierStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from laststep.catalog.attempt import AttemptName
     from laststep.catalog.instances import Start
-    from laststep.catalog.lineage import AttemptName
     from laststep.catalog.terms import Trainer
     from laststep.flush.protocol import Orders
     from laststep.flush.saves import Save, SaveHandle, Seal

@@ -32,8 +32,8 @@ from laststep.storage import locks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from laststep.catalog.lineage import AttemptName
-    from laststep.catalog.writer import RunWriter
+    from laststep.catalog.attempt import AttemptName
+    from laststep.catalog.run import RunWriter
     from laststep.flush.protocol import Continue, Orders, ToTrainer
     from laststep.process.threads import WorkerPool
     from laststep.storage.store import Store

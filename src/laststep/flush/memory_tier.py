@@ -36,7 +36,7 @@ from laststep.tiers.snapshots import SnapshotRecord
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from laststep.catalog.writer import RunWriter
+    from laststep.catalog.run import RunWriter
     from laststep.flush.listeners import FlusherSave, SlotHolds
     from laststep.flush.protocol import CaptureDone, Continue, ToTrainer, Unchanged
     from laststep.memory.pool import Filled

@@ -18,8 +18,9 @@ from typing import Literal
 
 import msgspec
 
-from laststep.catalog.lineage import AttemptName, Seen
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.retention import Keep
+from laststep.catalog.terms import Seen
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory.pool import Filled

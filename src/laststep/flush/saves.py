@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from laststep.capture.mover import CaptureTiming, Job
-    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.attempt import AttemptName
     from laststep.flush.client import Client
     from laststep.flush.protocol import CodingReport, Flushed
     from laststep.memory.pool import Filled

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 import msgspec
 
 from laststep.catalog import attempt as attempts
-from laststep.catalog import decision as decisions
-from laststep.catalog.attempt import Attempt
+from laststep.catalog.attempt import Attempt, read_decision
+from laststep.catalog.run import RunWriter
 from laststep.catalog.terms import Trainer
-from laststep.catalog.writer import RunWriter
 from laststep.codecs import objects
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, StorageError, drop_tracebacks
@@ -69,7 +68,7 @@ from laststep.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from laststep.catalog.lineage import AttemptName
+    from laststep.catalog.attempt import AttemptName
     from laststep.flush.base import Base
     from laststep.flush.memory_tier import MemoryTier
     from laststep.memory.pool import Filled
@@ -525,7 +524,7 @@ class Flusher:
     def _was_given_up(self, attempt: Attempt) -> bool:
         """Return True if rank 0 has aborted a member's save or removed its folder."""
         with contextlib.suppress(LaststepError, OSError):
-            if isinstance(decisions.read(self._store, attempt.folder), Abort):
+            if isinstance(read_decision(self._store, attempt.folder), Abort):
                 return True
             return not self._store.list(attempt.folder)
         return False

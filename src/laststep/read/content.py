@@ -14,7 +14,7 @@ import contextlib
 import operator
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import deleted
 from laststep.catalog.indexes import read_index
 from laststep.codecs.digests import digest
 from laststep.errors import CorruptError, NotFoundError
@@ -172,7 +172,7 @@ class Content:
         try:
             yield
         except CorruptError as error:
-            gone = decision.deleted(self._store, self.folder)
+            gone = deleted(self._store, self.folder)
             if gone is not None:
                 raise gone from error
             raise

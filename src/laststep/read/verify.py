@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import deleted
 from laststep.catalog.indexes import LIMIT_BYTES, name_of, read_bytes
 from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
@@ -56,7 +56,7 @@ def verify_checkpoint(
     check = _Check(store, folder, threads, progress)
     check.all()
     if check.damage:
-        gone = decision.deleted(store, folder)
+        gone = deleted(store, folder)
         if gone is not None:
             raise gone
     return VerifyReport(

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import AttemptName, deleted, exists
 from laststep.catalog.instances import coming, still_coming
-from laststep.catalog.lineage import AttemptName
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run, newest_point
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
@@ -49,9 +48,9 @@ from laststep.tiers.snapshots import NodePart
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
     from laststep.catalog.run import LiveWriter
+    from laststep.catalog.terms import Seen
     from laststep.flush.saves import SaveHandle
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
@@ -553,7 +552,7 @@ class Choosing:
 
         def look() -> _Verdict:
             if self._ranks.rank.is_first:
-                if decision.deleted(self._store, chosen.folder) is not None:
+                if deleted(self._store, chosen.folder) is not None:
                     return _Verdict.DELETED
                 if error.missing is not None and _is_there(self._store, error.missing):
                     return _Verdict.UNSEEN
@@ -593,7 +592,7 @@ def _is_there(store: Store, name: str) -> bool:
     """Return whether a file is listed and can be opened: a listed link may have lost its target."""
     folder, _, last = name.rpartition("/")
     is_listed = any(entry.name == last for entry in store.list(folder))
-    return is_listed and decision.exists(store, name)
+    return is_listed and exists(store, name)
 
 
 def _peeked(checkpoints: Sequence[Listed], folder: str, url: str) -> Listed:

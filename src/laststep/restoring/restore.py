@@ -28,8 +28,8 @@ from laststep.saving.describe import naming
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
+    from laststep.catalog.terms import Seen
     from laststep.format.manifest import Commit
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank

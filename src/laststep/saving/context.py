@@ -16,10 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.catalog.decision import is_checkpoint
-from laststep.catalog.lineage import TERMS_FOLDER
+from laststep.catalog.attempt import is_checkpoint
 from laststep.catalog.listing import remedy_for_no_run
 from laststep.catalog.run import Run
+from laststep.catalog.terms import TERMS_FOLDER
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.memory.segments import available_bytes

@@ -30,7 +30,7 @@ from laststep.process import signals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.failures import Past
+    from laststep.catalog.instances import Past
     from laststep.flush.saves import SaveHandle
     from laststep.plan.frequency import IntervalEstimate
     from laststep.ranks.key_value import KeyValueStore

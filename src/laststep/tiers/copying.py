@@ -24,12 +24,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog import decision, lineage, run, terms
-from laststep.catalog.attempt import Attempt, inner_folders
+from laststep.catalog import run, terms
+from laststep.catalog.attempt import (
+    PIN_NAME,
+    RUN_NAME,
+    Attempt,
+    copying_name,
+    deleted,
+    inner_folders,
+    is_copying_name,
+    parse_folder,
+    read_decision,
+    read_manifest,
+)
 from laststep.catalog.indexes import FileId, file_id, name_of, read_bytes, read_indexes
-from laststep.catalog.lineage import PIN_NAME, copying_name, is_copying_name, parse_folder
+from laststep.catalog.instances import ending_name
 from laststep.catalog.listing import Scanner
-from laststep.catalog.terms import RECORD_LIMIT_BYTES, Terms
+from laststep.catalog.terms import RECORD_LIMIT_BYTES, TERMS_FOLDER, Terms, term_record_name
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
 from laststep.errors import (
     AbortedError,
@@ -130,7 +141,7 @@ class Copier:
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
-            gone = decision.deleted(self._source, folder)
+            gone = deleted(self._source, folder)
             if gone is not None:
                 raise gone from error
             raise
@@ -144,7 +155,7 @@ class Copier:
     def is_there(self, folder: str) -> bool:
         """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
         different one of that name."""
-        there = decision.read(self._target, folder)
+        there = read_decision(self._target, folder)
         if not isinstance(there, Commit):
             return False
         omitted: tuple[str, ...] = ()
@@ -152,8 +163,8 @@ class Copier:
         if commit is not None and (omitted := self._omitted_items(commit)) != commit.omitted_items:
             same = is_partial(there, commit, omitted)
         else:
-            original = decision.read_bytes(self._source, folder)
-            same = original == decision.read_bytes(self._target, folder)
+            original = read_manifest(self._source, folder)
+            same = original == read_manifest(self._target, folder)
         if not same:
             raise AlreadyExistsError(
                 "a different checkpoint has this name",
@@ -179,7 +190,7 @@ class Copier:
         indexes = [original.part for original in originals.values()]
         self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
-            if isinstance(decision.read(self._target, folder), Commit):
+            if isinstance(read_decision(self._target, folder), Commit):
                 return Moved()  # another process was faster
             names = _names(commit, indexes)
             self._attempt(folder).make_folders(names)
@@ -240,7 +251,7 @@ class Copier:
     # The checkpoint as the target will have it
 
     def _commit(self, folder: str) -> Commit:
-        commit = decision.read(self._source, folder)
+        commit = read_decision(self._source, folder)
         if not isinstance(commit, Commit):
             raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
         return commit
@@ -253,7 +264,7 @@ class Copier:
     def _manifest(self, folder: str) -> tuple[Commit, bytes]:
         commit = self._commit(folder)
         if self._omitted_items(commit) == commit.omitted_items:
-            return commit, decision.read_bytes(self._source, folder)
+            return commit, read_manifest(self._source, folder)
         written = WrittenIndexes()
         for rank in range(commit.index_count):
             original = self._original(folder, commit, rank)
@@ -285,7 +296,7 @@ class Copier:
         Processes may copy different ranks at the same time, but a copy of the whole checkpoint
         excludes every other one. Raise `AlreadyExistsError` if another process is in the way.
         """
-        if isinstance(decision.read(self._target, folder), Abort):
+        if isinstance(read_decision(self._target, folder), Abort):
             self._target.delete_folder(folder)
         with contextlib.suppress(AlreadyExistsError):
             self._target.make_folder(folder)
@@ -389,7 +400,7 @@ class _TargetFiles:
 
     def _add_stored(self, folder: str, *, only_sharing: bool) -> None:
         with contextlib.suppress(LaststepError):  # unreadable checkpoints share nothing
-            decided = decision.read(self._store, folder)
+            decided = read_decision(self._store, folder)
             if isinstance(decided, Commit) and (decided.shared_bytes or not only_sharing):
                 for index in read_indexes(self._store, folder, decided):
                     self.add(folder, index.files)
@@ -599,13 +610,13 @@ class Records:
         known = Terms(self._source)
         if numbers := [n for n in known.numbers() if term is None or n <= term]:
             terms.make_folder(self._target)
-        folder = lineage.TERMS_FOLDER
+        folder = TERMS_FOLDER
         there = {f"{folder}/{name}" for name in self._target.file_names(folder)} if numbers else ()
         for number in numbers:
             record = known.read(number)
-            wanted = [lineage.term_record_name(number)]
+            wanted = [term_record_name(number)]
             if record is not None and record.start:
-                wanted.append(lineage.ending_name(record.start))
+                wanted.append(ending_name(record.start))
             for name in (name for name in wanted if name not in there):
                 try:
                     data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
@@ -629,7 +640,7 @@ class Records:
         wrong += [
             number
             for number in sorted(here & there)[-1:]
-            if not self._is_same(lineage.term_record_name(number))
+            if not self._is_same(term_record_name(number))
         ]
         if wrong:
             who = Terms(self._target).described(wrong[0])
@@ -637,7 +648,7 @@ class Records:
 
     def bring_run(self) -> None:
         """Copy the record of the run."""
-        is_same, name = self._check_run(), lineage.RUN_NAME
+        is_same, name = self._check_run(), RUN_NAME
         if name in self._same:
             return
         has_record = name in self._target.file_names("")
@@ -658,7 +669,7 @@ class Records:
     def _check_run(self) -> bool:
         """Return True if the two places have the same run id. Raise `UsageError` if they differ. If
         one has lost `run.json`, its manifests provide the id."""
-        if lineage.RUN_NAME in self._same:
+        if RUN_NAME in self._same:
             return True
         expected, found = (run.run_id(store) for store in (self._source, self._target))
         if expected and found and expected != found:

@@ -14,7 +14,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog import decision
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.run import Run
 from laststep.catalog.terms import Terms
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
@@ -127,7 +127,7 @@ class NearestStore(Store):
             for folder, snapshot in self.look().items()
             if snapshot.record.run == run
             and not recovery.is_of_another(self.primary, snapshot.record)
-            and isinstance(decision.read(self.primary, folder), Commit)
+            and isinstance(read_decision(self.primary, folder), Commit)
         ]
 
     def readers(self, folder: str) -> Readers | None:

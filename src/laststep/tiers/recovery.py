@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import decision, terms
-from laststep.catalog.attempt import Attempt
-from laststep.catalog.lineage import RUN_NAME, order, term_record_name
+from laststep.catalog import terms
+from laststep.catalog.attempt import RUN_NAME, Attempt, read_decision
 from laststep.catalog.run import Run, newest_point
-from laststep.catalog.terms import Terms
+from laststep.catalog.terms import Terms, order, term_record_name
 from laststep.constants import CHUNK_BYTES, align_up
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, NotFoundError
 from laststep.format import index as index_format
@@ -149,7 +148,7 @@ def _counts(store: Store, record: SnapshotRecord) -> bool:
     if is_of_another(store, record):
         return False
     with contextlib.suppress(CorruptError):  # a damaged manifest does not matter
-        if isinstance(decision.read(store, record.at.folder), Commit):
+        if isinstance(read_decision(store, record.at.folder), Commit):
             return True
     return not is_left_behind(store, record)
 
@@ -179,19 +178,19 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
     """Store and commit a snapshot in its run. Return False if it is already committed. Raise
     `AbortedError` if another job instance has continued without it."""
     run, record, at = Run.open(store), snapshot.record, snapshot.record.at
-    if isinstance(decision.read(store, at.folder), Commit):
+    if isinstance(read_decision(store, at.folder), Commit):
         return False
 
     def check() -> None:
         """Raise `AbortedError` if another job instance has continued, or is alive and may."""
         known, living = Terms(store), run.live_writer()
         if is_left_behind(store, record) or (living is not None and living.term > at.term):
-            raise known.superseded(max(known.numbers()), expected=f"abandoned {at.term}")
+            raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
 
     check()
     put_records(store, record)
     with closing(run.lock_term(at.term)):
-        if isinstance(decision.read(store, at.folder), Commit):
+        if isinstance(read_decision(store, at.folder), Commit):
             return False  # another process has stored it meanwhile
         if run.term(at.term) is None:
             raise NotFoundError(
@@ -452,7 +451,7 @@ class _RunInMemory:
             return SnapshotState.NOT_STORED, f"its run is gone: {run.store.url} holds another run"
         try:
             is_foreign = is_of_another(run.store, save)
-            if not is_foreign and isinstance(decision.read(run.store, folder), Commit):
+            if not is_foreign and isinstance(read_decision(run.store, folder), Commit):
                 is_new = folder in self._recovered
                 return (SnapshotState.RECOVERED if is_new else SnapshotState.STORED), None
             if is_foreign or is_left_behind(run.store, save):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog.lineage import AttemptName, parse_folder
+from laststep.catalog.attempt import AttemptName, parse_folder
 from laststep.catalog.run import Run
 from laststep.constants import MEMORY
 from laststep.errors import LaststepError, NotFoundError

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from laststep.catalog import decision
-from laststep.catalog.lineage import AttemptName, copying_name, parse_folder
+from laststep.catalog.attempt import AttemptName, copying_name, deleted, parse_folder, read_decision
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
@@ -280,7 +279,7 @@ class Replicator:
         if not isinstance(error, NotFoundError):
             return False
         with contextlib.suppress(StorageError):
-            return decision.deleted(self.primary, at.folder) is not None
+            return deleted(self.primary, at.folder) is not None
         return False
 
     def _lead(self, at: AttemptName) -> None:
@@ -323,7 +322,7 @@ class Replicator:
                 if self._is_begun(at):
                     self._copier().bring(at.folder, [self.rank], self._progress_of(at))
                     return at
-                if decision.read(self._replica(), at.folder) is not None:
+                if read_decision(self._replica(), at.folder) is not None:
                     return at
             if self._ends and waited_s > _LAST_PATIENCE_S:
                 return newest  # the next job instance copies it

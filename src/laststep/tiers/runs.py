@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from laststep.catalog import decision, lineage
+from laststep.catalog.attempt import RUN_NAME, deleted, is_checkpoint, looks, parse_folder
 from laststep.catalog.listing import Listed, nearest_steps, remedy_for_no_run
 from laststep.catalog.run import Run
 from laststep.errors import CorruptError, NotFoundError, UsageError
@@ -95,7 +95,7 @@ class CopyPlan:
         )
         copier, outcomes = Copier(route, self.items), dict[str, CopyOutcome]()
         pending = self.checkpoints
-        for _ in decision.looks():
+        for _ in looks():
             for item in pending:
                 with watch(item) as progress:
                     outcomes[item.folder] = self._copy(copier, item, progress)
@@ -115,7 +115,7 @@ class CopyPlan:
                 raise item.error
             return copier.copy(item.folder, progress)
         except NotFoundError:
-            if self.is_named or decision.deleted(self.source, item.folder) is None:
+            if self.is_named or deleted(self.source, item.folder) is None:
                 raise
             return "deleted"
         except CorruptError as error:
@@ -148,13 +148,13 @@ def plan_copy(
     if items is not None and (isinstance(items, str) or not items):
         raise UsageError("items are some names", found=repr(items), remedy="pass items=('model',)")
     store, folder = open_store(source), None
-    if decision.is_checkpoint(store):
+    if is_checkpoint(store):
         store, folder = open_parent(source)
         if step is not None:
             raise UsageError(
                 "a single checkpoint has only one step", where=str(source), remedy="leave it out"
             )
-        if lineage.parse_folder(folder) is None:
+        if parse_folder(folder) is None:
             raise UsageError(
                 "cannot copy a checkpoint that is not in a run",
                 where=f"{store.url}/{folder}",
@@ -199,8 +199,8 @@ def _check_place(place: Store) -> None:
     """Raise `UsageError` if the target is unsuitable for a run: a single checkpoint, or a folder of
     runs (into which `cp` would copy another)."""
     found, remedy = "one checkpoint", "name its run, or another place"
-    if not decision.is_checkpoint(place):
-        if lineage.RUN_NAME in place.file_names(""):
+    if not is_checkpoint(place):
+        if RUN_NAME in place.file_names(""):
             return
         found, remedy = "a folder of runs", remedy_for_no_run(place) or ""
         if not remedy:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
-from laststep.catalog.lineage import TERMS_FOLDER, parse_folder
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
+from laststep.catalog.terms import TERMS_FOLDER
 from laststep.checks import Checked, shown
 from laststep.constants import MEMORY
 from laststep.errors import UsageError

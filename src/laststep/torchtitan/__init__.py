@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from laststep.adapters.framework import Framework
-from laststep.catalog.lineage import parse_folder
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
