@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from expect import raises
-from laststep.errors import AlreadyExistsError, StorageError
+from laststep.errors import StorageError
 from laststep.storage import locks
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import in_child
@@ -107,15 +106,16 @@ def test_a_fork_waits_for_a_lock_that_is_being_taken(
 ) -> None:
     """A child of the moment between would hold it and not know."""
     inside, forked = threading.Event(), threading.Event()
-    lock_first = locks._lock_first
+    real = fcntl.fcntl
 
-    def slow(fd: int, path: str) -> tuple[int, int] | None:
-        found = lock_first(fd, path)
-        inside.set()
-        forked.wait(0.2)  # in vain, since it waits for this
+    def slow(fd: int, command: int, *more: bytes) -> object:
+        found = real(fd, command, *more)
+        if command == fcntl.F_OFD_SETLK:
+            inside.set()
+            forked.wait(0.2)  # in vain, since it waits for this
         return found
 
-    monkeypatch.setattr(locks, "_lock_first", slow)
+    monkeypatch.setattr(fcntl, "fcntl", slow)
     taken: list[Lock] = []
     taking = threading.Thread(target=lambda: taken.append(store.lock("x.lock")))
     taking.start()
@@ -163,31 +163,3 @@ def test_a_link_in_the_place_of_a_lock_is_refused(store: DirectoryStore, tmp_pat
         with raises(StorageError, where=tmp_path / "s" / "terms", found="ELOOP"):
             store.lock(f"terms/{name}")
     assert not (tmp_path / "nowhere").exists()
-
-
-@pytest.fixture
-def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that knows record locks only."""
-    real = fcntl.fcntl
-
-    def call(fd: int, command: int, *more: object) -> object:
-        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, command, *more)
-
-    monkeypatch.setattr(fcntl, "fcntl", call)
-
-
-@pytest.mark.usefixtures("old_kernel")
-def test_where_there_are_record_locks_only_they_serve(store: DirectoryStore) -> None:
-    lock = store.lock("x.lock")
-    assert store.is_locked("x.lock")
-    assert seen_elsewhere(store)
-    with pytest.raises(AlreadyExistsError):
-        store.lock("x.lock")
-    with raises(StorageError, found="ENOTSUP"):
-        lock.mark(1)
-    assert seen_elsewhere(store)
-    lock.close()
-    assert not store.is_locked("x.lock")
-    store.lock("x.lock").close()
