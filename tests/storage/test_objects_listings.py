@@ -88,7 +88,7 @@ def test_a_save_that_is_being_discarded_does_not_fail_a_listing(
     folder = run.begin(step=5, term=run.claim_term(None), attempt=1).folder
     attempts.abort(run, folder, "it failed")
     reader, looks, empty = Scanner(open_store(URL)), [], ObjectStore._empty
-    (entry,) = [entry for _, entry in reader.folders() if entry.name == folder]
+    (entry,) = [entry for _, entry in reader.folders().items() if entry.name == folder]
 
     def look_meanwhile(self: ObjectStore, key: str) -> None:
         looks.append(reader.look(parse_folder(folder), entry).decided)

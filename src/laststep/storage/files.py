@@ -23,10 +23,16 @@ import stat
 from typing import TYPE_CHECKING
 
 from laststep.constants import ALIGN_BYTES, align_up
-from laststep.errors import CorruptError, NotFoundError, StorageError, UsageError
+from laststep.errors import (
+    AlreadyExistsError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 
 _KEEP_SIZE = 0x01
@@ -78,11 +84,9 @@ class Disk:
         return os.open(path, flags | _O_DIRECT if direct else flags, 0o666)
 
     def set_buffered(self, fd: int) -> None:
-        """Turn off direct I/O for an open file."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """Make one write, which may be short."""
         return os.pwrite(fd, data, offset)
 
     def truncate(self, fd: int, size_bytes: int) -> None:
@@ -103,11 +107,9 @@ class Disk:
             raise _last_error()
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes and size durable."""
         os.fsync(fd)
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -119,7 +121,6 @@ class Disk:
         os.link(path, new, follow_symlinks=False)
 
     def rename(self, path: str, new: str) -> None:
-        """Rename a file or folder atomically."""
         os.rename(path, new)
 
     def rename_new(self, path: str, new: str) -> None:
@@ -135,11 +136,9 @@ class Disk:
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
-        """Make one folder; its parent must exist."""
         os.mkdir(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove one empty folder."""
         os.rmdir(path)
 
     def close(self, fd: int) -> None:
@@ -174,11 +173,21 @@ def open_to_read(path: str, flags: int = 0) -> int:
     raise OSError(errno.ENXIO, "a pipe or a device, not a file")
 
 
-def absent(what: str, path: str) -> NotFoundError:
-    """Return the error for a file or folder that does not exist."""
-    return NotFoundError(
-        what, where=path, remedy="it was deleted or renamed: bring it back, or use another"
-    )
+@contextlib.contextmanager
+def os_errors(operation: str, path: str) -> Iterator[None]:
+    """Translate an `OSError` into the error that a store raises."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise AlreadyExistsError(f"cannot {operation}: the name is taken", where=path) from error
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"cannot {operation}: there is no such file or folder",
+            where=path,
+            remedy="it was deleted or renamed: bring it back, or use another",
+        ) from error
+    except OSError as error:
+        raise failed(operation, path, error) from error
 
 
 def failed(operation: str, path: str, error: OSError) -> StorageError:
@@ -282,7 +291,8 @@ class FileWriter:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`."""
-        self._check_open("write")
+        if self._fd < 0:
+            raise UsageError("cannot write a file that has been closed", where=self._path)
         # Release views explicitly: a traceback keeps the frames that hold them alive, and a caller
         # that handles the error could then not close the underlying memory.
         with data.cast("B") as flat:
@@ -302,7 +312,10 @@ class FileWriter:
             count = self._disk.write(self._fd, rest, offset)
         except OSError as error:
             if error.errno == errno.EINVAL and self.alignment_bytes > 1:
-                if not _is_too_large(offset + rest.nbytes):
+                # If the process's file size limit is not a multiple of the alignment, the kernel
+                # shortens a direct write and then rejects the rest as misaligned.
+                limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+                if limit == resource.RLIM_INFINITY or offset + rest.nbytes <= limit:
                     raise self._misaligned(offset, rest.nbytes) from error
                 error.errno, error.strerror = errno.EFBIG, os.strerror(errno.EFBIG)
             raise failed("write", self._path, error) from error
@@ -318,14 +331,15 @@ class FileWriter:
     def finish(self, size_bytes: int) -> None:
         """Truncate to the exact size, sync and close. A failed sync is final: a second one would
         report success wrongly."""
-        self._check_open("finish")
-        fd, self._fd = self._fd, -1
+        if self._fd < 0:
+            raise UsageError("cannot finish a file that has been closed", where=self._path)
         try:
-            self._disk.truncate(fd, size_bytes)
-            self._disk.sync(fd)
+            self._disk.truncate(self._fd, size_bytes)
+            self._disk.sync(self._fd)
         except OSError as error:
-            _close_quietly(self._disk, fd)
+            self.close()
             raise failed("make durable", self._path, error) from error
+        fd, self._fd = self._fd, -1
         try:
             self._disk.close(fd)
         except OSError as error:
@@ -335,11 +349,9 @@ class FileWriter:
         """Close without making the file durable."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            _close_quietly(self._disk, fd)
-
-    def _check_open(self, operation: str) -> None:
-        if self._fd < 0:
-            raise UsageError(f"cannot {operation} a file that has been closed", where=self._path)
+            # The file need not be durable, or another error is being raised.
+            with contextlib.suppress(OSError):
+                self._disk.close(fd)
 
     def _misaligned(self, offset: int, length: int) -> UsageError:
         return UsageError(
@@ -349,14 +361,6 @@ class FileWriter:
             found=f"offset {offset}, length {length}",
             remedy="write from memory that is aligned",
         )
-
-
-def _is_too_large(end: int) -> bool:
-    """Return whether a file that ends there exceeds the process's file size limit. If that limit is
-    not a multiple of the alignment, the kernel shortens a direct write and then rejects the rest as
-    misaligned."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return limit != resource.RLIM_INFINITY and end > limit
 
 
 class FileReader:
@@ -391,11 +395,16 @@ class FileReader:
         if want == 0:
             return 0
         try:
-            if self.alignment_bytes == 1:
-                return self._read_straight(offset, flat, want)
-            if self._is_cached(offset, flat[:want]):
-                return want
-            return self._read_direct(offset, flat, want)
+            if self.alignment_bytes > 1:
+                is_cached = self._is_cached(offset, flat[:want])
+                return want if is_cached else self._read_direct(offset, flat, want)
+            done = 0
+            while done < want:
+                count = os.preadv(self._fd, [flat[done:want]], offset + done)
+                if count == 0:
+                    break
+                done += count
+            return done
         except OSError as error:
             raise failed("read", self._path, error) from error
 
@@ -424,19 +433,11 @@ class FileReader:
         self._cached_hits = None
         return False
 
-    def _read_straight(self, offset: int, flat: memoryview, want: int) -> int:
-        done = 0
-        while done < want:
-            count = os.preadv(self._fd, [flat[done:want]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
-
     def _read_direct(self, offset: int, flat: memoryview, want: int) -> int:
         """Read the aligned part straight into place, and the rest through a bounce buffer."""
         done = 0
-        if offset % ALIGN_BYTES == 0 and address_of(flat) % ALIGN_BYTES == 0:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(flat))
+        if offset % ALIGN_BYTES == 0 and address % ALIGN_BYTES == 0:
             straight = flat.nbytes // ALIGN_BYTES * ALIGN_BYTES
             while done < min(straight, want) and done % ALIGN_BYTES == 0:
                 count = os.preadv(self._fd, [flat[done:straight]], offset + done)
@@ -486,40 +487,3 @@ def read_whole(path: str, limit_bytes: int) -> bytes:
         return content
     finally:
         os.close(fd)
-
-
-def address_of(flat: memoryview) -> int:
-    """Return the address of a writable view's memory; 0 if it is empty."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(flat)) if flat.nbytes else 0
-
-
-def accepts_direct_writes(disk: Disk, fd: int) -> bool:
-    """Return whether a new file, opened for direct I/O, accepts a direct write.
-
-    Some filesystems accept the flag and refuse the write. The page of zeros written here reads the
-    same as the hole that was there before, and is overwritten or truncated later.
-    """
-    with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
-        return _unless_refused(lambda: disk.write(fd, view, 0))
-
-
-def accepts_direct_reads(fd: int) -> bool:
-    """Return whether a non-empty file, opened for direct I/O, can be read."""
-    with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
-        return _unless_refused(lambda: os.preadv(fd, [view], 0))
-
-
-def _unless_refused(call: Callable[[], int]) -> bool:
-    try:
-        call()
-    except OSError as error:
-        if error.errno in UNSUPPORTED:
-            return False
-        raise
-    return True
-
-
-def _close_quietly(disk: Disk, fd: int) -> None:
-    # Only called while another error is raised, or if the file need not be durable.
-    with contextlib.suppress(OSError):
-        disk.close(fd)

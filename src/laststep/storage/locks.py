@@ -9,6 +9,7 @@ shows that a process holds the lock; the owner of the file defines the meaning o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -18,7 +19,7 @@ import weakref
 
 from laststep.errors import AlreadyExistsError
 from laststep.process import system
-from laststep.storage.files import Disk, absent, failed, open_to_read
+from laststep.storage.files import Disk, failed, open_to_read, os_errors
 
 _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid on 64-bit Linux
 _LAST_PLACE = (1 << 63) - 1
@@ -57,10 +58,8 @@ class FileLock:
     def _set(self, kind: int, place: int) -> None:
         with _mutex:
             if self._fd >= 0:
-                try:
+                with os_errors("mark a byte of the lock", self._path):
                     fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(kind, place))
-                except OSError as error:
-                    raise failed("mark a byte of the lock", self._path, error) from error
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
@@ -86,7 +85,8 @@ def take(disk: Disk, path: str) -> FileLock:
     held."""
     with _mutex:
         while True:
-            fd = _open_or_create(disk, path)
+            with os_errors("open the lock", path):
+                fd = _open_or_create(disk, path)
             try:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, 0))
                 is_same = os.path.samestat(os.lstat(path), os.fstat(fd))
@@ -135,14 +135,13 @@ def marked(path: str) -> tuple[tuple[int, int], ...]:
 
 def _locked(path: str, first: int, last: int) -> tuple[tuple[int, int], ...]:
     """Return the locked parts of this range; empty if the file does not exist."""
-    try:
-        fd = open_to_read(path, os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise failed("open the lock", path, error) from error
     locked, wanted = [], [(first, last)]
-    try:
+    with os_errors("ask for the lock", path), contextlib.ExitStack() as stack:
+        try:
+            fd = open_to_read(path, os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return ()
+        stack.callback(os.close, fd)
         while wanted:
             first, last = wanted.pop()
             question = _flock(fcntl.F_WRLCK, first, 0 if last == _LAST_PLACE else last - first + 1)
@@ -155,10 +154,6 @@ def _locked(path: str, first: int, last: int) -> tuple[tuple[int, int], ...]:
             # The kernel reports an arbitrary one of several locks.
             rest = ((first, start - 1), (end + 1, last))
             wanted += [(low, high) for low, high in rest if low <= high]
-    except OSError as error:
-        raise failed("ask for the lock", path, error) from error
-    finally:
-        os.close(fd)
     return tuple(sorted(locked))
 
 
@@ -169,16 +164,7 @@ def _flock(kind: int, place: int, count: int = 1) -> bytes:
 
 def _open_or_create(disk: Disk, path: str) -> int:
     while True:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            try:
-                return disk.create_file(path, direct=False)
-            except FileExistsError:
-                continue
-            except FileNotFoundError as error:
-                raise absent("cannot lock: the folder does not exist", path) from error
-            except OSError as error:
-                raise failed("make the lock", path, error) from error
-        except OSError as error:
-            raise failed("open the lock", path, error) from error
+        with contextlib.suppress(FileExistsError):
+            return disk.create_file(path, direct=False)
