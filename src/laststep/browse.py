@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
-from laststep.catalog.attempt import MANIFEST_LIMIT_BYTES, is_checkpoint
+from laststep.catalog.attempt import is_checkpoint, read_manifest
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.constants import BLOCK_BYTES, DTYPES, MANIFEST_NAME
@@ -488,7 +488,7 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     store, folder = open_parent(path)
     full = f"{store.url}/{folder}"
     try:
-        data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
+        data = read_manifest(store, folder)
     except NotFoundError:
         raise NotFoundError(
             "there is no checkpoint", where=full, expected=MANIFEST_NAME, remedy="check the path"

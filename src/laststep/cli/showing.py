@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from laststep.catalog.attempt import MANIFEST_LIMIT_BYTES, deleted
+from laststep.catalog.attempt import deleted, read_manifest
 from laststep.catalog.indexes import read_index, sharing_of
 from laststep.cli import places
 from laststep.cli.listing import lineage_of
@@ -106,7 +106,7 @@ def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings
 def _commit(place: places.CheckpointPath) -> Commit:
     name = f"{place.folder}/{MANIFEST_NAME}"
     try:
-        data = place.store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
+        data = read_manifest(place.store, place.folder)
     except NotFoundError as error:
         raise deleted(place.store, place.folder) or error from error
     decided = manifest.decode(data, where=f"{place.store.url}/{name}")
