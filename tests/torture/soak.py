@@ -112,7 +112,10 @@ def _live_long(say: Say, run: Path, seed: int, until: float) -> None:
             elif dice < 0.05:
                 step = _roll_back(checkpointer, live, run, chance, say, step)
             elif dice < 0.06:
-                checkpointer.close()
+                try:
+                    checkpointer.close()
+                except LaststepError as error:  # of a save whose flusher was killed
+                    say("told", type(error).__name__)
                 checkpointer = _open(run, live)
                 step = _restore(checkpointer, live, say)
             state.advance(live, step)
