@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.preempting import Preempted
     from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Options, Preemption
-    from laststep.state.items import Deferred, trainable
+    from laststep.state.items import Deferred
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
+    from laststep.state.modules import trainable
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import LocalShard, register_tensor_type
     from laststep.state.values import RNG, PerRank
@@ -86,7 +87,8 @@ _WHERE = {
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("LocalShard", "register_tensor_type"),
-    "laststep.state.items": ("Deferred", "trainable"),
+    "laststep.state.items": ("Deferred",),
+    "laststep.state.modules": ("trainable",),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
     "laststep.tiers.recovery": ("RecoverReport", "recover"),

@@ -11,7 +11,7 @@ from torch import nn
 
 import laststep
 from expect import names, raises, warned
-from laststep.state.modules import layers_of
+from laststep.state.items import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

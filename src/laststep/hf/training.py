@@ -34,7 +34,8 @@ from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
 from laststep.hf import FRAMEWORK
 from laststep.hf.folders import MARK, Folders, is_peft, path_of, state_json
-from laststep.state.items import Deferred, trainable
+from laststep.state.items import Deferred
+from laststep.state.modules import trainable
 from laststep.state.provider import ABSENT, State, StateProvider
 from laststep.state.values import RNG
 from laststep.storage.files import absolute

@@ -21,8 +21,8 @@ from laststep.ranks.group import collective
 from laststep.restoring.match import PLAIN_KINDS, Match, match_item, newer_entries
 from laststep.restoring.renaming import modules_in, rename
 from laststep.saving.describe import naming
-from laststep.state.items import TrainableProvider, make_deferred
-from laststep.state.modules import loads_in_its_own_way
+from laststep.state.items import make_deferred
+from laststep.state.modules import TrainableProvider, loads_in_its_own_way
 from laststep.state.provider import lies_above, lies_under
 from laststep.state.tensors import collect
 from laststep.state.tree import show_path

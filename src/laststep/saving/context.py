@@ -25,7 +25,8 @@ from laststep.errors import LaststepError, NotFoundError, StorageError, UsageErr
 from laststep.memory.segments import available_bytes
 from laststep.ranks.rank import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
-from laststep.state.items import TrainableProvider, make_deferred
+from laststep.state.items import make_deferred
+from laststep.state.modules import TrainableProvider
 from laststep.state.tensors import is_module, is_optimizer, share_bytes
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.registry import local_path, open_parent

@@ -18,7 +18,6 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -43,7 +42,6 @@ from laststep.plan.layouts import (
 )
 from laststep.plan.layouts import agree as agree_of
 from laststep.state.boxes import Box, whole
-from laststep.state.modules import one_moment
 from laststep.state.provider import BoxPart, Piece
 from laststep.state.tensors import (
     CollectCache,
@@ -157,26 +155,24 @@ def take_state(
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
     described: list[tuple[ItemSpec, dict[str, Layout]]] = []
-    only_ours = all(map(attrgetter("passive"), providers.values()))
-    with one_moment() if only_ours else contextlib.nullcontext():
-        for name, provider in providers.items():
-            cache = caches.setdefault(name, CollectCache())
-            with naming(name):
-                state = provider.describe()
-                part = collect(
-                    state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
-                )
-            collected[name] = part
-            sources += part.sources
-            spec = ItemSpec(
-                name=name,
-                kind=provider.kind,
-                standalone=state.standalone,
-                pieces=part.pieces,
-                per_rank=provider.per_rank,
-                mixed=getattr(provider, "mixed", False),
+    for name, provider in providers.items():
+        cache = caches.setdefault(name, CollectCache())
+        with naming(name):
+            state = provider.describe()
+            part = collect(
+                state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
             )
-            described.append((spec, part.layouts))
+        collected[name] = part
+        sources += part.sources
+        spec = ItemSpec(
+            name=name,
+            kind=provider.kind,
+            standalone=state.standalone,
+            pieces=part.pieces,
+            per_rank=provider.per_rank,
+            mixed=getattr(provider, "mixed", False),
+        )
+        described.append((spec, part.layouts))
     return TakenState(
         described=tuple(described),
         sources=tuple(sources),

@@ -3,27 +3,22 @@
 The choice depends on the methods of an object, not on its class, except for torch classes that need
 special treatment. Transparent wrappers are looked through.
 
-Also defines groups of items, items that do not exist yet (`Deferred`), and the trained part of a
-model (`trainable`).
+Also defines groups of items, and items that do not exist yet (`Deferred`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import operator
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 from laststep.checks import plain, shown
-from laststep.constants import is_item_name, with_article
+from laststep.constants import is_item_name
 from laststep.errors import MismatchError, UsageError
-from laststep.state.modules import (
-    ModuleProvider,
-    Unwrapped,
-    layers_of,
-    parameter_names,
-    walk_modules,
-)
+from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
 from laststep.state.provider import ABSENT, AroundProvider, State, StateProvider, handing_over
 from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
@@ -34,17 +29,154 @@ from laststep.state.values import (
     ScalerProvider,
     StateDictProvider,
     ValueProvider,
+    of_torch,
     put_entry,
     refuse_immutable,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import torch
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from laststep.state.provider import WhenRanksChange
     from laststep.state.tree import Path
+
+
+log = logging.getLogger(__name__)
+
+_INSIDE: Final = (
+    "optimizer",
+    "_optimizer",
+    "optim",
+    "base_optimizer",
+    "inner_optimizer",
+    "scheduler",
+    "_scheduler",
+    "lr_scheduler",
+    "scaler",
+    "_scaler",
+    "grad_scaler",
+)
+"""Attribute names under which frameworks keep the object that they wrap."""
+_MAX_WRAPPERS = 8
+"""The maximum number of nested wrappers that are looked through."""
+
+
+class Unwrapped(AroundProvider):
+    """Provides the object inside transparent wrappers; checks at each save that they still are
+    transparent, because their own state would be lost."""
+
+    def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
+        self._layers, self._inner = layers, inner
+        self.kind, self.cheap, self.passive = inner.kind, inner.cheap, inner.passive
+        self.per_rank, self.when_ranks_change = inner.per_rank, inner.when_ranks_change
+
+    def describe(self) -> State:
+        for wrapper, inner in pairwise(self._layers):
+            if not _is_transparent(wrapper, inner):
+                raise UsageError(
+                    "the state of a wrapper or the object inside it has changed",
+                    expected=f"{type(wrapper).__name__} to return the state of the "
+                    f"{type(inner).__name__} inside it, as when the Checkpointer was created",
+                    found="another state",
+                    remedy="create a new Checkpointer, or pass the wrapped object and the "
+                    "wrapper's own state as two items",
+                )
+        return super().describe()
+
+
+def layers_of(item: Any) -> list[Any]:
+    """Return the object and, while the last one is a transparent wrapper, the object inside it."""
+    layers = [item]
+    while len(layers) <= _MAX_WRAPPERS:
+        inner = _inside(layers[-1])
+        if inner is None:
+            break
+        layers.append(inner)
+    return layers
+
+
+def _inside(wrapper: Any) -> Any | None:
+    """Return the object inside a transparent wrapper, or None.
+
+    If the wrapper is an optimizer, that is an optimizer. If the wrapper is of no torch class, it is
+    an optimizer, scheduler or scaler of torch.
+    """
+    optimizer = is_optimizer(wrapper)
+    if not optimizer and (
+        not hasattr(wrapper, "state_dict") or hasattr(wrapper, "__iter__") or of_torch(wrapper)
+    ):
+        return None
+    for name in _INSIDE:
+        try:
+            inner = getattr(wrapper, name, None)
+        except Exception:  # noqa: BLE001, S112 (a property that is not ready: nothing is wrapped)
+            continue
+        if inner is None or inner is wrapper or not hasattr(inner, "state_dict"):
+            continue
+        if not (is_optimizer(inner) if optimizer else of_torch(inner)):
+            continue
+        if _is_transparent(wrapper, inner):
+            return inner
+        if optimizer:
+            _warn_of_other_state(wrapper, inner)
+    return None
+
+
+def _warn_of_other_state(wrapper: Any, inner: Any) -> None:
+    """Warn that state of an optimizer inside another one may be lost: only the outer one's groups
+    and parameter state are saved."""
+    what = "which has a state of its own: that is not saved with it; pass that one as an item too"
+    if wrapper.state is inner.state:
+        what = (
+            "and gives more than that one's state, or another form of it: only groups and the "
+            "state of parameters are saved; write a provider for the rest"
+        )
+    log.warning("%s holds the optimizer %s, %s", type(wrapper).__name__, type(inner).__name__, what)
+
+
+def _is_transparent(wrapper: Any, inner: Any) -> bool:
+    """Return True if the wrapper has no state besides the inner object's. Quick: builds no
+    state."""
+    if not is_optimizer(wrapper):
+        return _hands_over(wrapper, inner)
+    mine, its = wrapper.param_groups, inner.param_groups
+    if len(mine) != len(its) or not all(map(operator.is_, mine, its)):
+        return False
+    if wrapper.state is not inner.state:
+        return not wrapper.state and _hands_over(wrapper, inner)
+    # torch's own state_dict() returns the groups and the state, which are the inner one's.
+    of_class = getattr(type(wrapper), "state_dict", None)
+    is_torchs = str(getattr(of_class, "__module__", "")).startswith("torch.")
+    return is_torchs or _hands_over(wrapper, inner)
+
+
+class _StandIn:
+    """Replaces the wrapped object in a copy of the wrapper, and returns a unique state."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.given: dict[str, Any] = {}
+
+    def state_dict(self, *_: object, **__: object) -> dict[str, Any]:
+        return self.given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _hands_over(wrapper: Any, inner: Any) -> bool:
+    """Return True if the wrapper's `state_dict` returns the inner object's state unchanged. Calls
+    it on a copy of the wrapper with a stand-in, so neither object is touched."""
+    if hasattr(type(wrapper), "__del__"):
+        return False  # deleting the copy would run the wrapper's finalizer
+    stand_in = _StandIn(inner)
+    try:
+        copy = object.__new__(type(wrapper))
+        for name, value in vars(wrapper).items():
+            copy.__dict__[name] = stand_in if value is inner else value
+        return copy.state_dict() is stand_in.given and not stand_in.given
+    except Exception:  # noqa: BLE001 (any error: it is raised again where it can be reported)
+        return False
 
 
 def make_deferred(provider: StateProvider) -> StateProvider:
@@ -492,63 +624,3 @@ def _member(group: dict[Any, Any], key: object, name: str, names: Names) -> Stat
     if _has_own_state(group[key]):
         return _provider(name, group[key], names)
     return EntryProvider(group, key)
-
-
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
-def trainable(model: torch.nn.Module) -> TrainableProvider:
-    """Return a provider for the trained part of a module: `Checkpointer(run,
-    model=laststep.trainable(model), …)`."""
-    if not is_module(model):
-        raise UsageError(
-            "trainable() needs a module",
-            expected="an nn.Module",
-            found=with_article(type(model)),
-            remedy="pass the model itself",
-        )
-    return TrainableProvider(model)
-
-
-class TrainableProvider(ModuleProvider):
-    """A module without the parameters that were frozen at every save and restore so far."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
-        self._once: set[str] = set()
-        """The names that were trained at an earlier save or restore, or when they were stored."""
-
-    def expect(self, stored: Iterable[str]) -> None:
-        """Include these stored names, frozen or not, because they are about to be restored."""
-        self._once.update(stored)
-
-    def describe(self) -> State:
-        state = super().describe()
-        self._once |= self._names()
-        value, names = state.value, self._once
-        assert isinstance(value, dict)  # noqa: S101 (always a dict for a module)
-        extra = {path[0] for path in state.fresh}
-        kept = {name: entry for name, entry in value.items() if name in names or name in extra}
-        volatile = frozenset(path for path in state.volatile if path[0] in kept)
-        return replace(state, value=kept, volatile=volatile)
-
-    def _names(self) -> set[str]:
-        names: set[str] = set()
-        is_trained = False
-        for _own, prefix, node in walk_modules(self._module):
-            trained = [
-                name
-                for name, parameter in node._parameters.items()
-                if parameter is not None and parameter.requires_grad
-            ]
-            buffers = node._buffers if trained else _STATISTICS.intersection(node._buffers)
-            names.update(prefix + name for name in (*trained, *buffers))
-            is_trained = is_trained or bool(trained)
-        if not (is_trained or self._once):
-            raise UsageError(
-                "the module has no trainable parameters",
-                expected="parameters that want a gradient",
-                found="none",
-                remedy="pass the module itself to save what is frozen",
-            )
-        return names

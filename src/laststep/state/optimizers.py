@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from laststep.errors import UsageError
 from laststep.state.provider import ABSENT, Absent, State, StateProvider, handing_over, has_absent
@@ -62,9 +61,7 @@ class OptimizerProvider(StateProvider):
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-            own = map(names.__getitem__, map(id, group["params"]))
-            forms = _forms_of(tuple(map(_FORM, group["params"])))
-            params = dict(zip(own, forms, strict=True))
+            params = {names[id(p)]: _form(p.dtype, p.shape) for p in group["params"]}
             groups.append({"params": params, "options": options})
             if item:  # a dict, because pipeline stages may have different items
                 groups[-1]["items"] = {item: len(params)}
@@ -118,8 +115,12 @@ class OptimizerProvider(StateProvider):
         skipped: dict[Path, str | None] = {}
         for group in stored["groups"]:
             for name, form in group["params"].items():
-                if name in ours and (live := _form(ours[name][0])) != form:
-                    skipped["state", name] = f"state of {name}: stored for {form}, live is {live}"
+                if name in ours:
+                    parameter = ours[name][0]
+                    live = _form(parameter.dtype, parameter.shape)
+                    if live != form:
+                        what = f"state of {name}: stored for {form}, live is {live}"
+                        skipped["state", name] = what
         if _keeps_to_forms(type(self._optimizer)):
             for name, (parameter, _) in ours.items():
                 odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
@@ -200,14 +201,27 @@ class OptimizerProvider(StateProvider):
 
     def _named_in(self) -> tuple[dict[int, str], str]:
         """Return the names of parameters by id, and the item that contains them. The item is empty
-        if there are several; the names then include it."""
-        known = self._names()
-        ids = [tuple(map(id, group["params"])) for group in self._optimizer.param_groups]
-        named, item, by_place = _named(
-            tuple(tuple(map(known.get, group)) for group in ids),
-            tuple(tuple(group.get("param_names") or ()) for group in self._optimizer.param_groups),
-        )
-        if by_place and not self._told:
+        if there are several; the names then include it.
+
+        A name is the one that modules and dicts know, else the optimizer's own, else the position.
+        """
+        known, groups = self._names(), self._optimizer.param_groups
+        ids = [list(map(id, group["params"])) for group in groups]
+        items = {known[key][0] for key in chain.from_iterable(ids) if key in known}
+        names: dict[int, str] = {}
+        by_position = 0
+        for g, (group, keys) in enumerate(zip(groups, ids, strict=True)):
+            own = group.get("param_names")
+            for i, key in enumerate(keys):
+                item, name = known.get(key, ("", ""))
+                if name:
+                    names[key] = f"{item}:{name}" if len(items) > 1 else name
+                elif own:
+                    names[key] = own[i]
+                else:
+                    names[key] = f"group{g}.{i}"
+                    by_position += 1
+        if by_position and not self._told:
             self._told = True
             log.warning(
                 (
@@ -215,56 +229,21 @@ class OptimizerProvider(StateProvider):
                     "matched by position; restore into the same order, or pass the object that "
                     "holds them (model=…, or a dict of them) as an item"
                 ),
-                by_place,
-                len(named),
+                by_position,
+                len(names),
             )
-        names = dict(zip(chain.from_iterable(ids), named, strict=True))
         if len(set(names.values())) != len(names):
             raise UsageError(
                 "two parameters of the optimizer have the same name",
                 remedy="pass their modules as items too, under different names",
             )
-        return names, item
+        return names, items.pop() if len(items) == 1 else ""
 
 
-@functools.lru_cache(maxsize=16)
-def _named(
-    known: tuple[tuple[tuple[str, str] | None, ...], ...], own: tuple[tuple[str, ...], ...]
-) -> tuple[tuple[str, ...], str, int]:
-    """Return the names of the parameters of all groups, their item, and the number of parameters
-    named by position.
-
-    A name is the one that modules and dicts know, else the optimizer's own, else the position. The
-    item is empty unless all named parameters are in the same one; names include the item if there
-    are several.
-    """
-    items = {in_module[0] for group in known for in_module in group if in_module is not None}
-    names: list[str] = []
-    by_place = 0
-    for g, group in enumerate(known):
-        for i, in_module in enumerate(group):
-            item, name = in_module or ("", "")
-            if name:
-                names.append(f"{item}:{name}" if len(items) > 1 else name)
-            elif own[g]:
-                names.append(own[g][i])
-            else:
-                names.append(f"group{g}.{i}")
-                by_place += 1
-    return tuple(names), items.pop() if len(items) == 1 else "", by_place
-
-
-def _form(parameter: torch.Tensor) -> str:
+@functools.lru_cache(maxsize=4096)
+def _form(dtype: torch.dtype, shape: torch.Size) -> str:
     """Return dtype and shape of a parameter as text, for messages and for comparison."""
-    return _forms_of((_FORM(parameter),))[0]
-
-
-_FORM: Final = operator.attrgetter("dtype", "shape")
-
-
-@functools.lru_cache(maxsize=64)
-def _forms_of(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, ...]:
-    return tuple(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in forms)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:

@@ -16,7 +16,6 @@ from laststep.checks import shown
 from laststep.codecs.digests import digest
 from laststep.constants import with_article
 from laststep.errors import MismatchError, UsageError
-from laststep.state.modules import of_torch
 from laststep.state.provider import (
     ABSENT,
     AroundProvider,
@@ -80,6 +79,13 @@ class StateDictProvider(StateProvider):
     def restore(self, value: object) -> None:
         with handing_over(f"load_state_dict of {type(self._owner).__name__}"):
             self._owner.load_state_dict(value)  # type: ignore[arg-type]
+
+
+def of_torch(owner: object) -> str | None:
+    """Return the name of the torch class that an object is of, or derives from; None if there is
+    none. A user may rename their own class and still resume."""
+    names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
+    return next(names, None)
 
 
 def _owned(owner: object, state: object) -> object:
