@@ -16,7 +16,7 @@ from laststep.plan.files import LAYOUT_NAME, ItemSpec, plan_save, tree_name
 from laststep.plan.layouts import agree, decode_local_layout, digest_of, encode_local_layout
 from laststep.plan.reads import FileBox, chunks_of
 from laststep.plan.who_reads import Ledger, ReadRequests, decode_request, encode_request
-from laststep.state.provider import BoxPart, Piece
+from laststep.state.tree import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ PACKAGE = SOURCE / "laststep"
 # Relative to src/laststep.
 MAY_IMPORT_TORCH = (
     "state/tensors.py",
-    "state/tensors/*.py",
+    "state/collecting.py",
     "capture/*.py",
     "memory/pool.py",
     "restoring/exchange.py",

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from laststep.restoring.restore import Peeked, Restored, RestoreRequest
     from laststep.saving.describe import TakenState
     from laststep.settings import Options, Preemption
-    from laststep.state.tensors import CollectCache
+    from laststep.state.collecting import CollectCache
 
 log = logging.getLogger(__name__)
 

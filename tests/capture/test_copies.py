@@ -15,7 +15,7 @@ from laststep.errors import LaststepError
 from laststep.memory.pool import Pool
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
 from laststep.settings import Capture
-from laststep.state.provider import Piece
+from laststep.state.tree import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

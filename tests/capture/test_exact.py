@@ -18,7 +18,7 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import TornCaptureError, UsageError
 from laststep.memory import segments as memory
 from laststep.memory.pool import Pool
-from laststep.state.provider import Piece
+from laststep.state.tree import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from laststep.capture.gather import gather
 from laststep.capture.layout import Layout, Way, lower
 from laststep.constants import DTYPES
 from laststep.plan.files import ItemSpec, SavePlan, plan_save
-from laststep.state.provider import Piece
 from laststep.state.tensors import TORCH_DTYPES
+from laststep.state.tree import Piece
 
 SMALL_CHUNK = 4096
 

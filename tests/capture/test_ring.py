@@ -14,7 +14,7 @@ from laststep.capture.layout import Layout, Way, lower
 from laststep.capture.ring import RING_CHUNKS, Route, chunks_through, ring_chunks
 from laststep.constants import CHUNK_BYTES
 from laststep.plan.files import ItemSpec, plan_save
-from laststep.state.provider import Piece
+from laststep.state.tree import Piece
 
 DEVICE = "cpu"
 

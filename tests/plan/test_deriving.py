@@ -9,7 +9,7 @@ import pytest
 from laststep.constants import DTYPES
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import ItemSpec, plan_save
-from laststep.state.provider import BoxPart, Piece
+from laststep.state.tree import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ from laststep.constants import ALIGN_BYTES, DTYPES
 from laststep.format.layout import Part
 from laststep.plan import files as planning
 from laststep.plan.files import ItemSpec, index_name, pack_name, plan_save
-from laststep.state.provider import BoxPart, Piece
+from laststep.state.tree import BoxPart, Piece
 
 
 def piece(name: str, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Piece:

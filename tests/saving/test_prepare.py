@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.saving.describe import TakenState
-    from laststep.state.tensors import CollectCache
+    from laststep.state.collecting import CollectCache
 
 WIDE = 4 << 20
 """So much that replicas share the work of writing."""

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.state.tensors import CollectCache, collect
+from laststep.state.collecting import CollectCache, collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.state.provider import Collected
+    from laststep.state.tree import Collected
 
 
 def freed() -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 import laststep
 from cases import long
 from expect import raises
-from laststep.state.tensors.live import is_backed, needed_bytes
+from laststep.state.tensors import is_backed, needed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

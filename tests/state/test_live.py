@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laststep.process.system import HUGE_PAGE_BYTES
-from laststep.state.tensors.live import allocate
+from laststep.state.tensors import allocate
 from smaps import flags_at
 
 

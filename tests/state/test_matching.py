@@ -16,8 +16,8 @@ import laststep
 from expect import names, raises
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged
+from laststep.state.collecting import CollectCache, collect
 from laststep.state.provider import has_absent
-from laststep.state.tensors import CollectCache, collect
 from laststep.state.tree import Owned, owners
 
 if TYPE_CHECKING:

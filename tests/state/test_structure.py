@@ -16,14 +16,14 @@ from torch import nn
 import laststep
 from laststep.saving.describe import TakenState, naming, take_state
 from laststep.settings import as_keywords
+from laststep.state.collecting import CollectCache, collect
 from laststep.state.items import providers_for
-from laststep.state.tensors import CollectCache, collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from laststep.state.provider import Collected
+    from laststep.state.tree import Collected
 
 
 class Marked(torch.Tensor):

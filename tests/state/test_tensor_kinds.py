@@ -15,10 +15,11 @@ import laststep
 from expect import raises
 from laststep.constants import DTYPES
 from laststep.errors import CorruptError
+from laststep.state import tensors
 from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
-from laststep.state.provider import Piece
-from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, live
-from laststep.state.tree import TensorSpec, decode_item, encode_item
+from laststep.state.collecting import CollectCache, collect
+from laststep.state.tensors import TORCH_DTYPES
+from laststep.state.tree import Piece, TensorSpec, decode_item, encode_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -282,9 +283,7 @@ class Stranger(torch.Tensor):
 def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from laststep.state.tensors import kinds
-
-    monkeypatch.setattr(kinds, "_HANDLERS", {})
+    monkeypatch.setattr(tensors, "_HANDLERS", {})
     value = Pair(torch.arange(3.0), torch.ones(2))
     with raises(laststep.UsageError, "Pair", remedy="register_tensor_type"):
         laststep.save({"t": value}, tmp_path / "one")
@@ -298,7 +297,7 @@ def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
     loaded = laststep.load(tmp_path / "one")["t"]
     assert type(loaded) is Pair
     assert loaded.a.tolist() == [0, 1, 2]
-    monkeypatch.setattr(kinds, "_HANDLERS", {})
+    monkeypatch.setattr(tensors, "_HANDLERS", {})
     with raises(laststep.UsageError, "'tests.Pair'", remedy="register"):
         laststep.load(tmp_path / "one")
     with raises(laststep.UsageError, "Stranger"):
@@ -370,10 +369,10 @@ class GivenMesh:
 
 
 def test_meshes_that_are_no_longer_used_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(tensors, "_MOST_KNOWN", 3)
     meshes = [GivenMesh() for _ in range(8)]
     first = weakref.ref(meshes[0])
     for mesh in meshes:
-        assert live.mesh_of(mesh).sizes == (2,)
+        assert tensors.mesh_of(mesh).sizes == (2,)
     del mesh, meshes
     assert first() is None

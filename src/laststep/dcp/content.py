@@ -45,8 +45,7 @@ from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
 from laststep.read.reader import read_ahead
 from laststep.state.boxes import Box, row_major, whole
-from laststep.state.tensors import TORCH_DTYPES, box_of, open_view, revive
-from laststep.state.tensors.kinds import PLAIN_TENSORS
+from laststep.state.tensors import PLAIN_TENSORS, TORCH_DTYPES, box_of, open_view, revive
 from laststep.state.tree import rebuild
 from laststep.storage.registry import local_path
 

@@ -42,9 +42,8 @@ from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.files import SHARED_FILE, ItemSpec, plan_save
 from laststep.process.threads import WorkerPool
 from laststep.state.boxes import Box, covers_once, whole
-from laststep.state.provider import BoxPart, Piece
-from laststep.state.tensors import DTYPE_NAMES
-from laststep.state.tensors.kinds import PLAIN_TENSORS
+from laststep.state.tensors import DTYPE_NAMES, PLAIN_TENSORS
+from laststep.state.tree import BoxPart, Piece
 from laststep.version import VERSION
 
 if TYPE_CHECKING:

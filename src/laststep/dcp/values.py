@@ -26,7 +26,7 @@ from laststep.codecs.objects import TensorRef
 from laststep.dcp import typed
 from laststep.dcp.record import tensor_name
 from laststep.errors import LaststepError, UsageError
-from laststep.state.tensors import collect
+from laststep.state.collecting import collect
 from laststep.state.tree import rebuild
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from laststep.format.index import Index, StoredLayout
     from laststep.format.manifest import Commit, WrittenIndexes
-    from laststep.state.provider import Piece  # noqa: TC004 (nothing decodes these structs)
+    from laststep.state.tree import Piece  # noqa: TC004 (nothing decodes these structs)
 
 
 _KIND: Final = operator.attrgetter("device", "dtype", "trained")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.format.manifest import LayoutGroupRecord
-    from laststep.state.provider import Shape
+    from laststep.state.tree import Shape
 
 
 class Replicas(enum.IntEnum):

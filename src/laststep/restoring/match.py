@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from laststep.restoring.renaming import Renamed
     from laststep.state.layouts import Layout
-    from laststep.state.provider import Collected
+    from laststep.state.tree import Collected
 
 
 def newer_entries(stored: object, live: object, path: Path) -> list[Path]:

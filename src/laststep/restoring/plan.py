@@ -21,10 +21,10 @@ from laststep.ranks.group import collective
 from laststep.restoring.match import PLAIN_KINDS, Match, match_item, newer_entries
 from laststep.restoring.renaming import modules_in, rename
 from laststep.saving.describe import naming
+from laststep.state.collecting import collect
 from laststep.state.items import make_deferred
 from laststep.state.modules import TrainableProvider, loads_in_its_own_way
 from laststep.state.provider import lies_above, lies_under
-from laststep.state.tensors import collect
 from laststep.state.tree import show_path
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from laststep.read.content import Content
     from laststep.restoring.match import Match
     from laststep.restoring.renaming import Modules
-    from laststep.state.provider import Collected, State, StateProvider
+    from laststep.state.provider import State, StateProvider
+    from laststep.state.tree import Collected
 
 
 log = logging.getLogger(__name__)

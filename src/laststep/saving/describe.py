@@ -42,16 +42,9 @@ from laststep.plan.layouts import (
 )
 from laststep.plan.layouts import agree as agree_of
 from laststep.state.boxes import Box, whole
-from laststep.state.provider import BoxPart, Piece
-from laststep.state.tensors import (
-    CollectCache,
-    box_of,
-    check_held,
-    collect,
-    hold_scalar,
-    plain_scalar,
-)
-from laststep.state.tree import encode_item
+from laststep.state.collecting import CollectCache, collect
+from laststep.state.tensors import box_of, check_held, hold_scalar, plain_scalar
+from laststep.state.tree import BoxPart, Piece, encode_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -63,7 +56,8 @@ if TYPE_CHECKING:
     from laststep.plan.who_writes import Assignment
     from laststep.ranks.rank import Rank
     from laststep.state.layouts import Layout
-    from laststep.state.provider import Collected, StateProvider
+    from laststep.state.provider import StateProvider
+    from laststep.state.tree import Collected
 
     Described = tuple[tuple[ItemSpec, dict[str, Layout]], ...]
     """Each item as the planner sees it, with the layouts of its sharded tensors."""

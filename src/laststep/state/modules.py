@@ -129,7 +129,7 @@ class ModuleProvider(StateProvider):
             return False
         by_kind = {type(node): node for _own, _plain, node in nodes}
         return all(
-            _is_standard_class(kind) or _inner_name(kind, node._modules) is not None
+            _is_standard_class(kind) or _inner_name(kind, node._modules) is not None  # type: ignore[arg-type]  # Module has its own __hash__
             for kind, node in by_kind.items()
         )
 

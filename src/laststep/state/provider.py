@@ -3,9 +3,6 @@
 Knows nothing of files or copies. `describe` is all that a save or a restore needs: a save takes the
 returned tree apart and finds the bytes of every tensor; a restore writes them back in place, or
 passes the loaded tree to `restore`.
-
-Pieces, the tensors that a provider describes, are named tuples because a save of 100,000 tensors
-creates as many of them while training waits.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from laststep.errors import LaststepError, MismatchError
 from laststep.process import system
@@ -23,71 +20,7 @@ from laststep.process import system
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    import torch
-
-    from laststep.state.layouts import Layout
     from laststep.state.tree import Path
-
-
-Shape = tuple[int, ...]
-
-
-class BoxPart(NamedTuple):
-    """The position of a piece that is a box of a tensor instead of a whole tensor."""
-
-    tensor: str
-    shape: Shape
-    start: Shape
-
-
-class Piece(NamedTuple):
-    """A tensor of an item, described without its memory, because pieces are keys of cached
-    plans."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    size_bytes: int
-    device: str
-    contiguous: bool
-    volatile: bool
-    """True if a forward pass may change it (BatchNorm's statistics); it is then never captured
-    lazily."""
-    part: BoxPart | None = None
-    trained: bool = False
-    """True if an optimizer may change it. Frozen tensors are stored together, apart from trained
-    ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A tensor that shares bytes with others: a strided window into a stored base piece."""
-
-    base: str
-    dtype: str
-    shape: Shape
-    stride: Shape
-    offset_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """An item's state taken apart: its tree, its pieces, and the names that share bytes."""
-
-    tree: object
-    pieces: tuple[Piece, ...]
-    sources: tuple[torch.Tensor, ...]
-    """The live tensor of each piece (possibly strided); opaque to this module."""
-    ties: dict[str, str] = field(default_factory=dict)
-    """Tied name → name of the piece that has the same memory."""
-    views: dict[str, View] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every tensor by name, including those that share bytes; opaque like `sources`."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layouts of the tensors that are sharded; `tensors` and `sources` contain this rank's part of
-    them."""
-    owners: dict[str, object] = field(default_factory=dict)
-    """The live object of each tensor in `layouts`, to return after its part has been restored."""
 
 
 class Absent:

@@ -1,28 +1,32 @@
-"""Take a nested state apart into a tree of plain values and leaves, and rebuild it.
+"""The state of an item taken apart: a tree of plain values, pieces, and what is stored of them.
 
-Knows nothing of torch: a `Leaves` object decides which values are leaves. `copy_tree` copies every
-container, so a tree made by `save()` does not change when training changes the original.
+Knows nothing of torch: `collecting` takes a live state apart.
 
 Names of tensors are paths of keys as strings, one to one, as docs/format.md defines them. A stored
 item is its tree, the specs of its tensors, and the tensors that share bytes.
+
+Pieces are named tuples because a save of 100,000 tensors creates as many of them while training
+waits.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 from collections import OrderedDict, deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from laststep.codecs import objects
 from laststep.codecs.objects import INT_MAX, INT_MIN, Tagged, TensorRef, is_utf8
-from laststep.constants import DTYPES, with_article
+from laststep.constants import DTYPES
 from laststep.errors import CorruptError, UsageError
-from laststep.state.provider import Collected, Shape, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    import torch
+
+    from laststep.state.layouts import Layout
 
 
 _RESERVED = "__metadata__"
@@ -127,7 +131,6 @@ Path = tuple[object, ...]
 
 MAX_DEPTH = 200
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range})
-_SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,110 +144,6 @@ class Owned:
 
 OWNED: Final = "owned"
 """The tag of an `Owned` in a stored tree: `[owner, state]`."""
-
-
-class NotMine:
-    """The result of `Leaves.take` for a value that is not a leaf."""
-
-
-NOT_MINE: Final = NotMine()
-
-
-class Leaves(Protocol):
-    """Decides which values are leaves, and remembers them."""
-
-    def take(self, path: Path, value: object) -> object:
-        """Return the marker for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
-
-
-def copy_tree(value: object, leaves: Leaves, path: Path, *, allow_pickle: bool) -> object:
-    """Return a copy of `value` made of plain values, with every leaf replaced by its marker from
-    `leaves`."""
-    kind = type(value)
-    if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
-        return value
-    if kind is dict or kind is OrderedDict:
-        _check_depth(path)
-        # Not shared with the other containers, for speed: this loop runs once per tensor.
-        copied = {} if kind is dict else OrderedDict()
-        for key, inner in value.items():  # type: ignore[attr-defined]
-            if type(inner) in PLAIN:
-                copied[key] = inner
-            else:
-                copied[key] = copy_tree(inner, leaves, (*path, key), allow_pickle=allow_pickle)
-        return copied
-    if kind is list or kind is tuple:
-        _check_depth(path)
-        inners: Iterable[object] = value  # type: ignore[assignment]
-        if PLAIN.issuperset(map(type, inners)):  # random.getstate() has hundreds of numbers
-            return kind(inners)
-        entries = [
-            copy_tree(inner, leaves, (*path, i), allow_pickle=allow_pickle)
-            for i, inner in enumerate(inners)
-        ]
-        return entries if kind is list else tuple(entries)
-    taken = leaves.take(path, value)
-    if taken is not NOT_MINE:
-        return taken
-    _check_depth(path)
-
-    def down(key: object, inner: object) -> object:
-        return copy_tree(inner, leaves, (*path, key), allow_pickle=allow_pickle)
-
-    return _uncommon(value, down, path, allow_pickle=allow_pickle)
-
-
-def _check_depth(path: Path) -> None:
-    if len(path) > MAX_DEPTH:
-        raise UsageError(
-            "cannot save a state nested this deeply, or that contains itself",
-            where=show_path(path[:8]) + "…",
-            expected=f"at most {MAX_DEPTH} levels",
-        )
-
-
-def _uncommon(
-    value: object, down: Callable[[object, object], object], path: Path, *, allow_pickle: bool
-) -> object:
-    if isinstance(value, deque) and type(value) is deque:
-        return deque((down(i, inner) for i, inner in enumerate(value)), value.maxlen)
-    if type(value) in (set, frozenset):
-        return type(value)(value)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
-        return value._make(
-            down(name, inner) for name, inner in zip(value._fields, value, strict=True)
-        )
-    if type(value) is bytearray:
-        return bytearray(value)
-    if type(value) is slice:
-        return slice(down(0, value.start), down(1, value.stop), down(2, value.step))
-    if allow_pickle:
-        return Tagged("pickle", _pickled(value, path))
-    raise UsageError(
-        f"cannot save {_class_of(value)}",
-        where=show_path(path),
-        expected="tensors, arrays, containers and plain values",
-        remedy=(
-            "leave it out, add state_dict() and load_state_dict() to its class, or pass "
-            "allow_pickle=True"
-        ),
-    )
-
-
-def _class_of(value: object) -> str:
-    return with_article(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _pickled(value: object, path: Path) -> bytes:
-    try:
-        return pickle.dumps(value, protocol=4)
-    except Exception as error:  # a user's class may raise anything
-        raise UsageError(
-            f"cannot pickle {_class_of(value)}",
-            where=show_path(path),
-            found=str(error),
-            remedy="leave it out, or add state_dict() and load_state_dict() to its class",
-        ) from error
 
 
 def rebuild(
@@ -319,6 +218,67 @@ def show_path(path: Path) -> str:
     for key in path[1:]:
         text += f"[{key!r}]"
     return text
+
+
+Shape = tuple[int, ...]
+
+
+class BoxPart(NamedTuple):
+    """The position of a piece that is a box of a tensor instead of a whole tensor."""
+
+    tensor: str
+    shape: Shape
+    start: Shape
+
+
+class Piece(NamedTuple):
+    """A tensor of an item, described without its memory, because pieces are keys of cached
+    plans."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    size_bytes: int
+    device: str
+    contiguous: bool
+    volatile: bool
+    """True if a forward pass may change it (BatchNorm's statistics); it is then never captured
+    lazily."""
+    part: BoxPart | None = None
+    trained: bool = False
+    """True if an optimizer may change it. Frozen tensors are stored together, apart from trained
+    ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A tensor that shares bytes with others: a strided window into a stored base piece."""
+
+    base: str
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """An item's state taken apart: its tree, its pieces, and the names that share bytes."""
+
+    tree: object
+    pieces: tuple[Piece, ...]
+    sources: tuple[torch.Tensor, ...]
+    """The live tensor of each piece (possibly strided); opaque to this module."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Tied name → name of the piece that has the same memory."""
+    views: dict[str, View] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every tensor by name, including those that share bytes; opaque like `sources`."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """Layouts of the tensors that are sharded; `tensors` and `sources` contain this rank's part of
+    them."""
+    owners: dict[str, object] = field(default_factory=dict)
+    """The live object of each tensor in `layouts`, to return after its part has been restored."""
 
 
 def merge_trees(first: object, second: object) -> object:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.browse import Checkpoint
-    from laststep.state.provider import Shape, View
+    from laststep.state.tree import Shape, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

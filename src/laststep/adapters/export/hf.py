@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.browse import Checkpoint
-    from laststep.state.provider import Shape
-    from laststep.state.tree import Path
+    from laststep.state.tree import Path, Shape
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -1,33 +1,89 @@
-"""Single live tensors: create one, inspect its memory, set its value; metrics and generators.
+"""All operations that depend on the kind of a tensor: inspect, describe, allocate, rebuild.
 
-Memory and form are read from all tensors of a state in bulk, because there are thousands and
-training waits.
+Only this module and `collecting` in `state` import torch. Moves no tensor between devices:
+`capture` does that in a save, `restoring` in a restore. Memory and form are read from all tensors
+of a state in bulk, because there are thousands and training waits.
 """
 
 from __future__ import annotations
 
 import operator
+import pickle
 import sys
 import weakref
+from collections import Counter
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
-from laststep.errors import UsageError
+from laststep.codecs.objects import Tagged
+from laststep.constants import DTYPES
+from laststep.errors import CorruptError, UsageError
 from laststep.process import system
 from laststep.state.layouts import Layout, Mesh, Placement, Replicate, Shard, Sharded
-from laststep.state.tensors.kinds import TORCH_DTYPES
+from laststep.state.tree import OWNED, owned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
     from laststep.state.boxes import Box
-    from laststep.state.provider import View
+    from laststep.state.tree import View
+
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
+}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class TensorHandler(NamedTuple):
+    """Functions that take a tensor subclass apart into plain tensors and values, and rebuild it."""
+
+    name: str
+    to_parts: Callable[[torch.Tensor], object]
+    from_parts: Callable[[object], torch.Tensor]
+
+
+_HANDLERS: dict[type, TensorHandler] = {}
+
+
+def register_tensor_type(
+    kind: type[torch.Tensor],
+    *,
+    name: str,
+    to_parts: Callable[[torch.Tensor], object],
+    from_parts: Callable[[object], torch.Tensor],
+) -> None:
+    """Register a tensor subclass: `to_parts` returns a tree of plain tensors that share its memory,
+    `from_parts` builds the subclass from such a tree. `name` is stored and MUST NOT change."""
+    _HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
+
+
+def handler_for(kind: type) -> TensorHandler | None:
+    """Return the handler of this class or of its nearest registered base class."""
+    return next((_HANDLERS[base] for base in kind.__mro__ if base in _HANDLERS), None)
+
+
+def is_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def is_optimizer(value: object) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def is_tensor_type(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor)
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:
@@ -200,18 +256,11 @@ _T = TypeVar("_T")
 
 _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
-_NBYTES: Final = operator.attrgetter("nbytes")
-_DEVICE: Final = operator.attrgetter("device")
 _DATA_PTR: Final = torch.Tensor.data_ptr
-_OFFSET: Final = torch.Tensor.storage_offset
 _STORAGE: Final = torch.Tensor.untyped_storage
 _STORAGE_BYTES: Final = torch.UntypedStorage.nbytes
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _IS_NEGATIVE: Final = torch.Tensor.is_neg
-_IS_CONJUGATE: Final = torch.Tensor.is_conj
-_LOCAL: Final = operator.attrgetter("_local_tensor")
-_LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
-"""The inputs from which `local_shard_of` computes the layout of a DTensor."""
 
 
 def in_batches(many: Sequence[_T]) -> Iterator[Sequence[_T]]:
@@ -220,126 +269,47 @@ def in_batches(many: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (many[first : first + 1024] for first in range(0, len(many), 1024))
 
 
-class TensorForms:
-    """Shapes, dtypes and addresses of strided tensors. Other tensors need no check of their own: a
-    nested tensor has no shape, a sparse or MKL-DNN one no address, and reading it raises
-    RuntimeError."""
+class TensorForms(NamedTuple):
+    """Forms and addresses of strided tensors; equal if the same bytes have the same form."""
 
-    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
-        self.shapes: list[torch.Size] = []
-        self.dtypes: list[torch.dtype] = []
-        self.addresses: list[int] = []
-        self.storages: list[int] = []
-        """The sizes of their storages, which can shrink under a tensor that keeps its shape."""
-        self.contiguous: list[bool] = []
-        for some in in_batches(memories):
-            self._look_at(some)
-
-    def _look_at(self, some: Sequence[torch.Tensor]) -> None:
-        self.shapes += map(_SHAPE, some)
-        self.dtypes += map(_DTYPE, some)
-        self.addresses += map(_DATA_PTR, some)
-        self.storages += map(_STORAGE_BYTES, map(_STORAGE, some))
-        self.contiguous += map(_IS_CONTIGUOUS, some)
-
-    def are_those_of(self, memories: Sequence[torch.Tensor]) -> bool:
-        """Return True if these tensors have the same forms and addresses."""
-        try:
-            now = TensorForms(memories)
-        except RuntimeError:
-            return False
-        return (
-            now.addresses == self.addresses
-            and now.storages == self.storages
-            and now.shapes == self.shapes
-            and now.dtypes == self.dtypes
-            and now.contiguous == self.contiguous
-        )
+    addresses: list[int]
+    storages: list[int]
+    """The sizes of their storages, which can shrink under a tensor that keeps its shape."""
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    contiguous: list[bool]
+    details: list[tuple[object, ...]]
+    """Strides and devices of those that are not identified by the rest."""
+    marked: bool
+    """True if any is only marked as negated or conjugated: its memory is not its values."""
 
 
-class TensorDescriptions(TensorForms):
-    """Adds values that follow from the forms and are not compared: sizes, devices, storage
-    offsets."""
-
-    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
-        self.sizes: list[int] = []
-        self.devices: list[str] = []
-        self.offsets: list[int] = []
-        super().__init__(memories)
-
-    def _look_at(self, some: Sequence[torch.Tensor]) -> None:
-        super()._look_at(some)
-        self.sizes += map(_NBYTES, some)
-        self.offsets += map(_OFFSET, some)  # type: ignore[arg-type]
-        devices = list(map(_DEVICE, some))
-        names = {device: _device_name(device) for device in set(devices)}
-        self.devices += map(names.__getitem__, devices)
-
-
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(device)
-
-
-class TensorPlaces:
-    """The memory of plain tensors and DTensors, to recognise it later. The memory MUST be their
-    values: no tensor may be only marked as negated or conjugated."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self._kinds = list(map(type, leaves))
-        kinds = {kind: is_dtensor_class(kind) for kind in set(self._kinds)}
-        self.spread: list[int] = []
-        if any(kinds.values()):
-            self.spread = [number for number, kind in enumerate(self._kinds) if kinds[kind]]
-        self._layouts = [_LAYOUT(leaves[number]) for number in self.spread]
-        memories = self.memories(leaves)
-        self.memory_kinds = list(map(type, memories)) if self.spread else self._kinds
-        self.forms = TensorDescriptions(memories)
-        self._complex = [n for n, dtype in enumerate(self.forms.dtypes) if dtype.is_complex]
-        # Not identified by address, shape, dtype and contiguity alone: compare details as well.
-        self._odd = [
-            number
-            for number, (address, contiguous) in enumerate(
-                zip(self.forms.addresses, self.forms.contiguous, strict=True)
-            )
-            if not contiguous or not address
+def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
+    """Return the forms of strided tensors. Others raise `RuntimeError`: a nested tensor has no
+    shape, a sparse or MKL-DNN one no address."""
+    addresses: list[int] = []
+    storages: list[int] = []
+    shapes: list[torch.Size] = []
+    dtypes: list[torch.dtype] = []
+    contiguous: list[bool] = []
+    marked = False
+    for some in in_batches(memories):
+        shapes += map(_SHAPE, some)
+        dtypes += map(_DTYPE, some)
+        addresses += map(_DATA_PTR, some)
+        storages += map(_STORAGE_BYTES, map(_STORAGE, some))
+        contiguous += map(_IS_CONTIGUOUS, some)
+        marked = marked or any(map(_IS_NEGATIVE, some))
+    if any(dtype.is_complex for dtype in set(dtypes)):
+        marked = marked or any(map(torch.Tensor.is_conj, memories))
+    details: list[tuple[object, ...]] = []
+    if not all(contiguous) or not all(addresses):
+        details = [
+            (number, memory.stride(), memory.device)
+            for number, memory in enumerate(memories)
+            if not contiguous[number] or not addresses[number]
         ]
-        self._details = [_details(memories[number]) for number in self._odd]
-
-    def again(self, leaves: Sequence[object]) -> Sequence[torch.Tensor] | None:
-        """Return the local memory of each leaf if all are the same bytes in the same form as
-        before; else None."""
-        if list(map(type, leaves)) != self._kinds:
-            return None
-        tensors: Sequence[torch.Tensor] = leaves  # type: ignore[assignment]
-        if [_LAYOUT(tensors[number]) for number in self.spread] != self._layouts:
-            return None
-        memories = self.memories(tensors)
-        same = (
-            (memories is leaves or list(map(type, memories)) == self.memory_kinds)
-            and self.forms.are_those_of(memories)
-            and [_details(memories[number]) for number in self._odd] == self._details
-            and self.are_values(memories)
-        )
-        return memories if same else None
-
-    def are_values(self, memories: Sequence[torch.Tensor]) -> bool:
-        """Return True if no tensor is only marked as negated or conjugated."""
-        return not any(map(_IS_NEGATIVE, memories)) and not any(
-            _IS_CONJUGATE(memories[number]) for number in self._complex
-        )
-
-    def memories(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the memory of each leaf on this rank."""
-        if not self.spread:
-            return leaves
-        memories = list(leaves)
-        for number in self.spread:
-            memories[number] = _LOCAL(memories[number])
-        return memories
-
-
-def _details(memory: torch.Tensor) -> tuple[object, ...]:
-    return memory.stride(), memory.device
+    return TensorForms(addresses, storages, shapes, dtypes, contiguous, details, marked)
 
 
 class KnownTensors:
@@ -348,7 +318,7 @@ class KnownTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._refs = list(map(weakref.ref, tensors))
-        self._forms = TensorForms(tensors)
+        self._forms = forms_of(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
         """Return strong references to all tensors if each is alive with the same form and memory;
@@ -357,7 +327,10 @@ class KnownTensors:
         if any(map(operator.is_, alive, repeat(None))):
             return None
         tensors: list[torch.Tensor] = alive  # type: ignore[assignment]
-        return tensors if self._forms.are_those_of(tensors) else None
+        try:
+            return tensors if forms_of(tensors) == self._forms else None
+        except RuntimeError:
+            return None
 
 
 def allocate(dtype: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -524,3 +497,115 @@ def set_torch_rng_states(states: dict[str, object]) -> None:
     if cuda and torch.cuda.is_available():
         count = torch.cuda.device_count()
         torch.cuda.set_rng_state_all(cuda[:count])  # type: ignore[index]
+
+
+_SparseParts = tuple[str, tuple[int, ...], dict[str, object]]
+"""Layout, shape, and the tensors that form a sparse tensor."""
+
+
+def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
+    """Rebuild the value of a Tagged, whose inner tensors are already in place. Raise `CorruptError`
+    if it is malformed."""
+    try:
+        return _revive(tagged, allow_pickle=allow_pickle)
+    except UsageError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(
+            error.what, where=error.where or where, expected=error.expected, found=error.found
+        ) from None
+    except Exception as error:
+        if system.is_one(error):
+            raise
+        raise CorruptError(
+            f"cannot rebuild a stored {tagged.tag}", where=where, found=str(error)
+        ) from error
+
+
+def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
+    if tagged.tag == "pickle":
+        if not allow_pickle:
+            raise UsageError(
+                "the checkpoint holds a pickled object, which can run any code when loaded",
+                remedy="pass allow_pickle=True if you trust whoever wrote it",
+            )
+        return pickle.loads(tagged.value)  # type: ignore[arg-type]  # noqa: S301 (opted in twice)
+    if tagged.tag not in _REVIVERS:
+        raise CorruptError(f"unknown kind of stored value {tagged.tag!r}")
+    return _REVIVERS[tagged.tag](tagged.value)
+
+
+# Each takes a value made by the Collector. Any exception on other values becomes CorruptError.
+
+
+def _revive_array(value: object) -> object:
+    dtype, tensor = cast("tuple[str, object]", value)
+    if not isinstance(tensor, torch.Tensor):  # skipped in a partial restore
+        return tensor
+    array, wanted = tensor.cpu().numpy(), np.dtype(dtype)
+    if wanted.newbyteorder("=") != array.dtype:  # only the byte order may differ
+        raise CorruptError(
+            "an array of another dtype than its bytes", found=f"{wanted}, {array.dtype}"
+        )
+    return array.astype(wanted, copy=False)
+
+
+def _revive_scalar(value: object) -> object:
+    dtype, data = cast("tuple[str, bytes]", value)
+    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+
+
+def _revive_bytes(value: object) -> object:
+    return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+
+def _revive_dtype(value: object) -> object:
+    dtype = vars(torch).get(str(value))  # getattr would import lazy submodules of torch
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError("unknown dtype", found=repr(value)[:80])
+    return dtype
+
+
+def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]) -> object:
+    for part in parts.values():
+        if not isinstance(part, torch.Tensor | bool):  # skipped in a partial restore
+            return part
+    tensors = cast("dict[str, torch.Tensor]", parts)
+    values = tensors["values"]
+    if layout == "sparse_coo":
+        # The bytes are verified and torch made the tensor, so its invariants held at the save.
+        sparse = torch.sparse_coo_tensor(tensors["indices"], values, shape, check_invariants=True)
+        return sparse._coalesced_(bool(parts["coalesced"]))
+    if layout in ("sparse_csr", "sparse_bsr"):
+        rows, columns = tensors["crow"], tensors["col"]
+    else:
+        rows, columns = tensors["ccol"], tensors["row"]
+    kind = getattr(torch, layout)
+    return torch.sparse_compressed_tensor(
+        rows, columns, values, shape, layout=kind, check_invariants=True
+    )
+
+
+def _revive_subclass(value: object) -> object:
+    name, parts = cast("tuple[str, object]", value)
+    handler = next((known for known in _HANDLERS.values() if known.name == name), None)
+    if handler is None:
+        raise UsageError(
+            f"cannot load the tensor subclass {name!r}",
+            remedy="register it first with laststep.register_tensor_type",
+        )
+    return handler.from_parts(parts)
+
+
+_REVIVERS: Final[dict[str, Callable[[object], object]]] = {
+    "ndarray": _revive_array,
+    "scalar": _revive_scalar,
+    "bytes": _revive_bytes,
+    "counter": lambda value: Counter(cast("dict[object, int]", value)),
+    "dtype": _revive_dtype,
+    "device": lambda value: torch.device(str(value)),
+    "size": lambda value: torch.Size(cast("tuple[int, ...]", value)),
+    "sparse": lambda value: _revive_sparse(*cast("_SparseParts", value)),
+    "subclass": _revive_subclass,
+    OWNED: lambda value: owned(Tagged(OWNED, value)).state,
+}

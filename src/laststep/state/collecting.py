@@ -1,0 +1,635 @@
+"""Take a state apart into its tree of plain values, its tensors as pieces, and shared memory.
+
+Copies no data of a tensor that training may change: `capture` does that.
+
+Between two saves a training run keeps its tensors and changes its numbers. A walk through a state
+therefore records a trace: the containers and keys of its tensors, in order. A state that leaves the
+same trace as the last one has the same names in the same order; if its tensors also have the same
+forms and addresses, only its plain values are new. Traces and forms are lists that are filled and
+compared as a whole, because this runs while training waits. No tensor is held between saves.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, replace
+from itertools import chain, compress, repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from laststep.codecs.objects import Tagged, TensorRef
+from laststep.constants import with_article
+from laststep.errors import UsageError
+from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
+from laststep.state.tensors import (
+    DTYPE_NAMES,
+    PLAIN_TENSORS,
+    LocalShard,
+    TensorForms,
+    forms_of,
+    handler_for,
+    is_backed,
+    is_dtensor,
+    is_dtensor_class,
+    local_shard_of,
+    needed_bytes,
+    not_backed,
+)
+from laststep.state.tree import (
+    MAX_DEPTH,
+    OWNED,
+    PLAIN,
+    Collected,
+    Owned,
+    Path,
+    Piece,
+    View,
+    name_of,
+    names_in,
+    show_path,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from laststep.state.layouts import Layout
+
+_Part = dict[object, object]
+"""The tree of a container of tensors, or of a container of such containers. Trees are never
+changed, so the trees of several saves share their parts."""
+
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
+_ONLY_DICTS: Final = frozenset({dict})
+_EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
+"""Key types for which equal keys are identical. Keys of other types may be equal and yet differ,
+such as 0.0 and -0.0, or (1,) and (True,)."""
+_SMALL_BYTES = 4096
+_ARRAYS: Final = frozenset({np.ndarray, np.memmap})
+"""Array types that consist of their elements only; other subclasses, such as masked arrays, hold
+more."""
+_ARRAY_DTYPES: Final = frozenset(
+    map(
+        np.dtype,
+        ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"),
+    )
+)
+_BASE_ALIGN = 16
+"""Alignment of the start of a base: the size of the largest element, so that every view is
+aligned."""
+
+
+class _Different(Exception):
+    """The state is not the known one; never leaves this module."""
+
+
+class _Walk:
+    """One walk through a state: copies its containers and plain values, and notes its tensors.
+
+    In bulk, containers of plain tensors and DTensors are noted as a whole, without a look at each
+    tensor. With `known`, the parts of the tree of a known state, only the trace and the tensors are
+    noted: their names are the known ones if the trace is.
+    """
+
+    def __init__(
+        self,
+        volatile: frozenset[Path],
+        *,
+        allow_pickle: bool,
+        in_bulk: bool = True,
+        known: Iterator[_Part] | None = None,
+    ) -> None:
+        self._volatile = volatile
+        self._allow_pickle = allow_pickle
+        self._in_bulk = in_bulk
+        self._known = known
+        self.names: list[str] = []
+        self.leaves: list[torch.Tensor] = []
+        self.keys: list[object] = []
+        """For every row of tensors, or rows under several names: the path, the names, the keys."""
+        self.sizes: list[int] = []
+        """The numbers of these entries."""
+        self.parts: list[_Part] = []
+        self.is_common = True
+        """False if a leaf was met that cannot be noted in bulk."""
+        self.volatile_names: set[str] = set()
+        self.trained_names: set[str] = set()
+        self.layouts: dict[str, Layout] = {}
+        self.owners: dict[str, object] = {}
+
+    def copy(self, value: Any, path: Path) -> object:
+        """Return the tree of a value: copied containers and plain values, with a `TensorRef` or
+        `Tagged` for every leaf."""
+        kind = type(value)
+        if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):
+            return value
+        if kind is Owned:
+            return Tagged(OWNED, [value.owner, self.copy(value.state, path)])
+        if kind not in _CONTAINERS:
+            return self._leaf(value, path)
+        _check_depth(path)
+        if kind is dict:
+            return self._entries(value, path)
+        if kind is OrderedDict:
+            return OrderedDict(self._entries(dict(value), path))
+        return kind(self._entries(dict(enumerate(value)), path).values())
+
+    def _entries(self, named: dict[object, Any], path: Path) -> dict[object, object]:
+        kinds = set(map(type, named.values()))
+        if kinds <= PLAIN:
+            return dict(named)
+        if self._are_rows(kinds):
+            return self._note(path, (), (named,))
+        if kinds == _ONLY_DICTS:  # optimizer state: thousands of dicts
+            rows = named.values()
+            inner = set(map(type, chain.from_iterable(map(dict.values, rows))))
+            if inner and self._are_rows(inner):
+                _check_depth((*path, None))
+                return self._note(path, named, rows)
+        copied: dict[object, object] = {}
+        for key, value in named.items():
+            kind = type(value)
+            if kind in PLAIN:
+                copied[key] = value
+            elif self._are_rows((kind,)):
+                copied[key] = self._note(path, (), ({key: value},)).get(key)
+            else:
+                copied[key] = self.copy(value, (*path, key))
+        return copied
+
+    def _are_rows(self, kinds: Collection[type]) -> bool:
+        return self._in_bulk and all(
+            kind in PLAIN_TENSORS or is_dtensor_class(kind) for kind in kinds
+        )
+
+    def _note(
+        self, path: Path, names: Collection[object], rows: Collection[dict[object, Any]]
+    ) -> _Part:
+        """Note one container of tensors, or all containers of tensors in `names`, and return its
+        tree."""
+        self.leaves += chain.from_iterable(map(dict.values, rows))
+        self.keys += path
+        self.keys += names
+        self.keys += chain.from_iterable(rows)
+        self.sizes += (len(path), len(names), len(rows))
+        self.sizes += map(len, rows)
+        if self._known is not None:
+            part = next(self._known, None)
+            if part is None:
+                raise _Different
+            return part
+        trees: list[_Part] = []
+        paths = [(*path, name) for name in names] if names else [path]
+        for row_path, row in zip(paths, rows, strict=True):
+            own = names_in(row_path, row)
+            self.names += own
+            if self._volatile:
+                is_volatile = [(*row_path, key) in self._volatile for key in row]
+                self.volatile_names.update(compress(own, is_volatile))
+            trees.append(dict(zip(row, map(TensorRef, own), strict=True)))
+        self.parts.append(dict(zip(names, trees, strict=True)) if names else trees[0])
+        return self.parts[-1]
+
+    def _leaf(self, value: Any, path: Path) -> object:
+        if self._known is not None:
+            raise _Different
+        self.is_common = False
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if kind is LocalShard:
+            return self._local_shard(value, value, path)
+        if kind in _ARRAYS and value.dtype.newbyteorder("=") in _ARRAY_DTYPES:
+            return Tagged("ndarray", [value.dtype.str, self._keep(_tensor_of(value), path)])
+        if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.kind != "V":
+            return Tagged("scalar", [value.dtype.str, value.tobytes()])
+        if kind is Counter:  # MultiStepLR keeps its milestones in a Counter
+            return Tagged("counter", self.copy(dict(value), path))
+        if kind is bytes:  # larger ones than the tree keeps as text
+            return Tagged(
+                "bytes", self._keep(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)
+            )
+        if isinstance(value, torch.dtype):
+            return Tagged("dtype", str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return Tagged("device", str(value))
+        if isinstance(value, torch.Size):
+            return Tagged("size", tuple(value))
+        return self._uncommon(value, path)
+
+    def _uncommon(self, value: Any, path: Path) -> object:
+        _check_depth(path)
+        kind = type(value)
+        if kind is deque:
+            entries = [self.copy(inner, (*path, i)) for i, inner in enumerate(value)]
+            return deque(entries, value.maxlen)
+        if kind in (set, frozenset, bytearray):
+            return kind(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
+            named = zip(value._fields, value, strict=True)
+            return value._make([self.copy(inner, (*path, name)) for name, inner in named])
+        if kind is slice:
+            ends = enumerate((value.start, value.stop, value.step))
+            return slice(*[self.copy(end, (*path, i)) for i, end in ends])
+        if self._allow_pickle:
+            return Tagged("pickle", _pickled(value, path))
+        raise UsageError(
+            f"cannot save {_class_of(value)}",
+            where=show_path(path),
+            expected="tensors, arrays, containers and plain values",
+            remedy="leave it out, add state_dict() and load_state_dict() to its class, or pass "
+            "allow_pickle=True",
+        )
+
+    def _keep(self, tensor: torch.Tensor, path: Path) -> TensorRef:
+        name = name_of(path)
+        self.names.append(name)
+        self.leaves.append(tensor)
+        if path in self._volatile:
+            self.volatile_names.add(name)
+        return TensorRef(name)
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> object:
+        if type(tensor) not in PLAIN_TENSORS:
+            return self._subclass(tensor, path)
+        if tensor.is_nested:
+            raise UsageError(
+                "cannot save a nested tensor",
+                where=show_path(path),
+                expected="tensors of one shape",
+                remedy="save the list of its parts, tensor.unbind(), instead",
+            )
+        if tensor.layout is not torch.strided:
+            return self._sparse(tensor, path)
+        if tensor.is_meta:
+            raise UsageError(
+                "cannot save a meta tensor: it has no data",
+                where=show_path(path),
+                remedy="materialise it first, e.g. module.to_empty(device=...)",
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UsageError(
+                f"cannot save a tensor of {tensor.dtype}",
+                where=show_path(path),
+                expected="a plain dtype",
+                remedy="dequantise it first",
+            )
+        if not is_backed(tensor):
+            raise not_backed(tensor, show_path(path))
+        detached = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.is_conj() or tensor.is_neg():
+            detached = detached.resolve_conj().resolve_neg()
+        ref = self._keep(detached, path)
+        if tensor.requires_grad:
+            self.trained_names.add(ref.name)
+        return ref
+
+    def _local_shard(self, shard: LocalShard, owner: object, path: Path) -> object:
+        ref = self._tensor(shard.local.detach(), path)
+        if not isinstance(ref, TensorRef):
+            raise UsageError(
+                "cannot save a shard of a tensor that is not plain", where=show_path(path)
+            )
+        if getattr(owner, "requires_grad", False):
+            self.trained_names.add(ref.name)
+        self.layouts[ref.name] = shard.layout
+        self.owners[ref.name] = owner
+        return ref
+
+    def _subclass(self, tensor: torch.Tensor, path: Path) -> object:
+        if is_dtensor(tensor):
+            return self._local_shard(local_shard_of(tensor, show_path(path)), tensor, path)  # type: ignore[arg-type]
+        handler = handler_for(type(tensor))
+        if handler is not None:
+            return Tagged("subclass", [handler.name, self.copy(handler.to_parts(tensor), path)])
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                "cannot save a parameter that is not initialised yet",
+                where=show_path(path),
+                remedy="run one forward pass first",
+            )
+        raise UsageError(
+            f"cannot save the tensor subclass {type(tensor).__qualname__}",
+            where=show_path(path),
+            remedy="teach laststep its parts with laststep.register_tensor_type",
+        )
+
+    def _sparse(self, tensor: torch.Tensor, path: Path) -> object:
+        parts: dict[str, object]
+        if tensor.layout is torch.sparse_coo:
+            # indices() and values() would require coalescing, which changes the stored tensor.
+            parts = {"indices": tensor._indices(), "values": tensor._values()}
+            parts["coalesced"] = tensor.is_coalesced()
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = {
+                "crow": tensor.crow_indices(),
+                "col": tensor.col_indices(),
+                "values": tensor.values(),
+            }
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = {
+                "ccol": tensor.ccol_indices(),
+                "row": tensor.row_indices(),
+                "values": tensor.values(),
+            }
+        else:
+            raise UsageError(
+                f"cannot save a tensor of layout {tensor.layout}",
+                where=show_path(path),
+                expected="a strided or sparse tensor",
+                remedy="make it dense first, with to_dense()",
+            )
+        parts = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
+        layout = str(tensor.layout).removeprefix("torch.")
+        return Tagged("sparse", [layout, tuple(tensor.shape), self.copy(parts, path)])
+
+
+def _check_depth(path: Path) -> None:
+    if len(path) > MAX_DEPTH:
+        raise UsageError(
+            "cannot save a state nested this deeply, or that contains itself",
+            where=show_path(path[:8]) + "…",
+            expected=f"at most {MAX_DEPTH} levels",
+        )
+
+
+def _tensor_of(array: np.ndarray) -> torch.Tensor:
+    # torch has no foreign byte order, no read-only memory, and no strides that are negative or not
+    # a whole number of elements: copy such an array in native order.
+    strides = [step < 0 or step % array.itemsize for step in array.strides]
+    if not array.flags.writeable or not array.dtype.isnative or any(strides):
+        array = array.astype(array.dtype.newbyteorder("="), copy=True)
+    return torch.from_numpy(array)
+
+
+def _class_of(value: object) -> str:
+    return with_article(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _pickled(value: object, path: Path) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=4)
+    except Exception as error:  # a user's class may raise anything
+        raise UsageError(
+            f"cannot pickle {_class_of(value)}",
+            where=show_path(path),
+            found=str(error),
+            remedy="leave it out, or add state_dict() and load_state_dict() to its class",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """The last state of an item, without its tensors, to recognise it at the next save."""
+
+    volatile: frozenset[Path]
+    keys: list[object]
+    key_kinds: list[type]
+    """Equal keys of different types, such as 1 and True, have different names."""
+    inexact: dict[int, str]
+    """The names of keys that may be equal without being identical, by their position."""
+    sizes: list[int]
+    parts: list[_Part]
+    kinds: list[type]
+    dtensors: list[object]
+    forms: TensorForms
+    own: list[bool]
+    """True for each tensor that is a piece, and not tied to an earlier one."""
+    collected: Collected
+
+
+class CollectCache:
+    """The result of the last save of an item; holds no tensor memory."""
+
+    def __init__(self) -> None:
+        self.last: _Known | None = None
+
+
+def collect(
+    value: object,
+    *,
+    volatile: frozenset[Path] = frozenset(),
+    allow_pickle: bool = False,
+    cache: CollectCache | None = None,
+) -> Collected:
+    """Take a state apart into its tree of plain values, its tensors as pieces, and shared memory.
+
+    With a `cache`, tensors are described in bulk, and if all of them still have the same form and
+    memory as at the last save, the state is only walked.
+    """
+    if cache is not None:
+        try:
+            if cache.last is not None:
+                return _recognise(cache.last, value, volatile)
+        except (_Different, RuntimeError, UsageError):
+            cache.last = None
+        walk = _Walk(volatile, allow_pickle=allow_pickle)
+        try:
+            tree = walk.copy(value, ())
+            memories, dtensors = _memories(walk.leaves)
+            forms = forms_of(memories)
+            if _are_common(memories, forms) and len(set(walk.names)) == len(walk.names):
+                return _describe_common(walk, tree, memories, dtensors, forms, cache)
+        except (RuntimeError, UsageError):
+            pass  # a sparse or nested tensor, or an error that the next walk raises with its path
+    walk = _Walk(volatile, allow_pickle=allow_pickle, in_bulk=False)
+    tree = walk.copy(value, ())
+    tensors = dict(zip(walk.names, walk.leaves, strict=True))
+    return _describe(walk, tree, tensors, forms_of(list(tensors.values())))
+
+
+def _recognise(known: _Known, value: object, volatile: frozenset[Path]) -> Collected:
+    """Take apart a state that differs from the known one only in plain values. Raise `_Different`,
+    `RuntimeError` or `UsageError` for any other."""
+    walk = _Walk(volatile, allow_pickle=False, known=iter(known.parts))
+    tree = walk.copy(value, ())
+    same_names = (
+        volatile == known.volatile
+        and walk.sizes == known.sizes
+        and list(map(type, walk.keys)) == known.key_kinds
+        and walk.keys == known.keys
+        and all(name_of((walk.keys[at],)) == name for at, name in known.inexact.items())
+    )
+    if not same_names:
+        raise _Different
+    memories, dtensors = _memories(walk.leaves)
+    if (
+        list(map(type, memories)) != known.kinds
+        or dtensors != known.dtensors
+        or forms_of(memories) != known.forms
+    ):
+        raise _Different
+    return replace(known.collected, tree=tree, sources=tuple(compress(memories, known.own)))
+
+
+def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[object]]:
+    """Return the memory of each tensor on this rank; and for each DTensor its position, and the
+    values from which `local_shard_of` computes its layout."""
+    kinds = {kind for kind in set(map(type, leaves)) if is_dtensor_class(kind)}
+    if not kinds:
+        return leaves, []
+    memories, dtensors = list(leaves), []
+    for number, leaf in enumerate(leaves):
+        if type(leaf) in kinds:
+            memories[number] = leaf._local_tensor  # type: ignore[attr-defined]
+            spec = leaf._spec  # type: ignore[attr-defined]
+            dtensors.append((number, spec.mesh, spec.placements, leaf.shape))
+    return memories, dtensors  # type: ignore[return-value]
+
+
+def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
+    """Return True if all are plain tensors of known dtypes whose memory exists and is their
+    values."""
+    if (
+        forms.marked
+        or not PLAIN_TENSORS.issuperset(map(type, memories))
+        or not DTYPE_NAMES.keys() >= set(forms.dtypes)
+        or any(device.type == "meta" for device in set(map(_DEVICE, memories)))
+    ):
+        return False
+    looks = zip(
+        map(_NBYTES, memories),
+        forms.storages,
+        map(_OFFSET, memories),
+        forms.addresses,
+        forms.contiguous,
+        strict=True,
+    )
+    # Most start at offset 0 of their storage and are contiguous. Only check the others one by one.
+    odd = [
+        number
+        for number, (size, storage, offset, address, contiguous) in enumerate(looks)
+        if size > storage or offset or not address or not contiguous
+    ]
+    return all(is_backed(memories[number]) for number in odd)
+
+
+_NBYTES: Final = attrgetter("nbytes")
+_DEVICE: Final = attrgetter("device")
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_OFFSET: Final = torch.Tensor.storage_offset
+
+
+def _describe_common(
+    walk: _Walk,
+    tree: object,
+    memories: Sequence[torch.Tensor],
+    dtensors: list[Any],
+    forms: TensorForms,
+    cache: CollectCache,
+) -> Collected:
+    """Describe a state whose tensors were noted in bulk, and remember it if it can be
+    recognised."""
+    # Not detached: the tensors outlive this save, so that early copies recognise them.
+    walk.trained_names.update(compress(walk.names, map(_REQUIRES_GRAD, walk.leaves)))
+    for number, *_spec in dtensors:
+        name, shard = walk.names[number], local_shard_of(walk.leaves[number], "")  # type: ignore[arg-type]
+        walk.layouts[name] = shard.layout
+    collected = _describe(walk, tree, dict(zip(walk.names, memories, strict=True)), forms)
+    if walk.is_common and walk.leaves and not collected.views:
+        inexact = (at for at, key in enumerate(walk.keys) if type(key) not in _EXACT)
+        cache.last = _Known(
+            volatile=walk._volatile,
+            keys=walk.keys,
+            key_kinds=list(map(type, walk.keys)),
+            inexact={at: name_of((walk.keys[at],)) for at in inexact},
+            sizes=walk.sizes,
+            parts=walk.parts,
+            kinds=list(map(type, memories)),
+            dtensors=dtensors,
+            forms=forms,
+            own=[name not in collected.ties for name in walk.names],
+            collected=replace(collected, tree=None, sources=(), tensors={}),
+        )
+    return collected
+
+
+def _describe(
+    walk: _Walk, tree: object, tensors: dict[str, torch.Tensor], forms: TensorForms
+) -> Collected:
+    ties, views, bases = _sharing(tensors, forms)
+    own = tensors
+    if ties or views:
+        own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
+        forms = forms_of(list(own.values()))
+    volatile = walk.volatile_names
+    volatile = volatile | {view.base for name, view in views.items() if name in volatile}
+    devices = list(map(_DEVICE, own.values()))
+    texts = {device: "cpu" if device.type == "cpu" else str(device) for device in set(devices)}
+    pieces = zip(
+        own,
+        map(DTYPE_NAMES.__getitem__, forms.dtypes),
+        map(tuple, forms.shapes),
+        map(_NBYTES, own.values()),
+        map(texts.__getitem__, devices),
+        forms.contiguous,
+        map(volatile.__contains__, own),
+        repeat(None),
+        map(walk.trained_names.__contains__, own),
+    )
+    return Collected(
+        tree=tree,
+        pieces=tuple(map(Piece._make, pieces)),
+        sources=tuple(own.values()),
+        ties=ties,
+        views=views,
+        tensors=tensors,
+        layouts=walk.layouts,
+        owners=walk.owners,
+    )
+
+
+def _lie_apart(memories: Collection[torch.Tensor], forms: TensorForms) -> bool:
+    """Return True if all are contiguous and no two share bytes: a quick test for the common
+    case."""
+    if not all(forms.contiguous):
+        return False
+    starts = np.array(forms.addresses, dtype=np.int64)
+    sizes = np.fromiter(map(_NBYTES, memories), dtype=np.int64, count=len(memories))
+    order = np.argsort(starts)
+    ends = (starts + sizes)[order]
+    return not bool((starts[order][1:] < ends[:-1]).any())
+
+
+def _sharing(
+    tensors: dict[str, torch.Tensor], forms: TensorForms
+) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
+    """Return ties, views and base tensors; the common case (nothing shared) takes one pass."""
+    if _lie_apart(tensors.values(), forms):
+        return {}, {}, {}
+    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    if len(set(storages.values())) == len(storages):
+        return {}, {}, {}
+    extents = [_extent(name, tensor, storages[name]) for name, tensor in tensors.items()]
+    ties = find_ties(extents)
+    views: dict[str, View] = {}
+    bases: dict[str, torch.Tensor] = {}
+    for overlap in find_overlaps([extent for extent in extents if extent.name not in ties]):
+        base_name = f"~6base{len(bases)}"
+        # NumPy arrays at the same address each have their own storage, of the size of the array.
+        storage = max(
+            (tensors[member.name].untyped_storage() for member in overlap.members),
+            key=torch.UntypedStorage.nbytes,
+        )
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start = overlap.start // _BASE_ALIGN * _BASE_ALIGN
+        bases[base_name] = whole[start : overlap.stop]
+        for member in overlap.members:
+            tensor = tensors[member.name]
+            views[member.name] = View(
+                base=base_name,
+                dtype=DTYPE_NAMES[tensor.dtype],
+                shape=tuple(tensor.shape),
+                stride=tuple(tensor.stride()),
+                offset_bytes=int(tensor.storage_offset()) * tensor.element_size() - start,
+            )
+    return ties, views, bases
+
+
+def _extent(name: str, tensor: torch.Tensor, storage: int) -> MemoryRange:
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    window = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start)
+    return MemoryRange(name, storage, start, needed_bytes(tensor) or start, window)
