@@ -526,7 +526,7 @@ def _describe_common(
     # Not detached: the tensors outlive this save, so that early copies recognise them.
     walk.trained_names.update(compress(walk.names, map(_REQUIRES_GRAD, walk.leaves)))
     for number, *_spec in dtensors:
-        name, shard = walk.names[number], local_shard_of(walk.leaves[number], "")  # type: ignore[arg-type]
+        name, shard = walk.names[number], local_shard_of(walk.leaves[number], "")
         walk.layouts[name] = shard.layout
     collected = _describe(walk, tree, dict(zip(walk.names, memories, strict=True)), forms)
     if walk.is_common and walk.leaves and not collected.views:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from laststep.errors import UsageError
@@ -33,6 +32,7 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that select how a step is computed. The live optimizer's values are kept, because they
 determine the device on which `step` must be."""
+_OTHER_FORMS = ("Adafactor", "LBFGS")
 
 
 class OptimizerProvider(StateProvider):
@@ -54,35 +54,39 @@ class OptimizerProvider(StateProvider):
         return (self._optimizer,)
 
     def describe(self) -> State:
-        names, item = self._named_in()
-        state = self._optimizer.state
+        parameters, item = self._parameters()
+        live = self._optimizer.state
         # By id, because hashing a tensor is a Python call, and there are thousands.
-        held = dict(zip(map(id, state), state.values(), strict=True))
-        groups = []
+        entries_of = dict(zip(map(id, live), live.values(), strict=True))
+        groups: list[dict[str, Any]] = []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-            params = {names[id(p)]: _form(p.dtype, p.shape) for p in group["params"]}
-            groups.append({"params": params, "options": options})
+            groups.append({"params": {}, "options": options})
             if item:  # a dict, because pipeline stages may have different items
-                groups[-1]["items"] = {item: len(params)}
-        if not held.keys() <= names.keys():
-            others = [key for key in state if id(key) not in names]
+                groups[-1]["items"] = {item: len(group["params"])}
+        state: dict[str, object] = {}
+        for name, (parameter, number) in parameters.items():
+            groups[number]["params"][name] = _form(parameter.dtype, parameter.shape)
+            entries = entries_of.pop(id(parameter), None)
+            if entries is not None:
+                state[name] = dict(entries)
+        if entries_of:
+            others = [type(key).__name__ for key in live if id(key) in entries_of]
             raise UsageError(
                 "cannot save optimizer state that belongs to no parameter",
-                found=", ".join(type(key).__name__ for key in others[:3]),
+                found=", ".join(others[:3]),
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
             )
-        by_name = {name: dict(held[key]) for key, name in names.items() if key in held}
         return State(
             # The class detects the state and options of another kind of optimizer.
-            value=Owned(type(self._optimizer).__name__, {"state": by_name, "groups": groups}),
+            value=Owned(type(self._optimizer).__name__, {"state": state, "groups": groups}),
             loose=((),),
         )
 
     def check(self, stored: object) -> list[str]:
         if not is_optimizer_state(stored):
             return [_other_form(stored)]
-        ours, theirs = self._parameters(), group_of(stored)
+        ours, theirs = self._parameters()[0], group_of(stored)
         count = len(self._optimizer.param_groups)
         problems = []
         if count != len(stored["groups"]):
@@ -93,7 +97,8 @@ class OptimizerProvider(StateProvider):
             problems.append(f"has no stored state for parameter {name}")  # noqa: PERF401
         if not problems and any(theirs[name] != number for name, (_, number) in ours.items()):
             problems.append("groups its parameters differently than the stored one")
-        alone = [str(n) for n, stored_as in enumerate(self._stored_as(stored)) if stored_as is None]
+        stored_as = self._stored_as(ours, stored)
+        alone = [str(number) for number, match in enumerate(stored_as) if match is None]
         if alone:
             problems.append(f"has no stored options for parameter groups {', '.join(alone)}")
         return problems
@@ -105,7 +110,7 @@ class OptimizerProvider(StateProvider):
         have."""
         if not is_optimizer_state(stored):
             return {}
-        item, ours = self._named_in()[1], self._parameters()
+        ours, item = self._parameters()
         theirs = {item for group in stored["groups"] for item in group.get("items", ())}
         if item and theirs and item not in theirs:  # older checkpoints have none
             listed = ", ".join(sorted(theirs))
@@ -121,7 +126,10 @@ class OptimizerProvider(StateProvider):
                     if live != form:
                         what = f"state of {name}: stored for {form}, live is {live}"
                         skipped["state", name] = what
-        if _keeps_to_forms(type(self._optimizer)):
+        # torch's optimizers keep numbers and tensors of the parameter's shape for each parameter,
+        # except for those that factorise moments or keep a history.
+        kind = type(self._optimizer)
+        if kind.__module__.startswith("torch.optim.") and kind.__name__ not in _OTHER_FORMS:
             for name, (parameter, _) in ours.items():
                 odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
                 if odd is not None:
@@ -133,7 +141,7 @@ class OptimizerProvider(StateProvider):
     def destinations(self, paths: list[Path]) -> list[object]:
         """Put state on the device and in the layout of its parameter. As in torch, `step` stays on
         the host unless the group is fused or capturable."""
-        ours, groups = self._parameters(), self._optimizer.param_groups
+        ours, groups = self._parameters()[0], self._optimizer.param_groups
         found: list[object] = []
         for path in paths:
             to: object = "cpu"
@@ -151,7 +159,7 @@ class OptimizerProvider(StateProvider):
                 self._restore(value)
 
     def _restore(self, value: dict[str, Any]) -> None:
-        parameters, live = self._parameters(), self._optimizer.state
+        parameters, live = self._parameters()[0], self._optimizer.state
         # State that only other ranks need is ABSENT too; ignore it here.
         stored = {name: of for name, of in value["state"].items() if name in parameters}
         whole = not has_absent([list(stored.values()), value["groups"]])
@@ -166,7 +174,8 @@ class OptimizerProvider(StateProvider):
                     kept.update(loaded)
             elif whole:
                 live.pop(parameter, None)
-        for group, number in zip(self._optimizer.param_groups, self._stored_as(value), strict=True):
+        stored_as = self._stored_as(parameters, value)
+        for group, number in zip(self._optimizer.param_groups, stored_as, strict=True):
             options = {} if number is None else _entries(value["groups"][number]["options"])
             for key, entry in options.items():
                 if key in _HOW or has_absent(entry):
@@ -176,51 +185,54 @@ class OptimizerProvider(StateProvider):
                 else:
                     group[key] = entry
 
-    def _stored_as(self, stored: dict[str, Any]) -> list[int | None]:
+    def _stored_as(
+        self, parameters: dict[str, tuple[torch.Tensor, int]], stored: dict[str, Any]
+    ) -> list[int | None]:
         """Return, for each live group, the number of its stored group, found by the names of its
         parameters.
 
         A group without parameters, which a pipeline stage may have, is matched by position. None
         for a group without a match, and for two live groups that match the same stored group.
         """
-        theirs, names = group_of(stored), self._named_in()[0]
-        groups = self._optimizer.param_groups
-        numbers: list[int | None] = []
-        for position, group in enumerate(groups):
-            known = {theirs.get(names[id(p)]) for p in group["params"]} - {None}
-            if not group["params"] and len(groups) == len(stored["groups"]):
-                known = {position}
-            numbers.append(known.pop() if len(known) == 1 else None)
+        theirs, groups = group_of(stored), self._optimizer.param_groups
+        matches: list[set[int]] = [set() for _ in groups]
+        for name, (_parameter, number) in parameters.items():
+            if name in theirs:
+                matches[number].add(theirs[name])
+        if len(groups) == len(stored["groups"]):
+            for position, group in enumerate(groups):
+                if not group["params"]:
+                    matches[position] = {position}
+        numbers = [match.pop() if len(match) == 1 else None for match in matches]
         return [number if numbers.count(number) == 1 else None for number in numbers]
 
-    def _parameters(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return every parameter by its name, with the number of its group."""
-        names = self._named_in()[0]
-        groups = enumerate(self._optimizer.param_groups)
-        return {names[id(p)]: (p, number) for number, group in groups for p in group["params"]}
-
-    def _named_in(self) -> tuple[dict[int, str], str]:
-        """Return the names of parameters by id, and the item that contains them. The item is empty
-        if there are several; the names then include it.
+    def _parameters(self) -> tuple[dict[str, tuple[torch.Tensor, int]], str]:
+        """Return every parameter by its name, with the number of its group; and the item that
+        contains them. The item is empty if there are several; the names then include it.
 
         A name is the one that modules and dicts know, else the optimizer's own, else the position.
         """
         known, groups = self._names(), self._optimizer.param_groups
-        ids = [list(map(id, group["params"])) for group in groups]
-        items = {known[key][0] for key in chain.from_iterable(ids) if key in known}
-        names: dict[int, str] = {}
+        items = {known[id(p)][0] for group in groups for p in group["params"] if id(p) in known}
+        parameters: dict[str, tuple[torch.Tensor, int]] = {}
         by_position = 0
-        for g, (group, keys) in enumerate(zip(groups, ids, strict=True)):
+        for g, group in enumerate(groups):
             own = group.get("param_names")
-            for i, key in enumerate(keys):
-                item, name = known.get(key, ("", ""))
-                if name:
-                    names[key] = f"{item}:{name}" if len(items) > 1 else name
-                elif own:
-                    names[key] = own[i]
-                else:
-                    names[key] = f"group{g}.{i}"
+            for i, parameter in enumerate(group["params"]):
+                item, name = known.get(id(parameter), ("", ""))
+                if name and len(items) > 1:
+                    name = f"{item}:{name}"
+                elif not name and own:
+                    name = own[i]
+                elif not name:
+                    name = f"group{g}.{i}"
                     by_position += 1
+                if name in parameters:
+                    raise UsageError(
+                        "two parameters of the optimizer have the same name",
+                        remedy="pass their modules as items too, under different names",
+                    )
+                parameters[name] = parameter, g
         if by_position and not self._told:
             self._told = True
             log.warning(
@@ -230,14 +242,9 @@ class OptimizerProvider(StateProvider):
                     "holds them (model=…, or a dict of them) as an item"
                 ),
                 by_position,
-                len(names),
+                len(parameters),
             )
-        if len(set(names.values())) != len(names):
-            raise UsageError(
-                "two parameters of the optimizer have the same name",
-                remedy="pass their modules as items too, under different names",
-            )
-        return names, items.pop() if len(items) == 1 else ""
+        return parameters, items.pop() if len(items) == 1 else ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -285,13 +292,6 @@ def _other_form(stored: object) -> str:
             how = "load it with the optimizer's own load_state_dict()"
             return f"was stored by position, as torch's state_dict() has it; {how}"
     return "is not the state of an optimizer"
-
-
-def _keeps_to_forms(kind: type) -> bool:
-    """Return True if all state of a parameter is single numbers or has the parameter's shape. This
-    holds for torch's optimizers except those that factorise moments or keep a history."""
-    of_torch = kind.__module__.startswith("torch.optim.")
-    return of_torch and kind.__name__ not in ("Adafactor", "LBFGS")
 
 
 def _odd_entry(entries: object, shape: tuple[int, ...]) -> str | None:
