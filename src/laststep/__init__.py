@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from laststep.state.items import Deferred
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.modules import trainable
-    from laststep.state.provider import ABSENT, State, StateProvider
+    from laststep.state.provider import ABSENT, RNG, PerRank, State, StateProvider
     from laststep.state.tensors import LocalShard, register_tensor_type
-    from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
     from laststep.tiers.recovery import RecoverReport, recover
     from laststep.tiers.runs import CopyReport, copy
@@ -84,12 +83,11 @@ _WHERE = {
         "TornCaptureError",
         "UsageError",
     ),
-    "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
+    "laststep.state.provider": ("ABSENT", "RNG", "PerRank", "State", "StateProvider"),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("LocalShard", "register_tensor_type"),
     "laststep.state.items": ("Deferred",),
     "laststep.state.modules": ("trainable",),
-    "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
     "laststep.tiers.recovery": ("RecoverReport", "recover"),
     "laststep.tiers.runs": ("CopyReport", "copy"),

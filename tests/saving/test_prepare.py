@@ -13,8 +13,8 @@ from laststep.plan.layouts import GlobalLayout, LocalLayout, agree, digest_of, e
 from laststep.ranks.rank import Rank
 from laststep.saving.describe import Preparer, take_state
 from laststep.state.layouts import Mesh, Replicate, Sharded
+from laststep.state.provider import ValueProvider
 from laststep.state.tensors import LocalShard
-from laststep.state.values import ValueProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,8 +30,7 @@ from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
-from laststep.state.provider import State, StateProvider
-from laststep.state.values import RNG
+from laststep.state.provider import RNG, State, StateProvider
 from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from laststep.ranks.rank import ranks_per_node
 from laststep.saving.describe import refuse_mixed
 from laststep.saving.schedule import SharedNotes
 from laststep.settings import WAIT_FOR_OTHERS_S
-from laststep.state.values import PerRank
+from laststep.state.provider import PerRank
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:

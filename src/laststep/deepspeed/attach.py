@@ -19,8 +19,7 @@ from laststep.adapters.framework import first_sound
 from laststep.checkpointer import Checkpointer
 from laststep.deepspeed.items import FRAMEWORK, model, optimizer, progress
 from laststep.errors import LaststepError, NotFoundError, UsageError
-from laststep.state.provider import State, StateProvider
-from laststep.state.values import RNG
+from laststep.state.provider import RNG, State, StateProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable

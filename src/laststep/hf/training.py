@@ -36,8 +36,7 @@ from laststep.hf import FRAMEWORK
 from laststep.hf.folders import MARK, Folders, is_peft, path_of, state_json
 from laststep.state.items import Deferred
 from laststep.state.modules import trainable
-from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.values import RNG
+from laststep.state.provider import ABSENT, RNG, State, StateProvider
 from laststep.storage.files import absolute
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from laststep.lightning.package import FRAMEWORK, CheckpointIO, ModelCheckpoint,
 from laststep.lightning.position import Position
 from laststep.lightning.state import TrainerState, as_lightning, finetuning_callbacks, items_of
 from laststep.oneoff import load, save
-from laststep.state.values import RNG
+from laststep.state.provider import RNG
 
 if TYPE_CHECKING:
     import os

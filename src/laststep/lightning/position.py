@@ -21,8 +21,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 from laststep.lightning.package import LOADER_MODES, SET_BY_EPOCH, CombinedLoader, SigTerm
-from laststep.state.provider import State
-from laststep.state.values import RNG
+from laststep.state.provider import RNG, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,19 +20,23 @@ from laststep.constants import is_item_name
 from laststep.errors import MismatchError, UsageError
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
-from laststep.state.provider import ABSENT, AroundProvider, State, StateProvider, handing_over
-from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
-from laststep.state.tree import MAX_DEPTH, PLAIN
-from laststep.state.values import (
+from laststep.state.provider import (
+    ABSENT,
+    AroundProvider,
     HasStateDict,
     PerRank,
     ScalerProvider,
+    State,
     StateDictProvider,
+    StateProvider,
     ValueProvider,
+    handing_over,
     of_torch,
     put_entry,
     refuse_immutable,
 )
+from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
+from laststep.state.tree import MAX_DEPTH, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,8 +71,6 @@ class Unwrapped(AroundProvider):
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
         self._layers, self._inner = layers, inner
-        self.kind, self.cheap, self.passive = inner.kind, inner.cheap, inner.passive
-        self.per_rank, self.when_ranks_change = inner.per_rank, inner.when_ranks_change
 
     def describe(self) -> State:
         for wrapper, inner in pairwise(self._layers):
@@ -447,37 +449,11 @@ class Deferred(AroundProvider):
     def parts(self) -> tuple[object, ...]:
         return () if self._made is None else self._inner.parts()
 
-    def _told(self, name: str, otherwise: Any) -> Any:
-        return otherwise if self._made is None else getattr(self._inner, name, otherwise)
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return str(self._told("kind", StateProvider.kind))
-
-    @property
-    def passive(self) -> bool:  # type: ignore[override]
-        return bool(self._told("passive", otherwise=False))
-
-    @property
-    def cheap(self) -> bool:  # type: ignore[override]
-        return bool(self._told("cheap", otherwise=False))
-
-    @property
-    def per_rank(self) -> bool:  # type: ignore[override]
-        return bool(self._told("per_rank", otherwise=False))
-
-    @property
-    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
-        told: WhenRanksChange = self._told("when_ranks_change", StateProvider.when_ranks_change)
-        return told
-
-    @property
-    def mixed(self) -> bool:
-        return bool(self._told("mixed", otherwise=False))
-
-    @property
-    def undecided(self) -> str:
-        return str(self._told("undecided", ""))
+    def _inner_property(self, name: str, default: object) -> object:
+        """Return the default of a property until the item exists."""
+        if self._made is None:
+            return getattr(StateProvider, name, default)
+        return super()._inner_property(name, default)
 
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")

@@ -1,21 +1,38 @@
 """State providers: objects that describe an item's state and put it back.
 
-Knows nothing of files or copies. `describe` is all that a save or a restore needs: a save takes the
-returned tree apart and finds the bytes of every tensor; a restore writes them back in place, or
-passes the loaded tree to `restore`.
+`describe` is all that a save or a restore needs: a save takes the returned tree apart and finds the
+bytes of every tensor; a restore writes them back in place, or passes the loaded tree to `restore`.
+
+The providers of modules and optimizers have modules of their own. Here are those for everything
+else: nested values are restored in place; objects with `state_dict` and `load_state_dict` get back
+the state that they returned; random number generators are set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-from laststep.errors import LaststepError, MismatchError
+import numpy as np
+
+from laststep.checks import shown
+from laststep.codecs.digests import digest
+from laststep.constants import with_article
+from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.process import system
+from laststep.state.tensors import (
+    is_tensor,
+    put_tensor,
+    seed_torch,
+    set_torch_rng_states,
+    torch_rng_states,
+)
+from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -170,10 +187,28 @@ class StateProvider(ABC):
         return ()
 
 
+def _forwarded(name: str, default: object = None) -> Any:
+    """Return a property that has the value of the inner provider."""
+    return property(lambda self: self._inner_property(name, default))
+
+
 class AroundProvider(StateProvider):
     """Forwards all calls to another provider."""
 
     _inner: StateProvider
+
+    kind = _forwarded("kind")
+    passive = _forwarded("passive")
+    cheap = _forwarded("cheap")
+    per_rank = _forwarded("per_rank")
+    when_ranks_change = _forwarded("when_ranks_change")
+    mixed = _forwarded("mixed", default=False)
+    """True for a group with members of both kinds, per-rank and not."""
+    undecided = _forwarded("undecided", default="")
+    """The parts with different policies for `when_ranks_change`, as text; empty if they agree."""
+
+    def _inner_property(self, name: str, default: object) -> object:
+        return getattr(self._inner, name, default)
 
     def describe(self) -> State:
         return self._inner.describe()
@@ -195,3 +230,323 @@ class AroundProvider(StateProvider):
 
     def parts(self) -> tuple[object, ...]:
         return self._inner.parts()
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """LR schedulers, scalers, stateful data loaders, and any other object with these two
+    methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class StateDictProvider(StateProvider):
+    """Saves an object through its `state_dict` and restores it through its `load_state_dict`."""
+
+    kind = "stateful"
+
+    def __init__(self, owner: HasStateDict) -> None:
+        self._owner = owner
+        self._gives_dict = False
+        """True if the last call of `state_dict` returned a dict."""
+        # A loader may have to query its workers; a scheduler only copies a few numbers.
+        self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
+        # Each rank reads different data; any other object has the same state on all ranks.
+        self.per_rank = hasattr(owner, "dataset") or hasattr(owner, "__iter__")
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._owner,)
+
+    def describe(self) -> State:
+        state = self._owner.state_dict()
+        self._gives_dict = isinstance(state, dict)
+        return State(value=_owned(self._owner, state), fresh=((),))
+
+    def skips(self, stored: object) -> dict[Path, str | None]:
+        if isinstance(stored, dict) or not self._gives_dict:
+            return {}
+        return {(): f"is {with_article(type(self._owner))}, the stored one is a plain value"}
+
+    def restore(self, value: object) -> None:
+        with handing_over(f"load_state_dict of {type(self._owner).__name__}"):
+            self._owner.load_state_dict(value)  # type: ignore[arg-type]
+
+
+def of_torch(owner: object) -> str | None:
+    """Return the name of the torch class that an object is of, or derives from; None if there is
+    none. A user may rename their own class and still resume."""
+    names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
+    return next(names, None)
+
+
+def _owned(owner: object, state: object) -> object:
+    """Wrap a state with the class of its owner, if that is a class of torch."""
+    kind = _kind_of_torch(owner)
+    return state if kind is None else Owned(kind, state)
+
+
+def _kind_of_torch(owner: object) -> str | None:
+    """Return the torch class of an object, or the one that it derives from. A scheduler that
+    consists of other schedulers includes their classes."""
+    kind = of_torch(owner)
+    inner = getattr(owner, "_schedulers", None)
+    if kind is None or not isinstance(inner, list | tuple):
+        return kind
+    return f"{kind}({', '.join(_kind_of_torch(part) or '…' for part in inner)})"
+
+
+class ScalerProvider(StateProvider):
+    """A torch.amp.GradScaler, without the device synchronisation of its own `state_dict`."""
+
+    kind = "scaler"
+    cheap = True
+    passive = True
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._scaler,)
+
+    def describe(self) -> State:
+        scaler = self._scaler
+        if not scaler.is_enabled() or scaler._scale is None:
+            return State(value=_owned(scaler, scaler.state_dict()), fresh=((),))
+        value = {
+            "scale": scaler._scale,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": scaler._growth_tracker,
+        }
+        return State(value=_owned(scaler, value), fresh=((),))
+
+    def check(self, stored: object) -> list[str]:
+        if stored == {}:  # the state of a disabled scaler
+            return []
+        if not isinstance(stored, dict) or set(stored) != _OF_SCALER:
+            return ["is not the state of a gradient scaler"]
+        return [
+            f"has {key}={entry!r:.80}, which is not one number"
+            for key, entry in stored.items()
+            if not (entry.shape in ((), (1,)) if isinstance(entry, TensorSpec) else _is_real(entry))
+        ]
+
+    def restore(self, value: object) -> None:
+        if not isinstance(value, dict) or not value:
+            return
+        with handing_over("the gradient scaler"):
+            plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
+            if not self.check(plain):  # else `check` has already reported it
+                self._scaler.load_state_dict(plain)
+
+
+_OF_SCALER: Final = frozenset(
+    {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class RNG(StateProvider):
+    """The random number generators of Python, NumPy and torch (CPU and CUDA)."""
+
+    kind = "rng"
+    cheap = True
+    passive = True
+    per_rank = True
+    when_ranks_change = "derive"
+
+    def describe(self) -> State:
+        value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
+        return State(value=value, fresh=((),))
+
+    def check(self, stored: object) -> list[str]:
+        if isinstance(stored, dict) and {"python", "numpy", "torch"} <= stored.keys():
+            return []
+        return ["is not the state of random number generators"]
+
+    def restore(self, value: object) -> None:
+        if self.check(value):
+            return  # `check` has already reported it
+        states: dict[str, Any] = value  # type: ignore[assignment]
+        with handing_over("a random number generator"):
+            random.Random().setstate(states["python"])  # noqa: S311 (a trial: set all or none)
+            _check_numpy_state(states["numpy"])
+            set_torch_rng_states(states["torch"])
+            random.setstate(states["python"])
+            np.random.set_state(states["numpy"])  # noqa: NPY002 (the global state is saved)
+
+    def derive(self, value: object, rank: int) -> None:
+        if self.check(value):
+            return
+        seed = digest(repr((value["python"], rank)).encode())  # type: ignore[index]
+        random.seed(seed)
+        np.random.seed(int.from_bytes(seed[:4], "little"))  # noqa: NPY002 (as above)
+        seed_torch(int.from_bytes(seed[:8], "little"))
+
+
+def _numpy_state() -> tuple[object, ...]:
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return (str(kind), np.array(keys, copy=True), int(position), int(has_gauss), float(cached))
+
+
+def _check_numpy_state(state: object) -> None:
+    """Raise if NumPy's generator would reject a state, or accept one that is unsafe: with a
+    position outside its keys it would read memory out of bounds."""
+    np.random.RandomState().set_state(state)  # type: ignore[arg-type]
+    position = state[2]  # type: ignore[index]
+    if not 0 <= position <= _NUMPY_KEYS:
+        raise ValueError(f"position {position} of {_NUMPY_KEYS} keys")
+
+
+_NUMPY_KEYS: Final = 624
+
+
+class ValueProvider(StateProvider):
+    """Nested dicts, lists and tuples of tensors, arrays and plain values, restored in place."""
+
+    kind = "value"
+    cheap = True
+    passive = True
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def describe(self) -> State:
+        return State(value=self._value)
+
+    def check(self, stored: object) -> list[str]:
+        alike = (dict, (list, deque))  # types whose stored values can be written into live ones
+        if any(isinstance(self._value, kind) and not isinstance(stored, kind) for kind in alike):
+            return [f"is {with_article(type(self._value))}, the stored one is not"]
+        return []
+
+    def restore(self, value: object) -> None:
+        with handing_over(with_article(type(self._value))):
+            if put(self._value, value) is not self._value and not self.check(value):
+                raise MismatchError(
+                    f"{with_article(type(self._value))} cannot be changed in place",
+                    remedy="pass one that can be written, or a dict that holds it",
+                )
+
+
+def put(live: Any, loaded: Any) -> Any:
+    """Write `loaded` into `live` where that is mutable, and return the value to use in its place.
+
+    This is the only function that merges loaded state into live state. A value that was only partly
+    loaded replaces nothing, so the result contains no ABSENT, unless nothing is live: then it may
+    itself be ABSENT.
+    """
+    if not has_loaded(loaded):
+        return live
+    if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
+        return _put_entries(live, loaded)
+    if isinstance(live, list | deque) and isinstance(loaded, list | deque):
+        merged = _merged(list(live), list(loaded))
+        live.clear()
+        live.extend(merged)
+        return live
+    if isinstance(live, tuple) and isinstance(loaded, tuple) and len(live) == len(loaded):
+        merged = [put(a, b) for a, b in zip(live, loaded, strict=True)]
+        return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
+    if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray):
+        return _put_array(live, loaded)
+    if is_tensor(live) and is_tensor(loaded):
+        return put_tensor(live, loaded)
+    return live if has_absent(loaded) else loaded
+
+
+def put_entry(owner: dict[Any, Any], key: object, loaded: object) -> None:
+    """Set an entry of a dict to its loaded value; keep it unchanged if it was not loaded."""
+    entry = put(owner.get(key, ABSENT), loaded)
+    if entry is not ABSENT:
+        owner[key] = entry
+
+
+def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Make a live dict equal to the stored one. Entries that were added after the checkpoint are
+    deleted, as in a list; an entry that is ABSENT in `loaded` is kept."""
+    entries = {key: put(live.get(key, ABSENT), inner) for key, inner in loaded.items()}
+    if all(inner is not ABSENT for inner in loaded.values()):
+        live.clear()  # assignment would keep an equal key of another type: 1 and True
+    for key in [key for key in live if key not in loaded]:
+        del live[key]
+    live.update((key, entry) for key, entry in entries.items() if entry is not ABSENT)
+    return live
+
+
+def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
+    """Return a list as it was stored; a partial restore changes only elements that exist
+    already."""
+    merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
+    if has_absent(loaded):
+        return merged + live[len(loaded) :]
+    return merged + loaded[len(live) :]
+
+
+def _put_array(live: Any, loaded: Any) -> Any:
+    if live.shape != loaded.shape or not live.flags.writeable:
+        return loaded
+    live[...] = loaded
+    return live
+
+
+class PerRank(AroundProvider):
+    """Marks an item as per-rank: every rank saves its own state, such as its position in the data.
+    `PerRank(loader, when_ranks_change="drop")`; without `when_ranks_change` the wrapped item
+    decides."""
+
+    per_rank = True
+
+    def __init__(self, item: object, *, when_ranks_change: WhenRanksChange | None = None) -> None:
+        known = ("keep", "drop", "refuse")
+        if when_ranks_change not in (*known, None) and not callable(when_ranks_change):
+            remedy = "choose one of these, or leave it out"
+            if when_ranks_change == "derive":
+                remedy = "pass RNG() without PerRank, which does this by itself, or pass a function"
+            raise UsageError(
+                "invalid value of when_ranks_change",
+                expected=f"one of {', '.join(known)}, or "
+                "a function of all ranks' states, a rank and the number of ranks",
+                found=shown(when_ranks_change),
+                remedy=remedy,
+            )
+        self.item = item
+        self._said = when_ranks_change
+
+    def around(self, inner: StateProvider) -> PerRank:
+        """Return a new PerRank that wraps this provider. The same PerRank may be an item of several
+        Checkpointers, each with its own provider."""
+        made = PerRank(self.item, when_ranks_change=self._said)
+        made._inner = inner
+        return made
+
+    def _inner_property(self, name: str, default: object) -> object:
+        if self._said is not None:
+            if name == "when_ranks_change":
+                return self._said
+            if name == "undecided":
+                return ""
+        return super()._inner_property(name, default)
+
+
+def refuse_immutable(name: str, value: object) -> None:
+    """Raise `UsageError` for a value that cannot be changed in place and so cannot be restored.
+    Called at construction, so that the error does not appear only at the restore."""
+    if not isinstance(value, dict | list | deque | np.ndarray) and not is_tensor(value):
+        remedy = f"pass a dict: {name}={{'value': …}}"
+        if value is None:
+            remedy = f"leave {name} out"
+        elif hasattr(value, "dataset"):
+            remedy = "use a loader with a state, such as torchdata's StatefulDataLoader"
+        raise UsageError(
+            f"item {name!r} is {with_article(type(value))}, which cannot be restored in place",
+            expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
+            "a StateProvider, a dict, a list, a tensor or an array",
+            remedy=remedy,
+        )

@@ -13,12 +13,11 @@ import sys
 import weakref
 from collections import Counter
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from laststep.codecs.objects import Tagged
 from laststep.constants import DTYPES
 from laststep.errors import CorruptError, UsageError
 from laststep.process import system
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from laststep.codecs.objects import Tagged
     from laststep.state.boxes import Box
     from laststep.state.tree import View
 
@@ -499,10 +499,6 @@ def set_torch_rng_states(states: dict[str, object]) -> None:
         torch.cuda.set_rng_state_all(cuda[:count])  # type: ignore[index]
 
 
-_SparseParts = tuple[str, tuple[int, ...], dict[str, object]]
-"""Layout, shape, and the tensors that form a sparse tensor."""
-
-
 def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
     """Rebuild the value of a Tagged, whose inner tensors are already in place. Raise `CorruptError`
     if it is malformed."""
@@ -523,23 +519,45 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
 
 
 def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
-    if tagged.tag == "pickle":
-        if not allow_pickle:
-            raise UsageError(
-                "the checkpoint holds a pickled object, which can run any code when loaded",
-                remedy="pass allow_pickle=True if you trust whoever wrote it",
-            )
-        return pickle.loads(tagged.value)  # type: ignore[arg-type]  # noqa: S301 (opted in twice)
-    if tagged.tag not in _REVIVERS:
-        raise CorruptError(f"unknown kind of stored value {tagged.tag!r}")
-    return _REVIVERS[tagged.tag](tagged.value)
+    """Rebuild a value that `collecting` wrote. Any exception on other values becomes
+    CorruptError."""
+    value: Any = tagged.value
+    match tagged.tag:
+        case "pickle":
+            if not allow_pickle:
+                raise UsageError(
+                    "the checkpoint holds a pickled object, which can run any code when loaded",
+                    remedy="pass allow_pickle=True if you trust whoever wrote it",
+                )
+            return pickle.loads(value)  # noqa: S301 (opted in twice)
+        case "ndarray":
+            return _revive_array(*value)
+        case "scalar":
+            dtype, data = value
+            return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+        case "bytes":
+            return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+        case "counter":
+            return Counter(value)
+        case "dtype":
+            found = vars(torch).get(str(value))  # getattr would import lazy submodules of torch
+            if not isinstance(found, torch.dtype):
+                raise CorruptError("unknown dtype", found=repr(value)[:80])
+            return found
+        case "device":
+            return torch.device(str(value))
+        case "size":
+            return torch.Size(value)
+        case "sparse":
+            return _revive_sparse(*value)
+        case "subclass":
+            return _revive_subclass(*value)
+        case _ if tagged.tag == OWNED:
+            return owned(tagged).state
+    raise CorruptError(f"unknown kind of stored value {tagged.tag!r}")
 
 
-# Each takes a value made by the Collector. Any exception on other values becomes CorruptError.
-
-
-def _revive_array(value: object) -> object:
-    dtype, tensor = cast("tuple[str, object]", value)
+def _revive_array(dtype: str, tensor: object) -> object:
     if not isinstance(tensor, torch.Tensor):  # skipped in a partial restore
         return tensor
     array, wanted = tensor.cpu().numpy(), np.dtype(dtype)
@@ -550,44 +568,28 @@ def _revive_array(value: object) -> object:
     return array.astype(wanted, copy=False)
 
 
-def _revive_scalar(value: object) -> object:
-    dtype, data = cast("tuple[str, bytes]", value)
-    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
-
-
-def _revive_bytes(value: object) -> object:
-    return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
-
-
-def _revive_dtype(value: object) -> object:
-    dtype = vars(torch).get(str(value))  # getattr would import lazy submodules of torch
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptError("unknown dtype", found=repr(value)[:80])
-    return dtype
-
-
-def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]) -> object:
+def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, Any]) -> object:
     for part in parts.values():
         if not isinstance(part, torch.Tensor | bool):  # skipped in a partial restore
             return part
-    tensors = cast("dict[str, torch.Tensor]", parts)
-    values = tensors["values"]
+    values = parts["values"]
     if layout == "sparse_coo":
         # The bytes are verified and torch made the tensor, so its invariants held at the save.
-        sparse = torch.sparse_coo_tensor(tensors["indices"], values, shape, check_invariants=True)
+        sparse = torch.sparse_coo_tensor(parts["indices"], values, shape, check_invariants=True)
         return sparse._coalesced_(bool(parts["coalesced"]))
-    if layout in ("sparse_csr", "sparse_bsr"):
-        rows, columns = tensors["crow"], tensors["col"]
-    else:
-        rows, columns = tensors["ccol"], tensors["row"]
-    kind = getattr(torch, layout)
+    by_rows = layout in ("sparse_csr", "sparse_bsr")
+    compressed, plain = ("crow", "col") if by_rows else ("ccol", "row")
     return torch.sparse_compressed_tensor(
-        rows, columns, values, shape, layout=kind, check_invariants=True
+        parts[compressed],
+        parts[plain],
+        values,
+        shape,
+        layout=getattr(torch, layout),
+        check_invariants=True,
     )
 
 
-def _revive_subclass(value: object) -> object:
-    name, parts = cast("tuple[str, object]", value)
+def _revive_subclass(name: str, parts: object) -> object:
     handler = next((known for known in _HANDLERS.values() if known.name == name), None)
     if handler is None:
         raise UsageError(
@@ -595,17 +597,3 @@ def _revive_subclass(value: object) -> object:
             remedy="register it first with laststep.register_tensor_type",
         )
     return handler.from_parts(parts)
-
-
-_REVIVERS: Final[dict[str, Callable[[object], object]]] = {
-    "ndarray": _revive_array,
-    "scalar": _revive_scalar,
-    "bytes": _revive_bytes,
-    "counter": lambda value: Counter(cast("dict[object, int]", value)),
-    "dtype": _revive_dtype,
-    "device": lambda value: torch.device(str(value)),
-    "size": lambda value: torch.Size(cast("tuple[int, ...]", value)),
-    "sparse": lambda value: _revive_sparse(*cast("_SparseParts", value)),
-    "subclass": _revive_subclass,
-    OWNED: lambda value: owned(Tagged(OWNED, value)).state,
-}

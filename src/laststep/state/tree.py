@@ -75,12 +75,8 @@ def _escaped(key: object) -> str:
             return "~2" + text[1:] if text[0] == "#" else text
     elif type(key) is int and INT_MIN <= key <= INT_MAX:
         return f"#{key}"
-    return "~3" + _typed(key).replace("~", "~0").replace("/", "~1")
-
-
-def _typed(key: object) -> str:
     try:
-        return objects.encode(key).decode()
+        return "~3" + objects.encode(key).decode().replace("~", "~0").replace("/", "~1")
     except UsageError as error:
         raise UsageError(
             "cannot name a tensor",
@@ -98,25 +94,17 @@ def _key(part: str, name: str) -> object:
     if part == "~5":
         return _RESERVED
     if part.startswith("#"):
-        return _int(part[1:], name)
+        digits = part[1:]
+        if len(digits) > 20 or not digits.isascii() or not digits.removeprefix("-").isdigit():
+            raise _malformed(name)
+        return int(digits)
+    text = part.replace("~1", "/").replace("~0", "~")
     if part.startswith("~3"):
         try:
-            return objects.decode(_plain(part[2:]).encode(), where=repr(name))
+            return objects.decode(text[2:].encode(), where=repr(name))
         except UnicodeEncodeError:
             raise _malformed(name) from None
-    if part.startswith("~2"):
-        return "#" + _plain(part[2:])
-    return _plain(part)
-
-
-def _plain(text: str) -> str:
-    return text.replace("~1", "/").replace("~0", "~")
-
-
-def _int(digits: str, name: str) -> int:
-    if len(digits) > 20 or not digits.isascii() or not digits.removeprefix("-").isdigit():
-        raise _malformed(name)
-    return int(digits)
+    return "#" + text[2:] if part.startswith("~2") else text
 
 
 def _malformed(name: str) -> CorruptError:
@@ -370,15 +358,18 @@ def decode_item(
     ties: dict[str, str] = {}
     views: dict[str, View] = {}
     for number, (data, where) in enumerate(trees):
-        plain = objects.decode(data, where=where)
-        if not isinstance(plain, dict) or set(plain) != {"tree", "ties", "views"}:
+        match objects.decode(data, where=where):
+            case {"tree": part, "ties": dict(tied), "views": dict(viewed), **rest} if not rest:
+                names = [*tied, *tied.values(), *viewed]
+            case _:
+                names = [None]
+        if not all(isinstance(name, str) for name in names):
             raise CorruptError(
                 "the tree of an item is malformed", where=where, expected="tree, ties and views"
             )
-        tree = plain["tree"] if number == 0 else merge_trees(tree, plain["tree"])
-        ties.update(_ties(plain["ties"], where))
-        entries = _dict(plain["views"], where).items()
-        views.update({key: _view(entry, where) for key, entry in entries})
+        tree = part if number == 0 else merge_trees(tree, part)
+        ties.update(tied)
+        views.update({key: _view(entry, where) for key, entry in viewed.items()})
     where = trees[0][1]
     try:
         owners(tree)
@@ -410,19 +401,6 @@ def _lies_in(view: View, base: TensorSpec) -> bool:
     stop = view.offset_bytes + (0 if 0 in view.shape else (reach + 1) * size)
     fits = all(step * size <= MAX_BYTES for step in view.stride)
     return fits and view.offset_bytes % size == 0 and stop <= base.shape[0]
-
-
-def _dict(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise CorruptError("the tree of an item is malformed", where=where, expected="names")
-    return value
-
-
-def _ties(value: object, where: str) -> dict[str, str]:
-    ties = _dict(value, where)
-    if not all(isinstance(target, str) for target in ties.values()):
-        raise CorruptError("the ties of an item are malformed", where=where)
-    return ties  # type: ignore[return-value]
 
 
 def _view(entry: object, where: str) -> View:

@@ -22,7 +22,7 @@ from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
 from laststep.settings import as_keywords
-from laststep.state.values import RNG, PerRank, StateDictProvider
+from laststep.state.provider import RNG, PerRank, StateDictProvider
 from laststep.storage.registry import open_store
 
 FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", first="0.3", last="0.3")
