@@ -360,13 +360,15 @@ def decode_item(
     for number, (data, where) in enumerate(trees):
         match objects.decode(data, where=where):
             case {"tree": part, "ties": dict(tied), "views": dict(viewed), **rest} if not rest:
-                names = [*tied, *tied.values(), *viewed]
+                names: list[object] = [*tied, *viewed]
             case _:
                 names = [None]
         if not all(isinstance(name, str) for name in names):
             raise CorruptError(
                 "the tree of an item is malformed", where=where, expected="tree, ties and views"
             )
+        if not all(isinstance(target, str) for target in tied.values()):
+            raise CorruptError("the ties of an item are malformed", where=where)
         tree = part if number == 0 else merge_trees(tree, part)
         ties.update(tied)
         views.update({key: _view(entry, where) for key, entry in viewed.items()})
