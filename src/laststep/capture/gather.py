@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from laststep.capture.layout import ElementRange, StagingGroup
-    from laststep.state.provider import Piece
+    from laststep.state.tree import Piece
 
 _FORM: Final = operator.attrgetter("shape", "dtype")
 _DTYPE: Final = operator.attrgetter("dtype")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from laststep.plan.files import FilePlan, SavePlan
-    from laststep.state.provider import Piece
+    from laststep.state.tree import Piece
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _START: Final = operator.attrgetter("start")
