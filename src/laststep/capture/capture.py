@@ -17,7 +17,7 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +37,6 @@ from laststep.state.tensors import in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from laststep.capture.copies import Copies
     from laststep.capture.layout import ChunkLayout
@@ -343,8 +342,12 @@ class Capturer:
                 job.host_before[span.piece, span.first, span.last] = before
 
     def _fill_from_host(self, job: Job) -> None:
-        """Copy unstaged host state straight into slots, on several threads, and hand over complete
-        chunks."""
+        """Copy unstaged host state straight into slots, and hand over complete chunks.
+
+        One copy call of torch splits its work evenly over its threads and waits for the slowest,
+        which on a busy machine is the one that shares its core with the flusher. Here every thread
+        takes the next chunk when it has finished one.
+        """
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.
@@ -354,16 +357,22 @@ class Capturer:
         derived = {pair.file for pair in job.plan.derived}
         # All that others follow from is handed over before these.
         first = [chunk for chunk in chunks if chunk.file not in derived]
+        self._copiers.start()
         for some in (first, [chunk for chunk in chunks if chunk.file in derived]):
-            with CopyBatch(self._copiers.start()) as batch:
+            running: list[Future[None]] = []
+            try:
                 for chunk in some:
                     if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
-                        batch.add(functools.partial(self._set_aside, job, chunk))
+                        running.append(self._copiers.submit(self._set_aside, job, chunk))
                         continue
                     began = time.perf_counter()
                     (slot,) = self._mover.lease(job)
                     job.timing.waited_s += time.perf_counter() - began
-                    batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
+                    running.append(self._copiers.submit(self._fill_chunk, job, chunk, slot))
+            finally:
+                _wait_for_all(running)
+            for copy in running:
+                copy.result()
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """Fill a chunk that is entirely host state; runs on a copying thread."""
@@ -444,40 +453,15 @@ class Capturer:
                 job.over.set()
 
 
-class CopyBatch:
-    """Runs copies on several threads; on exit all have ended, and the first error is raised.
-
-    One copy call of torch splits its work evenly over its threads and waits for the slowest, which
-    on a busy machine is the one that shares its core with the flusher. Here every thread takes the
-    next chunk when it has finished one.
-    """
-
-    def __init__(self, copiers: threads.WorkerPool) -> None:
-        self._copiers = copiers
-        self._running: list[Future[None]] = []
-
-    def add(self, task: Callable[[], None]) -> None:
-        self._running.append(self._copiers.submit(task))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        interrupted: BaseException | None = None
-        for copy in self._running:
-            while not copy.done():
-                try:
-                    wait([copy])
-                except BaseException as raised:  # noqa: BLE001 (Ctrl-C: raised below)
-                    # The threads still write into slots: nobody may have these back before the end.
-                    interrupted = raised
-        errors = [failed for copy in self._running if (failed := copy.exception()) is not None]
-        if interrupted is not None:
-            raise interrupted
-        if errors and error is None:
-            raise errors[0]
+def _wait_for_all(running: list[Future[None]]) -> None:
+    """Wait until all copies have ended, also during Ctrl-C: their threads write into slots, and
+    nobody may have these back before."""
+    interrupted: BaseException | None = None
+    for copy in running:
+        while not copy.done():
+            try:
+                wait([copy])
+            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
+                interrupted = raised
+    if interrupted is not None:
+        raise interrupted

@@ -65,11 +65,17 @@ class Copies:
 
     def remember(self, sources: Sequence[torch.Tensor]) -> None:
         """Remember what an early copy needs, without holding tensor memory."""
-        sizes = {d: size for d, size in self.layout.staging_bytes.items() if d != "cpu"}
-        count = sum(len(group.spans) for d in sizes for group in self.layout.gathers[d])
-        fit = sizes and all(self.gatherers[device].can_run_again() for device in sizes)
-        pays = sum(sizes.values()) >= count * EARLY_PAYS_BYTES
-        self.remembered = Remembered(self.layout, sources) if fit and pays else None
+        self.remembered = None
+        size = count = 0
+        for device, groups in self.layout.gathers.items():
+            if device == "cpu":
+                continue
+            if not self.gatherers[device].can_run_again():
+                return
+            size += self.layout.staging_bytes[device]
+            count += sum(len(group.spans) for group in groups)
+        if count and size >= count * EARLY_PAYS_BYTES:
+            self.remembered = Remembered(self.layout, sources)
 
 
 class Remembered:
@@ -133,6 +139,8 @@ class ChunkLooks:
     ) -> list[Place]:
         """Digest the chunks of save `number`, where its devices can, and return those that equal
         the ones of save `since`. Staged bytes MUST be complete in the order of the side streams."""
+        if not self._chunks:
+            return []
         found: dict[Place, bytes] = {}
         for device, chunks in self._chunks.items():
             buffer = staging.get(device)

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-_encoder = msgspec.json.Encoder()
-
-
-class _Twice(ValueError):
-    """A duplicate key in a JSON object."""
+json_bytes = msgspec.json.Encoder().encode
 
 
 def parse(data: bytes, *, where: str) -> object:
@@ -45,13 +41,13 @@ def parse(data: bytes, *, where: str) -> object:
         value: object = msgspec.json.decode(data)
         # If encoding the result gives the same bytes, no key is duplicated, because the parser
         # keeps one of each. Far cheaper than a search; all documents that we wrote pass.
-        if _encoder.encode(value) != data.strip(b" "):
+        if json_bytes(value) != data.strip(b" "):
             json.loads(data, object_pairs_hook=_refuse_twice)
     except RecursionError:
         raise CorruptError(
             "cannot read JSON", where=where, found="nesting beyond all limits"
         ) from None
-    except ValueError as error:  # msgspec's errors, Unicode errors and _Twice are all ValueErrors
+    except ValueError as error:  # msgspec's errors and Unicode errors are ValueErrors too
         raise CorruptError("cannot read JSON", where=where, found=str(error)) from None
     return value
 
@@ -60,7 +56,7 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> None:
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
-            raise _Twice(f"the key {key[:100]!r} twice in one object")
+            raise ValueError(f"the key {key[:100]!r} twice in one object")
         seen.add(key)
 
 
@@ -115,9 +111,6 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-json_bytes = msgspec.json.Encoder().encode
 
 
 class EncodedDicts:
@@ -189,8 +182,7 @@ class TypedEncoder:
         return encoded
 
     def text(self, text: str) -> str:
-        """Return a string inside a tag. Raise if it is not valid UTF-8, because tags have no other
-        form for it."""
+        """Return a string inside a tag, which has no other form for invalid UTF-8."""
         if not is_utf8(text):
             raise self.refusal("a name that is not valid Unicode")
         return text
@@ -220,15 +212,13 @@ def _path_text(path: list[str | tuple[object]]) -> str:
             text += part
         elif not text and isinstance(part[0], str) and part[0].isidentifier():
             text = part[0]
-        elif type(part[0]) in (str, bytes, float, bool) or _is_short_int(part[0]):
+        elif type(part[0]) in (str, bytes, float, bool) or (
+            type(part[0]) is int and INT_MIN <= part[0] <= INT_MAX  # repr refuses longer ones
+        ):
             text += f"[{repr(part[0])[:200]}]"
         else:
             text += f"[<{_type_name(part[0])}>]"
     return text
-
-
-def _is_short_int(value: object) -> bool:
-    return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses ints of 4,300 digits
 
 
 def _encode_int(_: TypedEncoder, number: Any) -> object:
@@ -249,15 +239,12 @@ def _encode_complex(encoder: TypedEncoder, number: Any) -> object:
 def _encode_str(_: TypedEncoder, text: Any) -> object:
     if text.isascii() or is_utf8(text):
         return text
-    return {"$": "str", "base64": _to_base64(text.encode("utf-8", "surrogatepass"))}
-
-
-def _to_base64(data: bytes | bytearray) -> str:
-    return base64.b64encode(data).decode("ascii")
+    data = text.encode("utf-8", "surrogatepass")
+    return {"$": "str", "base64": base64.b64encode(data).decode("ascii")}
 
 
 def _encode_bytes(_: TypedEncoder, data: Any) -> object:
-    return {"$": type(data).__name__, "base64": _to_base64(data)}
+    return {"$": type(data).__name__, "base64": base64.b64encode(data).decode("ascii")}
 
 
 def _encode_list(encoder: TypedEncoder, value: Any) -> object:
@@ -375,35 +362,27 @@ _BITS = re.compile(r"[0-9a-f]{16}")
 
 
 class Malformed(Exception):
-    """A malformed document; `decode` adds its location."""
+    """A malformed document; `from_parsed` adds its location."""
 
 
-class TypedDecoder:
-    """Decodes one document. The walk keeps its own stack, so that the depth of the call stack does
-    not decide whether data is readable.
-
-    Tagged objects are listed from the outside in, and then replaced by their values from the inside
-    out. This happens in place, because nothing else uses the parsed JSON.
-    """
-
-    __slots__ = ("classes",)
-
-    def __init__(self) -> None:
-        self.classes: set[tuple[str, tuple[str, ...]]] = set()
-
-    def value(self, plain: object) -> object:
-        """Return the value of the parsed JSON `plain`, which is consumed."""
-        root = [plain]
-        for place, key, mapping in reversed(_tagged_objects(root)):
-            place[key] = self.tagged(mapping)
-        return root[0]
-
-    def tagged(self, mapping: _Mapping) -> object:
+def _decoded(plain: object) -> object:
+    """Return the value of parsed JSON, which is consumed. The walk keeps its own stack, so that the
+    depth of the call stack does not decide whether data is readable. Tagged objects are listed from
+    the outside in, and then replaced by their values from the inside out; in place, because nothing
+    else uses the parsed JSON."""
+    root = [plain]
+    classes: set[type] = set()
+    for place, key, mapping in reversed(_tagged_objects(root)):
         tag = cast("str", mapping["$"])
         decoder, fields = _decoders[tag]
         if len(mapping) != len(fields) + 1 or not all(field in mapping for field in fields):
             raise Malformed(f"the fields {sorted(mapping)!r:.200} in a {tag}")
-        return decoder(self, mapping)
+        place[key] = value = decoder(mapping)
+        if tag == "namedtuple":
+            classes.add(type(value))
+            if len(classes) > MAX_NAMEDTUPLES:
+                raise Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
+    return root[0]
 
 
 def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
@@ -485,28 +464,28 @@ def _from_base64(mapping: _Mapping) -> bytes:
         raise Malformed(f"invalid base64 in a {mapping['$']}") from None
 
 
-def _decode_int(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_int(mapping: _Mapping) -> object:
     text = _field(mapping, "hex", str)
     if _HEX.fullmatch(text) is None:
         raise Malformed("an int that is not lower-case hex")
     return int(text, 16)  # linear time, and without the digit limit of decimals
 
 
-def _decode_float(_: TypedDecoder, mapping: _Mapping) -> float:
+def _decode_float(mapping: _Mapping) -> float:
     text = _field(mapping, "bits", str)
     if _BITS.fullmatch(text) is None:
         raise Malformed("a float that is not 16 hex digits")
     return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def _decode_complex(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_complex(mapping: _Mapping) -> object:
     re, im = mapping["re"], mapping["im"]
     if type(re) is not float or type(im) is not float:
         raise Malformed("a complex number whose parts are not floats")
     return complex(re, im)
 
 
-def _decode_str(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_str(mapping: _Mapping) -> object:
     try:
         return _from_base64(mapping).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -523,7 +502,7 @@ def _fill(into: dict[object, object], items: list[object]) -> dict[object, objec
     return into
 
 
-def _decode_deque(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_deque(mapping: _Mapping) -> object:
     items, limit = _items(mapping), mapping["maxlen"]
     if limit is None:
         return collections.deque(items)
@@ -532,7 +511,7 @@ def _decode_deque(_: TypedDecoder, mapping: _Mapping) -> object:
     return collections.deque(items, limit)
 
 
-def _decode_range(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_range(mapping: _Mapping) -> object:
     items = _items(mapping)
     numbers = [item for item in items if type(item) is int]
     if len(items) != 3 or len(numbers) != 3 or numbers[2] == 0:
@@ -540,46 +519,43 @@ def _decode_range(_: TypedDecoder, mapping: _Mapping) -> object:
     return range(*numbers)
 
 
-def _decode_slice(_: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_slice(mapping: _Mapping) -> object:
     items = _items(mapping)
     if len(items) != 3:
         raise Malformed("a slice without three parts")
     return slice(*items)
 
 
-def _decode_namedtuple(decoder: TypedDecoder, mapping: _Mapping) -> object:
+def _decode_namedtuple(mapping: _Mapping) -> object:
     items, name = _items(mapping), _field(mapping, "type", str)
     names = _field(mapping, "fields", list)
     fields = tuple(field for field in names if type(field) is str)
     if not len(fields) == len(names) == len(items):
         raise Malformed("a namedtuple whose fields are not one string for each item")
-    decoder.classes.add((name, fields))
-    if len(decoder.classes) > MAX_NAMEDTUPLES:
-        raise Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
     made = namedtuple_class(name, fields)
     if made is None:
         raise Malformed("a namedtuple with names that Python would not take")
     return tuple.__new__(made, items)
 
 
-_decoders: dict[str, tuple[Callable[[TypedDecoder, _Mapping], object], tuple[str, ...]]] = {
+_decoders: dict[str, tuple[Callable[[_Mapping], object], tuple[str, ...]]] = {
     "int": (_decode_int, ("hex",)),
     "float": (_decode_float, ("bits",)),
     "complex": (_decode_complex, ("re", "im")),
     "str": (_decode_str, ("base64",)),
-    "bytes": (lambda _, mapping: _from_base64(mapping), ("base64",)),
-    "bytearray": (lambda _, mapping: bytearray(_from_base64(mapping)), ("base64",)),
-    "tuple": (lambda _, mapping: tuple(_items(mapping)), ("items",)),
-    "dict": (lambda _, mapping: _fill({}, _items(mapping)), ("items",)),
-    "ordereddict": (lambda _, m: _fill(collections.OrderedDict(), _items(m)), ("items",)),
-    "set": (lambda _, mapping: _distinct(_items(mapping)), ("items",)),
-    "frozenset": (lambda _, mapping: frozenset(_distinct(_items(mapping))), ("items",)),
+    "bytes": (_from_base64, ("base64",)),
+    "bytearray": (lambda mapping: bytearray(_from_base64(mapping)), ("base64",)),
+    "tuple": (lambda mapping: tuple(_items(mapping)), ("items",)),
+    "dict": (lambda mapping: _fill({}, _items(mapping)), ("items",)),
+    "ordereddict": (lambda m: _fill(collections.OrderedDict(), _items(m)), ("items",)),
+    "set": (lambda mapping: _distinct(_items(mapping)), ("items",)),
+    "frozenset": (lambda mapping: frozenset(_distinct(_items(mapping))), ("items",)),
     "deque": (_decode_deque, ("items", "maxlen")),
     "range": (_decode_range, ("items",)),
     "slice": (_decode_slice, ("items",)),
     "namedtuple": (_decode_namedtuple, ("type", "fields", "items")),
-    "tensor": (lambda _, mapping: TensorRef(_field(mapping, "name", str)), ("name",)),
-    "ext": (lambda _, m: Tagged(_field(m, "tag", str), m["value"]), ("tag", "value")),
+    "tensor": (lambda mapping: TensorRef(_field(mapping, "name", str)), ("name",)),
+    "ext": (lambda m: Tagged(_field(m, "tag", str), m["value"]), ("tag", "value")),
 }
 """Tag → the function that creates its value, and the fields that it has besides "$"."""
 
@@ -620,6 +596,6 @@ def decode(data: bytes, *, where: str) -> object:
 def from_parsed(plain: object, *, where: str) -> object:
     """Decode a part of a document that `parse` has parsed; `plain` is consumed."""
     try:
-        return TypedDecoder().value(plain)
+        return _decoded(plain)
     except Malformed as error:
         raise CorruptError("cannot read typed JSON", where=where, found=str(error)) from None

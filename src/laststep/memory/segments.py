@@ -421,20 +421,18 @@ def remove_debris(base: str = BASE) -> list[str]:
         place = own_folder(base)
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
             names = sorted(os.listdir(place))  # noqa: PTH208 (as above)
-            debris = [f"{place}/{name}" for name in names if _is_debris(place, name)]
+            debris = []
+            for name in names:
+                folder = f"{place}/{name}"
+                if name == RUNS or not _is_own_folder(folder):
+                    continue
+                if name.startswith(_BEING_MADE) or not os.path.lexists(f"{folder}/{_OWNER}"):
+                    debris.append(folder)
             return [folder for folder in debris if _remove(folder)]
     except (FileNotFoundError, BlockingIOError):
         return []
     except OSError as error:
         raise _failed("cannot list shared memory", base, error) from error
-
-
-def _is_debris(place: str, name: str) -> bool:
-    """Return True if this is the folder of a segment that is half made or half removed."""
-    if name == RUNS or not _is_own_folder(f"{place}/{name}"):
-        return False
-    has_owner = os.path.lexists(f"{place}/{name}/{_OWNER}")
-    return name.startswith(_BEING_MADE) or not has_owner
 
 
 def _remove(folder: str) -> bool:

@@ -56,10 +56,6 @@ def on_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-class NotDeferred:
-    """A handler that only records the signal and never raises, so it runs at once."""
-
-
 class DeadlineExceeded(Exception):
     """A wait did not end before its deadline."""
 
@@ -186,7 +182,8 @@ def _handlers() -> dict[int, Handler]:
     found: dict[int, Handler] = {}
     for number in _NUMBERS:
         handler = signal.getsignal(number)
-        if callable(handler) and not isinstance(handler, NotDeferred):
+        # One that only records the signal never raises, so it runs at once.
+        if callable(handler) and not isinstance(handler, RecordedSignals):
             found[number] = handler
     return found
 
@@ -215,7 +212,7 @@ def preemption_signal(cause: str) -> PreemptionSignal:
     return PreemptionSignal(cause, time.monotonic(), time.time())
 
 
-class RecordedSignals(NotDeferred):
+class RecordedSignals:
     """Handler that records some signals until `let_go`."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -260,18 +257,14 @@ class RecordedSignals(NotDeferred):
         earlier, came = self._earlier.get(number, signal.SIG_DFL), self.came
         is_same = came is None or time.monotonic() - came.came_s < SAME_S
         if not (self._noting and is_same):
-            self._act(number, frame, earlier)
+            # As if this handler were not installed.
+            if callable(earlier):
+                pass_on(number, frame, earlier)
+            elif earlier is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
             return
         self.came = came or preemption_signal(signal.Signals(number).name)
         # A default action that would end the program is not run: the caller saves first.
         if callable(earlier) and earlier is not signal.default_int_handler:
             pass_on(number, frame, earlier)
-
-    @staticmethod
-    def _act(number: int, frame: FrameType | None, earlier: Any) -> None:
-        """Behave as if this handler were not installed."""
-        if callable(earlier):
-            pass_on(number, frame, earlier)
-        elif earlier is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)

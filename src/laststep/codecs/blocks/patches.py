@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laststep.codecs.blocks.codec import BlockCodec, broken, joined
-from laststep.codecs.blocks.entropy import pack, unpack
-from laststep.codecs.blocks.planes import packed_planes, unpacked_planes, with_tail
-from laststep.codecs.blocks.scratch import scratch
+from laststep.codecs.blocks.planes import (
+    pack,
+    packed_planes,
+    scratch,
+    unpack,
+    unpacked_planes,
+    with_tail,
+)
 from laststep.codecs.blocks.subtract import (
     WIDEST_BYTES,
     checked_before,

@@ -60,7 +60,10 @@ def is_known_everywhere(name: str) -> bool:
 def codec_named(name: str) -> BlockCodec:
     """Return the codec with this name. Raise `UsageError` if it, or a module that it requires, is
     missing."""
-    codec = _ours(name) if name in OURS else _registered.get(name) or _installed(name)
+    if name in OURS:
+        codec: BlockCodec | None = importlib.import_module(f"{__package__}.{name}").CODEC
+    else:
+        codec = _registered.get(name) or _installed(name)
     if codec is None:
         raise UsageError(
             f"no codec is registered under the name {name!r}",
@@ -101,9 +104,3 @@ def _installed(name: str) -> BlockCodec | None:
         register(codec)
         return codec
     return None
-
-
-def _ours(name: str) -> BlockCodec:
-    module = importlib.import_module(f"laststep.codecs.blocks.{name}")
-    codec: BlockCodec = module.CODEC
-    return codec

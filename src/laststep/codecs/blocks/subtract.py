@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laststep.codecs.blocks.codec import BlockCodec, broken, check_declared, joined, takes
-from laststep.codecs.blocks.planes import elements_of, packed_planes, unpacked_planes, with_tail
-from laststep.codecs.blocks.scratch import scratch
+from laststep.codecs.blocks.planes import (
+    elements_of,
+    packed_planes,
+    scratch,
+    unpacked_planes,
+    with_tail,
+)
 
 if TYPE_CHECKING:
-    from laststep.codecs.blocks.scratch import Elements
+    from laststep.codecs.blocks.planes import Elements
 
 WIDEST_BYTES = 8
 
