@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.errors import StorageError
-from laststep.flush import writer as pack
+from laststep.flush import writer as writing
 from laststep.flush.writer import PackWriter
 from laststep.storage.store import write_aligned
 
@@ -51,7 +51,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(writing, "_PIECE_BYTES", PIECE)
 
 
 def overlap(writes: Sequence[tuple[int, int]]) -> bool:

@@ -68,7 +68,7 @@ class FlusherSave(msgspec.Struct):
     base: int = 0
     """Number of the save whose blocks it reuses."""
     unchanged: Unchanged | None = None
-    """The trainer's question about unchanged chunks, until it is answered."""
+    """The trainer's question about unchanged chunks, if it arrived before its files were open."""
     is_finishing: bool = False
     reported_s: float = 0.0
     opened_s: float = 0.0

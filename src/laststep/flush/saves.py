@@ -165,8 +165,22 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
 
     @property
     def report(self) -> SaveReport:
-        """The report with everything known of the save so far."""
-        return self._save.refreshed_report()
+        """The report with everything known of the save so far; reads the timers on the device."""
+        report, job = self._save.report, self._save.job
+        if job is None:
+            return report
+        job.read_fence_timers()
+        timing = job.timing
+        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
+        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+        report.unchanged_bytes = timing.unchanged_bytes
+        if not report.capture:
+            sums: dict[str, int] = {}
+            for piece, way in zip(job.plan.pieces, job.layout.ways, strict=True):
+                key = f"{'host' if piece.device == 'cpu' else 'device'} {way.value}"
+                sums[key] = sums.get(key, 0) + piece.size_bytes
+            report.capture = ", ".join(map("{} {}".format, sums, map(human, sums.values())))
+        return report
 
     @property
     def error(self) -> LaststepError | None:
@@ -429,24 +443,6 @@ class Save:
     def may_be_committed(self) -> bool:
         """True if everything that this rank has to write is durable."""
         return self.reached >= SaveState.DURABLE
-
-    def refreshed_report(self) -> SaveReport:
-        """Return the report with the capture costs known so far; reads the timers on the device."""
-        report, job = self.report, self.job
-        if job is None:
-            return report
-        job.read_fence_timers()
-        timing = job.timing
-        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
-        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
-        report.unchanged_bytes = timing.unchanged_bytes
-        if not report.capture:
-            sums: dict[str, int] = {}
-            for piece, way in zip(job.plan.pieces, job.layout.ways, strict=True):
-                key = f"{'host' if piece.device == 'cpu' else 'device'} {way.value}"
-                sums[key] = sums.get(key, 0) + piece.size_bytes
-            report.capture = ", ".join([f"{way} {human(size)}" for way, size in sums.items()])
-        return report
 
     # -- messages from the flusher ----------------------------------------------------------------
 

@@ -253,9 +253,10 @@ class Flusher:
                     return
             self._queue(save, message.filled)
         elif isinstance(message, Unchanged):
-            save.unchanged = message
             if save.is_open:
-                self._reuse(save)
+                self._reuse(save, message)
+            else:
+                save.unchanged = message
         elif isinstance(message, Begun):
             self._open(save, message.at)
             if save.captured is not None and self._memory is not None:
@@ -307,17 +308,15 @@ class Flusher:
         except OSError as error:
             found = str(error)
             save.error = StorageError("cannot begin a save", where=self._store.url, found=found)
-        self._reuse(save)
+        if save.unchanged is not None:
+            self._reuse(save, save.unchanged)
         with self._changed:
             save.is_open = True
             early, save.early = save.early, []
         self._queue(save, early)
 
-    def _reuse(self, save: FlusherSave) -> None:
+    def _reuse(self, save: FlusherSave, said: Unchanged) -> None:
         """Answer which of the unchanged chunks need not be sent."""
-        said, save.unchanged = save.unchanged, None
-        if said is None:
-            return
         reused: tuple[tuple[int, int, int], ...] = ()
         if save.writer is not None and save.error is None and said.of == save.base:
             if self._memory is None:
