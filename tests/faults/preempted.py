@@ -23,13 +23,8 @@ import torch
 import torch.distributed as dist
 
 import laststep
-<<<<<<< HEAD
-from laststep import resuming
-from laststep.catalog.run import RunWriter
-=======
 from laststep import running
-from laststep.catalog.writer import RunWriter
->>>>>>> 5e4b27e (tests: patch restore_into where it is called from)
+from laststep.catalog.run import RunWriter
 from laststep.events import Captured, Committed, PreemptionEnded, TierHolds
 from laststep.flush.listeners import Retention
 from laststep.flush.saves import Save, Saves
