@@ -37,7 +37,7 @@ def test_the_first_save_tells_once_what_saves_need_and_leaves_no_file(
     assert not list(run_folder.glob("probe*"))
 
 
-@pytest.mark.parametrize("event", ["begun", "chunk", "captured", "durable", "committed"])
+@pytest.mark.parametrize("event", ["begun", "opened", "chunk", "captured", "committed"])
 def test_a_listener_that_fails_costs_no_save(
     event: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,14 +126,14 @@ class Listener:
     def begun(self, save: FlusherSave) -> None:
         """A save was announced; its attempt may not be known yet."""
 
+    def opened(self, save: FlusherSave) -> None:
+        """Its attempt is known, or it has failed; it may be captured already."""
+
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
         """A chunk is digested; it is written after this event."""
 
     def captured(self, save: FlusherSave) -> None:
         """All of a save has arrived."""
-
-    def durable(self, save: FlusherSave) -> None:
-        """All files are durable; the trainer has not been notified yet."""
 
     def committed(self, save: FlusherSave) -> None:
         """The save is committed, and the trainer has been notified."""

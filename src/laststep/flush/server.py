@@ -259,9 +259,6 @@ class Flusher:
                 save.unchanged = message
         elif isinstance(message, Begun):
             self._open(save, message.at)
-            if save.captured is not None and self._memory is not None:
-                # Captured before its attempt was known. A rank without chunks gets no later event.
-                self._memory.captured(save)
         elif isinstance(message, CaptureDone):
             save.captured = message
             self._tell(Listener.captured, save)
@@ -314,6 +311,7 @@ class Flusher:
             save.is_open = True
             early, save.early = save.early, []
         self._queue(save, early)
+        self._tell(Listener.opened, save)
 
     def _reuse(self, save: FlusherSave, said: Unchanged) -> None:
         """Answer which of the unchanged chunks need not be sent."""
@@ -426,7 +424,6 @@ class Flusher:
         assert attempt is not None  # noqa: S101 (as above)
         written_s = time.monotonic() - save.began_s
         written = writer.finish(captured.values)
-        self._tell(Listener.durable, save)
         size = sum(file.tensor_bytes for file in save.begin.files)
         size += sum(map(len, captured.values.values()))
         self._send(
