@@ -22,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -151,19 +150,22 @@ class Replication:
             replicator.join()
 
 
-@dataclass(eq=False)
 class Replicator:
     """Copies checkpoints from the primary to one replica, on a thread of its own."""
 
-    primary: Store
-    order: ReplicaOrder
-    tell: Tell
-    urls: tuple[str, ...]
-    """The URLs of all replicas, to be recorded in the run."""
-    rank: int
-    ranks: int
-
-    def __post_init__(self) -> None:
+    # No dataclass: every start of a flusher would wait for its imports.
+    def __init__(
+        self,
+        primary: Store,
+        order: ReplicaOrder,
+        tell: Tell,
+        urls: tuple[str, ...],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """`urls` are those of all replicas, to be recorded in the run."""
+        self.primary, self.order, self.tell, self.urls = primary, order, tell, urls
+        self.rank, self.ranks = rank, ranks
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._due: deque[AttemptName] = deque(maxlen=1 if self.rank == 0 else _REMEMBERED)
