@@ -86,7 +86,7 @@ layers: $(STAMP)
 # to die.
 tests: $(STAMP)
 	@echo "== pytest, $(WORKERS) files at a time"
-	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile --max-worker-restart 0 \
 		--no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: $(STAMP)

@@ -228,6 +228,12 @@ def _end(one: _Running) -> int:
 
 
 def _kill_below(pid: int) -> None:
-    for below in descendants(pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(below, signal.SIGKILL)
+    """Kill all descendants, also those that one of them forks just before it dies."""
+    deadline = time.monotonic() + 10.0
+    while below := [found for found in descendants(pid) if lives(found)]:
+        for found in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
