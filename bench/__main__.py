@@ -1,4 +1,4 @@
-"""`python -m bench [cpu|gpu] [options]`: what `laststep bench` runs.
+"""`python -m bench [cpu|gpu] [options]`: run the benchmarks.
 
 Without a word: the GPU, if there is one.
 """

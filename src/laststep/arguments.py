@@ -22,7 +22,6 @@ from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhe
 from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.flush.encoder import ROUNDERS
-from laststep.restoring.restore import RestoreRequest
 from laststep.settings import (
     ALL_ITEMS,
     OWN_KEYWORDS,
@@ -87,7 +86,6 @@ class SaveRequest(NamedTuple):
 def save_request(
     step: SupportsIndex, metrics: object, metadata: object, overwrite: object, streams: object
 ) -> SaveRequest:
-    """Return the checked arguments of `save()`."""
     number = plain_step(step)
     if metrics is None:
         metrics = {}
@@ -128,8 +126,7 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
 
 
 def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
-    """Merge the items of `items={…}` and of the keywords; raise `UsageError` for duplicate or
-    suspicious names."""
+    """Merge the items of `items={…}` and of the keywords."""
     if items is not None and not isinstance(items, Mapping):
         raise UsageError(
             "items is not a mapping",
@@ -151,8 +148,7 @@ def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, obje
 
 
 def _refuse_misspelt(name: str, value: object) -> None:
-    """Raise `UsageError` if the keyword is a setting of `Options`, or a misspelt setting that would
-    be taken for an item."""
+    """Raise `UsageError` for a keyword that is a setting of `Options`, or a misspelt setting."""
     if name in Options.__struct_fields__:
         raise UsageError(
             f"{name} is a setting of laststep.Options",
@@ -217,9 +213,8 @@ def all_settings(options: object, items: Iterable[str], **own: object) -> Settin
 
 
 def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dict[str, str]:
-    """Return the compression per item, or for all items. Raises `UsageError` for unknown items,
-    unknown or lossy codecs, and codecs that the encoding process (this one if `here`, else the
-    flusher) does not have."""
+    """Return the compression per item, or for all items. `here` tells that this process encodes,
+    and not the flusher, which knows only codecs of entry points."""
     modes: Any = dict(asked) if isinstance(asked, Mapping) else plain(asked)
     if not isinstance(modes, str) and not is_words(modes):
         raise UsageError(
@@ -237,7 +232,6 @@ def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dic
 
 
 def _check_rounding(rounded: Mapping[str, str], items: Iterable[str]) -> None:
-    """Raise `UsageError` unless each pattern names an item and each word is a known format."""
     names = [*items, ALL_ITEMS]
     for pattern, word in rounded.items():
         if word not in ROUNDERS:
@@ -297,31 +291,7 @@ def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller"
     )
 
 
-def restore_request(
-    step: SupportsIndex | None,
-    only: object,
-    settings: Settings,
-    ranks_here: int,
-    *,
-    strict: object,
-    exact: object,
-    remote: bool,
-    tiers: Sequence[Tier],
-) -> RestoreRequest:
-    """Return the checked arguments of `restore()`."""
-    return RestoreRequest(
-        step=None if step is None else plain_step(step),
-        only=patterns(only),
-        strict=true_or_false("strict", strict),
-        exact=true_or_false("exact", exact),
-        allow_pickle=settings.allow_pickle,
-        threads=settings.readers(ranks_here, remote=remote),
-        tiers=tiers,
-    )
-
-
 def patterns(only: object) -> tuple[str, ...] | None:
-    """Return the patterns of `only` as a tuple; a single string counts as one pattern."""
     if only is None:
         return None
     names = _all_of(
@@ -385,7 +355,6 @@ def _refuse_orphans(url: str, items: tuple[str, ...], derived: Mapping[str, str]
 
 
 def preemption(asked: object) -> Preemption | None:
-    """Return the `Preemption` to use, or None if preemption is not handled."""
     if isinstance(asked, Preemption) or asked is None:
         return asked
     remedy = "pass preemption=True, or preemption=laststep.Preemption(grace='60 s')"
@@ -393,7 +362,6 @@ def preemption(asked: object) -> Preemption | None:
 
 
 def rules(keep: Keep | None) -> Keep | None:
-    """Return the retention rules; raise `UsageError` if they are not a `Keep`."""
     if keep is not None and not isinstance(keep, Keep):
         raise UsageError(
             "keep must be a laststep.Keep",

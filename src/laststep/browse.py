@@ -70,11 +70,9 @@ class Catalog:
         self._run = run
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        """Iterate over the checkpoints of the lineage, oldest first."""
         return iter([self._open(entry) for entry in self._lineage() if entry.commit is not None])
 
     def __contains__(self, step: object) -> bool:
-        """Return True if the step is on the lineage."""
         return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
@@ -119,11 +117,8 @@ class Catalog:
         older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
         if not isinstance(newest.error, CorruptError):
             return self._open(newest, older)
-        raise CorruptError(
-            f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
-            where=newest.error.where,
-            expected=newest.error.expected,
-            found=newest.error.found,
+        raise newest.error.amended(
+            what=f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
             remedy=DAMAGE_REMEDY + older,
         ) from newest.error
 
@@ -176,7 +171,6 @@ class Checkpoint(OnlyOne):
         self._commit = commit
 
     def items(self) -> list[str]:
-        """Return the names of the items."""
         return [item.name for item in self._commit.items]
 
     def per_rank(self) -> list[str]:
@@ -202,7 +196,7 @@ class Checkpoint(OnlyOne):
 
     def tensors(self) -> list[str]:
         """Return the full names of all tensors, `item/name`, including those that share bytes."""
-        content = self._opened()
+        content = self.content()
         return [f"{item.name}/{name}" for item in content.items.values() for name in item.names()]
 
     def tensor(self, full_name: str) -> StoredTensor:
@@ -215,7 +209,7 @@ class Checkpoint(OnlyOne):
                 found=repr(full_name),
                 remedy="checkpoint.tensors() lists the names",
             )
-        content = self._opened()
+        content = self.content()
         item_name, _, name = full_name.partition("/")
         if not name and (meant := _meant_by(full_name, content)) is not None:
             raise NotFoundError(
@@ -266,10 +260,6 @@ class Checkpoint(OnlyOne):
             self._content.close()
             self._content = None
 
-    def content(self) -> Content:
-        """Return the verified indexes and plain values."""
-        return self._opened()
-
     @contextlib.contextmanager
     def advising(self) -> Iterator[None]:
         """Add a hint how to load an older checkpoint to `CorruptError`s raised inside the block."""
@@ -278,18 +268,11 @@ class Checkpoint(OnlyOne):
         except CorruptError as error:
             if not self._older or (error.remedy or "").endswith(self._older):
                 raise
-            told = CorruptError(
-                error.what,
-                where=error.where,
-                expected=error.expected,
-                found=error.found,
-                remedy=f"{error.remedy}{self._older}",
-            )
-            told.missing = error.missing
-            raise told from error
+            raise error.amended(remedy=f"{error.remedy}{self._older}") from error
 
     @system.translate_oom("open a checkpoint")
-    def _opened(self) -> Content:
+    def content(self) -> Content:
+        """Return the verified indexes and plain values, which are read once."""
         if self._content is None:
             with self.advising():
                 self._content = Content(
@@ -361,7 +344,6 @@ class StoredTensor(OnlyOne):
             ) from error
 
     def _box(self, wanted: Box) -> torch.Tensor:
-        """Read a box of the tensor from the stored shards that overlap it."""
         from laststep.state.tensors import allocate, from_bytes, put_box
 
         size = DTYPES[self.dtype].size_bytes
@@ -434,13 +416,8 @@ class StoredTensor(OnlyOne):
             self._content.open_files([place.file])
             refuse(extent.read(memoryview(buffer)))
         except CorruptError as error:
-            raise CorruptError(
-                f"cannot read {self.name}: {error.what}",
-                where=error.where,
-                expected=error.expected,
-                found=error.found,
-                remedy=f"{error.remedy}{self._older}",
-            ) from error
+            what = f"cannot read {self.name}: {error.what}"
+            raise error.amended(what=what, remedy=f"{error.remedy}{self._older}") from error
         at = first_byte % BLOCK_BYTES
         return buffer[at : at + size]
 
@@ -449,7 +426,6 @@ class StoredTensor(OnlyOne):
 
 
 def _whole_number(step: object) -> int | None:
-    """Return a step as an int, from any integer type; None if it is not an integer."""
     try:
         return None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -473,8 +449,7 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
 
 
 def _meant_by(name: str, content: Content) -> str | None:
-    """Return the full name for a name that has a dot instead of a slash after the item, else
-    None."""
+    """Return the full name if `name` has a dot instead of a slash after the item, else None."""
     for stored in content.items.values():
         rest = name.removeprefix(f"{stored.name}.")
         if rest != name and (rest in stored.tensors or rest in stored.ties):

@@ -27,6 +27,7 @@ from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import choose
+from laststep.restoring.restore import RestoreRequest
 from laststep.running import Resuming, RunningParts, start_parts
 from laststep.saving import schedule as scheduling
 from laststep.saving.context import RunContext, look_at
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from laststep.flush.saves import SaveHandle
     from laststep.ranks.key_value import KeyValueStore
     from laststep.ranks.rank import Rank
-    from laststep.restoring.restore import Peeked, Restored, RestoreRequest
+    from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.describe import TakenState
     from laststep.settings import Options, Preemption
     from laststep.state.collecting import CollectCache
@@ -153,7 +154,6 @@ class Checkpointer(single.OnlyOne):
             self._ending.install()  # not inside `defer_signals`, which replaces handlers
 
     def _start(self) -> None:
-        """Start the pool, the threads and the client of the flusher."""
         self._work = work = start_parts(self._context)
         self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
         self._team, self._saves = work.team, work.saves
@@ -336,8 +336,7 @@ class Checkpointer(single.OnlyOne):
         return stops
 
     def _meet_to_stop(self) -> KeyValueStore:
-        """Connect several ranks, so that they can agree on the step at which they stop.
-        Collective."""
+        """Connect several ranks, so that they agree on the step at which they stop. Collective."""
         with signals.defer_signals():
             return teaming.kv_to_stop(self._team, self._resuming.all_ranks("step()"))
 
@@ -458,15 +457,16 @@ class Checkpointer(single.OnlyOne):
     def _request(
         self, step: SupportsIndex | None, only: object, *, strict: bool, exact: bool
     ) -> RestoreRequest:
-        return arguments.restore_request(
-            step,
-            only,
-            self._context.settings,
-            ranks_on_this_node(self._context.rank),
-            strict=strict,
-            exact=exact,
-            remote=self._context.store.same_everywhere,
-            tiers=self._context.tiers.replicas,
+        context = self._context
+        ranks_here, remote = ranks_on_this_node(context.rank), context.store.same_everywhere
+        return RestoreRequest(
+            step=None if step is None else arguments.plain_step(step),
+            only=arguments.patterns(only),
+            strict=arguments.true_or_false("strict", strict),
+            exact=arguments.true_or_false("exact", exact),
+            allow_pickle=context.settings.allow_pickle,
+            threads=context.settings.readers(ranks_here, remote=remote),
+            tiers=context.tiers.replicas,
         )
 
     def _begin_anew(self) -> None:

@@ -119,7 +119,6 @@ DTYPES = MappingProxyType(
 
 
 def align_up(value: int, to: int) -> int:
-    """Return the smallest multiple of `to` that is not below `value`."""
     return -(-value // to) * to
 
 
@@ -130,7 +129,6 @@ def with_article(kind: type | str) -> str:
 
 
 def listed(found: Iterable[object], most: int = 4) -> str:
-    """Join the first `most` values, and add the number of the others."""
     shown = list(map(str, found))
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more

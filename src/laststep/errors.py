@@ -47,8 +47,7 @@ class LaststepError(Exception):
         super().__init__(self._message())
 
     def without_remedy(self) -> str:
-        """Return the message without the remedy and without the step of the failed save, for
-        readers who know the step or cannot apply the remedy."""
+        """Return the message without remedy and step, for readers who know or cannot apply them."""
         return self._message(with_remedy=False)
 
     def of_save(self, step: int) -> Self:
@@ -59,6 +58,13 @@ class LaststepError(Exception):
         text = str(self.args[0])
         named = re.search(rf"\bstep {step}\b", text)
         mine.args = (text if named else f"the save of step {step} failed: {text}",)
+        return mine
+
+    def amended(self, **fields: str | None) -> Self:
+        """Return a copy of the error with other parts of the message."""
+        mine = copy.copy(self)
+        vars(mine).update(fields)
+        mine.args = (mine._message(),)  # noqa: SLF001 (a copy of this object)
         return mine
 
     def lacking(self, name: str) -> Self:
@@ -79,8 +85,7 @@ class LaststepError(Exception):
         return text
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
-        """Return the error as plain values, which `from_wire` turns back into the same error in
-        another process."""
+        """Return the error as plain values for `from_wire` in another process."""
         names = ("what", "where", "expected", "found", "remedy")
         fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
         for flag in ("transient", "device_failed"):
@@ -128,11 +133,9 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
         return len(self) > 0
 
     def __len__(self) -> int:
-        """Return the number of differences."""
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
     def lines(self) -> tuple[str, ...]:
-        """Return one line of text per difference."""
         return (
             *(f"missing: {name} is not in the checkpoint" for name in self.missing),
             *(f"unexpected: {name} is not in the live state" for name in self.unexpected),
@@ -156,7 +159,6 @@ class MismatchError(LaststepError):
         remedy: str,
         what: str = "the checkpoint does not fit the live state",
     ) -> MismatchError:
-        """Return the error for these problems of a checkpoint at `where`."""
         count = len(problems)
         places = "1 place" if count == 1 else f"{count} places"
         error = cls(f"{what} in {places}", where=where, remedy=remedy)
@@ -167,7 +169,6 @@ class MismatchError(LaststepError):
         return super().__str__() + self._lines()
 
     def without_remedy(self) -> str:
-        """Return the message without the remedy, with the differences."""
         return super().without_remedy() + self._lines()
 
     def _lines(self) -> str:

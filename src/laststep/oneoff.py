@@ -139,13 +139,11 @@ def _without_settings() -> Iterator[None]:
     except StorageError as error:
         if "host_memory_bytes" not in (error.remedy or ""):
             raise
-        raise StorageError(
-            error.what,
-            expected=error.expected,
-            found=error.found,
-            remedy="raise the limits of "
-            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
-        ) from error
+        remedy = (
+            "raise the limits of "
+            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)"
+        )
+        raise error.amended(remedy=remedy) from error
 
 
 def write_folder(
@@ -174,8 +172,8 @@ def write_folder(
 
 @contextlib.contextmanager
 def _staging(beside: Store, name: str) -> Iterator[str]:
-    """Yield the name of a temporary folder beside the folder `name`, and delete it at the end. Its
-    lock is held while it exists. Temporary folders of dead processes are deleted first."""
+    """Yield the name of a locked temporary folder beside the folder `name`, and delete it at the
+    end. Temporary folders of dead processes are deleted first."""
     with contextlib.suppress(LaststepError):  # they may belong to another user
         _clear(beside, name)
     staging = f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
@@ -190,7 +188,6 @@ def _staging(beside: Store, name: str) -> Iterator[str]:
 
 
 def _clear(beside: Store, name: str) -> None:
-    """Delete temporary folders that killed saves of this name have left behind."""
     ours = re.compile(re.escape(f".{name}.tmp-") + r"[0-9]+-[0-9]+" + re.escape(_LOCK))
     for lock in filter(ours.fullmatch, beside.file_names("") if beside.locks_tell() else ()):
         if not beside.is_locked(lock):
@@ -290,7 +287,6 @@ def load(
 
 
 def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
-    """Return True if `save(overwrite=True)` has replaced the checkpoint meanwhile."""
     with contextlib.suppress(LaststepError):
         return open_folder(open_store(path).url).created_s != checkpoint.created_s
     return False
@@ -342,8 +338,7 @@ def _load(
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:
-    """Warn if the user chose no rank for per-rank items and this process has no state of its own
-    there."""
+    """Warn if the user chose no rank, and this process has no per-rank state of its own there."""
     names = [m.item.name for m in matches if m.item.name in checkpoint.per_rank()]
     if names and me.ranks != checkpoint.ranks:
         log.warning(
@@ -375,7 +370,6 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
 
 
 def _device(map_location: object, device: object) -> str:
-    """Return the device for loaded tensors, from either of the two arguments."""
     if map_location is not None and device is not None:
         raise UsageError(
             "map_location and device were both passed",
@@ -405,7 +399,6 @@ def _device(map_location: object, device: object) -> str:
 
 
 def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
-    """Open the run at a path that is not a checkpoint; raise `NotFoundError` if there is none."""
     local = local_path(path)
     if local is not None and os.path.isfile(local):  # noqa: PTH113 (False without permission)
         raise _is_file(local)

@@ -206,8 +206,8 @@ class RunningParts:
         self._ends.insert(1, team.close)
 
     def start_early(self) -> bool:
-        """Start the flusher in the background, because training has begun or a restore precedes it,
-        and saves will follow. If that fails, the first save tries again and reports the error."""
+        """Start the flusher in the background, because saves will follow. If that fails, the first
+        save tries again and reports the error."""
         if os.getpid() == self._pid:
             with contextlib.suppress(StorageError):
                 self._starter = threads.Worker("start", self._start).start()
@@ -215,9 +215,8 @@ class RunningParts:
 
     @contextlib.contextmanager
     def starting(self, *, beside: bool) -> Iterator[None]:
-        """Start the flusher around a restore, since saves will follow. With `beside`, start it in
-        parallel and wait a limited time until it runs; otherwise start it afterwards without
-        waiting, because it would take cores from the ranks that read."""
+        """Start the flusher around a restore, since saves will follow: in parallel with `beside`,
+        else afterwards, because it would take cores from the ranks that read."""
         if not beside:
             yield
             self._start()
@@ -259,14 +258,12 @@ class RunningParts:
         self.has_saved = True
 
     def wait(self) -> None:
-        """Wait until all saves are over, whatever their outcome."""
         with self._in_time():
-            for save in self.saves.all():
-                save.wait_for(SaveState.COMMITTED)
+            self.over_within(None)
 
     def close(self) -> None:
-        """Wait for all saves and end everything. Runs once, even if called from several threads or
-        from a signal handler during the call. The next call completes one that was interrupted."""
+        """Wait for all saves and end everything, once, even if called from several threads or from
+        a signal handler. The next call completes one that was interrupted."""
         with self._closing:
             if self._is_closing:
                 return
@@ -280,7 +277,6 @@ class RunningParts:
                 self._is_closing = False
 
     def revive(self, settings: Settings) -> None:
-        """Start a new flusher if the last one died."""
         dead = self.client.saves.refusal
         if dead is not None:
             log.warning("starting a new flusher: %s", dead)
@@ -297,8 +293,8 @@ class RunningParts:
         return last.handle if last is not None and last.step == step else None
 
     def drain(self, handle: SaveHandle) -> None:
-        """Replicate the last checkpoint of a job to all replicas, and wait until each has it or has
-        failed once. Only rank 0 knows the replicas; other ranks do not wait."""
+        """Replicate the last checkpoint of a job, and wait until each replica has it or has failed
+        once. Only rank 0 knows the replicas; other ranks do not wait."""
         self.client.drain_last(handle)
         signals.wait(self.client.drains.settled)
 
@@ -342,8 +338,7 @@ class RunningParts:
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
-        """Stop waiting inside the block when time is up, and leave the running parts alone. A
-        flusher process continues with the saves that were captured completely."""
+        """Stop waiting inside the block when time is up, and leave the running parts alone."""
         try:
             with signals.deadline(self._is_over):
                 yield
@@ -371,8 +366,8 @@ class RunningParts:
         return self._is_closing or not self._ends
 
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
-        """Finish all saves when the Checkpointer is collected and at the end of the program. Holds
-        only a weak reference to it; returns the finalizer, to be detached after a regular close."""
+        """Finish all saves when the Checkpointer is collected and at the end of the program.
+        Returns the finalizer, to be detached after a regular close."""
         system.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
         dropped = weakref.finalize(checkpointer, self.drop)
         dropped.atexit = False  # `finish_at_exit` handles that case
@@ -387,13 +382,11 @@ class RunningParts:
                 threads.Worker("end", self._finish, why).start()
 
     def finish_at_exit(self) -> None:
-        """Finish all saves when the program ends without close()."""
         if os.getpid() == self._pid:
             with signals.defer_signals():
                 self._finish("the program ends")
 
     def _finish(self, why: str) -> None:
-        """Finish all saves without a close(), and log that."""
         pending = [handle.step for handle in self.under_way()]
         if pending:
             log.warning("%s without close(); finishing saves of steps %s", why, pending)
@@ -453,15 +446,13 @@ class Resuming:
         return broken[0] if broken else min(several) if len(several) > 1 else None
 
     def all_ranks(self, call: str) -> Ranks:
-        """Return the ranks that restore together and meet for `step()`. Collective at its first
-        call."""
+        """Return the ranks that restore together and meet for `step()`. Collective at first."""
         if self._group is None:
             self._group = teaming.all_ranks(self._context, self._work.team, call)
         return self._group
 
     def peek(self, wanted: RestoreRequest) -> Peeked | None:
-        """Find the checkpoint to restore, and bind later restores to it instead of an earlier
-        one."""
+        """Find the checkpoint to restore, and bind later restores to it."""
         earlier, self._peek = self._peek, None
         with self._looking("peek()") as (store, group):
             found = peek_into(
@@ -573,18 +564,11 @@ class Resuming:
         if isinstance(error, CorruptError):
             self._damaged |= {peek.peeked.folder}
             offered = "the next older"
-        told = type(error)(
-            error.what,
-            where=error.where,
-            expected=error.expected,
-            found=error.found,
-            remedy=f"call peek() again for {offered} one, and restore all of it",
-        )
-        return told if error.missing is None else told.lacking(error.missing)
+        return error.amended(remedy=f"call peek() again for {offered} one, and restore all of it")
 
     def saves(self) -> None:
-        """Prepare for a save. For the first save without a restore(), raise `UsageError` if it
-        would abandon checkpoints of the run."""
+        """Prepare for a save. The first one without a restore() raises `UsageError` if it would
+        abandon checkpoints of the run."""
         self._peek = None
         self._origins = {}
         if not self._knows_lineage:

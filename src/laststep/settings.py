@@ -254,7 +254,6 @@ class Settings(Options, frozen=True, kw_only=True):
 
 
 def _words(value: object) -> dict[str, str]:
-    """Return a mapping of non-empty strings as a dict."""
     pairs = dict(value) if isinstance(value, Mapping) else value
     if is_words(pairs):
         return pairs
@@ -306,8 +305,7 @@ def _callables(subscribers: object) -> tuple[Any, ...]:
 
 
 def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
-    """Return the compression of an item's files; None stands for the files that small items
-    share."""
+    """Return the compression of an item's files, or with None of those that small items share."""
     if isinstance(asked, str):
         return asked
     others = asked.get(ALL_ITEMS, Compression.NONE.value)

@@ -75,15 +75,10 @@ def test_a_reader_that_goes_away_is_no_traceback(maker) -> None:
 def test_help_names_every_command_and_version_the_version(laststep) -> None:
     done = laststep("--help")
     assert done.status == 0
-    for command in ("ls", "show", "verify", "prune", "pin", "unpin", "import", "bench"):
+    for command in ("ls", "show", "verify", "prune", "pin", "unpin", "import"):
         assert command in done.out
     assert "<bool>" not in laststep("ls", "--help").out
     assert start("-m", "laststep", "--version").stdout.startswith("laststep 0.")
-
-
-@pytest.mark.long
-def test_what_follows_bench_is_passed_on() -> None:
-    assert "--quick" in start("-m", "laststep", "bench", "--help").stdout
 
 
 @pytest.mark.slow
@@ -110,16 +105,6 @@ def test_the_demo_deletes_nothing_but_its_own(tmp_path: Path) -> None:
     (folder / "thesis.tex").write_text("years of work")
     assert start(ROOT / "examples" / "demo.py", cwd=tmp_path).returncode == 1
     assert (folder / "thesis.tex").exists()
-
-
-def test_bench_without_the_sources_says_where_to_get_them(tmp_path: Path, monkeypatch) -> None:
-    from laststep import cli
-    from laststep.errors import NotFoundError
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.laststep, "__path__", [str(tmp_path / "a" / "b" / "laststep")])
-    with pytest.raises(NotFoundError):
-        cli.bench([])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

@@ -106,7 +106,6 @@ def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
 
 
 def _say(item: Listed, outcome: CopyOutcome) -> None:
-    """Print the outcome for one checkpoint."""
     text = "there already"
     if isinstance(outcome, Moved):
         parts = (
@@ -244,9 +243,8 @@ def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
 
 
 def _check_what_stays(run: Run) -> None:
-    """Read the newest checkpoint, which is kept, before anything is deleted: if it is damaged, an
-    older one that is about to be deleted may be the only good one. Raise `CorruptError` in that
-    case."""
+    """Read the newest checkpoint before anything is deleted. Raise `CorruptError` if it is damaged:
+    an older one that is about to be deleted may be the only good one."""
 
     def find() -> Listed:
         found = run.newest()

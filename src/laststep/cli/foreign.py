@@ -167,7 +167,6 @@ def _pattern(regex: str, option: str) -> re.Pattern[str]:
 
 
 def _size(text: str) -> int:
-    """Parse `5GB`, `512 MiB` or `1000` to bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         raise _misused(f"{text!r} is not a size such as 5GB or 512MiB", "--shard-bytes")
@@ -284,7 +283,6 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
 
 
 def read_state(source: str) -> object:
-    """Return the contents of the file or folder as plain nested state."""
     path = Path(source).expanduser()
     try:
         if path.is_dir():

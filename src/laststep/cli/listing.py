@@ -75,7 +75,7 @@ def ls(
 
 
 def lineage_of(listed: Listed) -> str:
-    """Return the position of a checkpoint in one word: current, superseded or abandoned."""
+    """Return the position of a checkpoint in one word."""
     if listed.on_lineage:
         return "current"
     return "abandoned" if listed.superseded_by is None else "superseded"
@@ -124,8 +124,7 @@ def _document(item: Listed) -> dict[str, object]:
 
 
 def _row(item: Listed, *, share: bool) -> dict[str, str]:
-    """Return the table cells of a checkpoint by column; with `share`, also the size of its new
-    files."""
+    """Return the table cells by column; with `share`, also the size of its new files."""
     new = {"new": "" if item.commit is None else size_text(item.commit.new_bytes)}
     return {
         "step": str(item.step),
@@ -140,7 +139,6 @@ def _row(item: Listed, *, share: bool) -> dict[str, str]:
 
 
 def _status(item: Listed) -> str:
-    """Return its position on the lineage and its defects."""
     place = "●" if item.on_lineage else lineage_of(item)
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
@@ -151,7 +149,6 @@ def _status(item: Listed) -> str:
 
 
 def _unreadable(item: Listed) -> str:
-    """Return in a few words why its manifest cannot be read."""
     return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
@@ -181,8 +178,6 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttem
 
 
 def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
-    """Print the status of each tier: the run's primary, the replicas recorded in the run, and
-    `urls`."""
     found, now_s = replica_status(run, urls), time.time()
     if as_json:
         documents = [_tier_document(one, now_s) for one in found]
@@ -277,7 +272,6 @@ def _usage_document(item: Listed, sharing: Sharing) -> dict[str, object]:
 
 
 def _usage_row(item: Listed, sharing: Sharing) -> dict[str, str]:
-    """Return the table cells of a checkpoint by column."""
     others = sharing.sharers(item.folder)
     return {
         "step": str(item.step),

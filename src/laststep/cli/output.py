@@ -74,8 +74,8 @@ def confirm(what: str, how: str, size_bytes: int) -> None:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr if it is a terminal; yields a callback for (done, total) bytes,
-    else None."""
+    """Show a progress bar on stderr if it is a terminal; yields a callback for (done, total)
+    bytes."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -119,13 +119,11 @@ def print_table(rows: Sequence[Mapping[str, str]], styles: Sequence[str | None] 
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Print the document, with the schema number first."""
     text = json.dumps(plain({"schema": SCHEMA, **document}), indent=2, ensure_ascii=False)
     sys.stdout.write(text + "\n")
 
 
 def fields(record: object, *names: str) -> dict[str, object]:
-    """Return these attributes of a record as a dict."""
     return {name: getattr(record, name) for name in names}
 
 
@@ -148,7 +146,6 @@ size_text = human
 
 
 def time_text(seconds: float) -> str:
-    """Format a time as local time, to the second."""
     moment = datetime.fromtimestamp(seconds).astimezone()
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 

@@ -54,7 +54,6 @@ class CheckpointPath:
 
 
 def open_run(path: str) -> Run:
-    """Open the run in that folder. Raise `NotFoundError` if there is none."""
     local = local_path(path)
     if local is None:
         return Run.open(open_store(path))
@@ -129,7 +128,6 @@ def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) 
 
 
 def resolve(path: str, step: int | None) -> CheckpointPath:
-    """Return the one checkpoint that a path and a step refer to."""
     if not is_checkpoint(path):
         run = open_run(path)
         among, attempts = run.look()

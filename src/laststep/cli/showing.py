@@ -239,8 +239,6 @@ def _print_files(files: tuple[ShownFile, ...], *, limit: int | None) -> None:
 
 
 def _notes(file: ShownFile) -> Iterator[str]:
-    """Yield notes about a file: the layouts that use it, the checkpoint it was written for, its
-    codecs and damage."""
     if file.used_by != (file.file.name,):
         yield f"has blocks of {', '.join(file.used_by)}"
     if file.file.origin:
@@ -308,8 +306,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Format ranks, given in ascending order: `of rank 3`, `each of ranks 0-3, 8`, `each of 512
-    ranks`."""
+    """Format ranks: `of rank 3`, `each of ranks 0-3, 8`, `each of 512 ranks`."""
     if len(ranks) == 1:
         return f"of rank {ranks[0]}"
     spans: list[list[int]] = []
@@ -461,7 +458,6 @@ def tensors_of(held: Holdings) -> list[ShownTensor]:
 
 
 def files_by_item(held: Holdings) -> dict[str, list[str]]:
-    """Return the names of the files that hold tensors of each item."""
     found: dict[str, dict[str, None]] = {item.name: {} for item in held.commit.items}
     for index in held.indexes:
         for layout in index.layouts:

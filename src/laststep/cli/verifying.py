@@ -105,7 +105,6 @@ class _ToVerify:
 
 
 def _one(path: str, step: int | None) -> _ToVerify:
-    """Return the requested checkpoint."""
     try:
         return _ToVerify(places=(places.resolve(path, step),))
     except CorruptError as error:  # in a record of the run

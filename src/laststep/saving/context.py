@@ -58,7 +58,6 @@ class RunContext:
 
     @property
     def is_passive(self) -> bool:
-        """True if describing the items runs no user code."""
         return all(map(attrgetter("passive"), self.providers.values()))
 
 
@@ -82,7 +81,9 @@ def look_at(store: Store) -> None:
         except LaststepError:
             return  # a damaged run: restore() reports the details
         else:
-            _warn_of_read_only(path)
+            if path is not None and (why := _why_not_written(path)) is not None:
+                problem = os.strerror(why)
+                log.warning("%s can be restored, but saves to it will fail: %s", path, problem)
             return
     if path is not None and there is not None:
         _check_can_be_made(path, there)
@@ -100,14 +101,8 @@ def look_at(store: Store) -> None:
         log.info("new run at %s", store.url)
 
 
-def _warn_of_read_only(path: Path | None) -> None:
-    if path is not None and (why := _why_not_written(path)) is not None:
-        log.warning("%s can be restored, but saves to it will fail: %s", path, os.strerror(why))
-
-
 def _why_not_written(folder: Path) -> int | None:
-    """Return the errno that explains why nothing can be created in a folder; None if it is
-    writable."""
+    """Return the errno that explains why nothing can be created in a folder, or None."""
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         return None
     return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
@@ -139,8 +134,7 @@ def _refuse_checkpoint(store: Store) -> None:
 
 
 def refuse_to_leave(newest: Listed | None, run: str) -> None:
-    """Raise `UsageError` if saves would start a second lineage beside a checkpoint that was not
-    restored."""
+    """Raise `UsageError` if saves would start a second lineage beside `newest`."""
     if newest is not None:
         raise UsageError(
             "this save would abandon the checkpoints of the run",
@@ -155,13 +149,12 @@ def refuse_to_leave(newest: Listed | None, run: str) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise `StorageError` if a folder that does not exist yet cannot be created."""
     _check_can_be_made(path, _nearest(path))
 
 
 def _nearest(path: Path) -> Path:
-    """Return the folder at a path, or its nearest existing parent. Raises `StorageError` if
-    something other than a folder is in the way."""
+    """Return the folder at a path or its nearest parent. Raises `StorageError` for what is no
+    folder."""
     for place in (path, *path.parents):
         try:
             place.stat()
@@ -174,7 +167,8 @@ def _nearest(path: Path) -> Path:
                 ) from None
             continue
         except OSError as error:
-            raise _unusable(path, f"{error.strerror} ({_code(error)})", _ELSEWHERE) from error
+            code = errno.errorcode.get(error.errno or 0, str(error.errno))
+            raise _unusable(path, f"{error.strerror} ({code})", _ELSEWHERE) from error
         if not place.is_dir():
             raise _unusable(path, f"{place} is not a folder", f"remove it, or {_ELSEWHERE}")
         return place
@@ -202,10 +196,6 @@ def _unusable(path: Path, found: str, remedy: str) -> StorageError:
         found=found,
         remedy=remedy,
     )
-
-
-def _code(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, str(error.errno))
 
 
 def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:

@@ -25,7 +25,7 @@ from msgspec import structs
 from laststep.capture.copies import Copies
 from laststep.checks import plain, shown
 from laststep.codecs import objects
-from laststep.errors import MismatchError, UsageError
+from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.flush.encoder import Rounding
 from laststep.flush.protocol import CaptureDone
 from laststep.format.manifest import ItemRecord
@@ -188,25 +188,14 @@ def naming(item: str, did: str = "looked at") -> Iterator[None]:
         raise
 
 
-def _about(
-    error: UsageError | MismatchError, whose: str, *, remedy: str | None = None
-) -> UsageError | MismatchError:
+def _about(error: LaststepError, whose: str, **fields: str) -> LaststepError:
     """Return a copy of the error that also names the owner of the value."""
-    named = type(error)(
-        error.what,
-        where=whose if error.where is None else f"{error.where} of {whose}",
-        expected=error.expected,
-        found=error.found,
-        remedy=remedy or error.remedy,
-    )
-    if isinstance(error, MismatchError) and isinstance(named, MismatchError):
-        named.problems = error.problems
-    return named
+    where = whose if error.where is None else f"{error.where} of {whose}"
+    return error.amended(where=where, **fields)
 
 
 def _plain_metadata(metadata: object) -> object:
-    """Return a copy of the metadata. Metadata is always stored as plain values, regardless of
-    allow_pickle."""
+    """Return a copy of the metadata, always as plain values, regardless of allow_pickle."""
     try:
         return objects.decode(objects.encode(metadata), where="metadata")
     except UsageError as error:

@@ -119,8 +119,7 @@ class PreemptionWatcher:
         return self._stop or StopNote(problem=_SILENCE)
 
     def abandon(self) -> None:
-        """Ask the thread to end, without waiting. Called by a finalizer, so on any thread and at
-        any moment."""
+        """Ask the thread to end, without waiting: a finalizer calls it on any thread."""
         self._ended = True
 
     def end(self) -> None:
@@ -238,15 +237,13 @@ class Preempting:
         """True once the last save has begun."""
 
     def install(self) -> None:
-        """Install the signal handlers and start watching. MUST NOT be called inside
-        `signals.defer_signals`."""
+        """Install the signal handlers and start watching, outside of `signals.defer_signals`."""
         self._watched.signals.install()
         weakref.finalize(self, self._watched.signals.let_go).atexit = False
         if self._rank.ranks == 1 and self._watched.file is not None:
             self._start(None)
 
     def close(self) -> None:
-        """Restore the signal handlers and end the watcher thread."""
         self._watched.signals.let_go()
         self._part()
 
@@ -356,8 +353,7 @@ class Preempting:
         return self._watched.known is not None and self._left_s(self._watched.known) <= 0
 
     def _save(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
-        """Return the handle of a save of this step; None if it is committed and no handle
-        exists."""
+        """Return the handle of a save of this step; None if it is committed without one."""
         saves = work.saves
         if self._rank.ranks == 1:
             saves.call_off_queued(step)

@@ -98,7 +98,6 @@ class StepTimer:
         self._recent.clear()
 
     def iterated(self, now_s: float) -> None:
-        """Record the end of an iteration."""
         if self._last_s is not None:
             self._seen += 1
             # Subtract the stall of saves: their reports account for it.
@@ -115,7 +114,6 @@ class StepTimer:
             self._look()
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
-        """Record the start of a save."""
         self._look()  # needed if the user never calls step()
         self._saves += 1
         usual_s = mid(self._alone) if self._alone else None
@@ -124,7 +122,6 @@ class StepTimer:
         self.captured_s, self.failed = now_s, False
 
     def _look(self) -> None:
-        """Collect the saves that are over."""
         for handle in list(self.under_way):
             if not handle.done():
                 continue

@@ -476,13 +476,11 @@ def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
 
 
 def check(holds: object, found: str) -> None:
-    """Raise AssertionError with the text `found` unless `holds` is true."""
     if not holds:
         raise AssertionError(found)
 
 
 def expect(kind: type[LaststepError], call: Callable[[], object]) -> None:
-    """Raise AssertionError unless `call` raises `kind`."""
     try:
         call()
     except kind:
@@ -492,7 +490,6 @@ def expect(kind: type[LaststepError], call: Callable[[], object]) -> None:
 
 @contextmanager
 def aligned(size_bytes: int) -> Iterator[memoryview]:
-    """Provide page-aligned memory."""
     pages = mmap.mmap(-1, max(1, size_bytes))
     with memoryview(pages) as view:
         yield view[:size_bytes]
@@ -516,7 +513,6 @@ def write_file(store: Store, name: str, data: bytes) -> None:
 
 
 def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) -> None:
-    """Make all calls concurrently, each in its own thread."""
     threads = [threading.Thread(target=target, args=arguments) for arguments in calls]
     for thread in threads:
         thread.start()
