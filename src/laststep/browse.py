@@ -46,16 +46,21 @@ log = logging.getLogger(__name__)
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """Return the catalog of a run: its checkpoints by step. Raises `NotFoundError` if there is no
     run."""
+    return Catalog(open_run(path))
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open the run in that folder. Raises `NotFoundError` if there is none."""
     store = open_store(path)
     try:
-        return Catalog(Run.open(store))
+        return Run.open(store)
     except NotFoundError:
         if not is_checkpoint(store):
             raise
         raise NotFoundError(
             "this is one checkpoint, not a run",
             where=store.url,
-            remedy="laststep.load(path) loads it, `laststep show` says what it holds",
+            remedy=f"laststep.load(path) loads it, `laststep show {store.url}` says what it holds",
         ) from None
 
 
@@ -461,6 +466,11 @@ def _meant_by(name: str, content: Content) -> str | None:
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the folder of a single checkpoint, which may have been copied out of its run."""
     store, folder = open_parent(path)
+    return Checkpoint(store, folder, read_commit(store, folder))
+
+
+def read_commit(store: Store, folder: str) -> Commit:
+    """Return the commit of a checkpoint, whatever the name of its folder is now."""
     full = f"{store.url}/{folder}"
     try:
         data = read_manifest(store, folder)
@@ -471,4 +481,4 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     decided = decode(data, where=f"{full}/{MANIFEST_NAME}")
     if not isinstance(decided, Commit):
         raise NotFoundError("this checkpoint was aborted", where=full, found=decided.reason)
-    return Checkpoint(store, folder, decided)
+    return decided

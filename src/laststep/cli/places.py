@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from laststep import browse
 from laststep.catalog import attempt
 from laststep.catalog.attempt import RUN_NAME, parse_folder, read_newest
-from laststep.catalog.listing import nearest_steps, remedy_for_no_run
+from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
-from laststep.catalog.terms import TERMS_FOLDER
 from laststep.cli.output import count_text
-from laststep.constants import MANIFEST_NAME
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
 
@@ -54,31 +53,13 @@ class CheckpointPath:
 
 
 def open_run(path: str) -> Run:
+    """Open the run in that folder. Raise `NotFoundError` if there is none."""
     local = local_path(path)
-    if local is None:
-        return Run.open(open_store(path))
-    folder = Path(local)
-    if folder.exists() and not folder.is_dir():
-        remedy = "name a folder"
-        for above in folder.resolve().parents[:2]:
-            if _is_run(above):
-                remedy = f"its run may be {above}"
+    if local is not None and Path(local).is_file():
+        runs = [above for above in Path(local).resolve().parents[:2] if _is_run(above)]
+        remedy = f"its run may be {runs[0]}" if runs else "name a folder"
         raise NotFoundError("there is no run", where=path, found="a file", remedy=remedy)
-    if not folder.is_dir():
-        remedy = "check the path: a run is the folder that a Checkpointer was given"
-        raise NotFoundError("there is no run", where=path, found="no such folder", remedy=remedy)
-    if not _is_run(folder):
-        remedy = "name a run: a folder with run.json or step-… folders"
-        remedy = remedy_for_no_run(open_store(path)) or remedy
-        if (folder / MANIFEST_NAME).is_file():
-            above = folder.resolve().parent
-            is_of_run = parse_folder(folder.resolve().name) is not None and _is_run(above)
-            where = f"its run may be {above}" if is_of_run else f"`laststep show {path}` shows it"
-            remedy = f"this is one checkpoint; {where}"
-        raise NotFoundError(
-            "there is no run", where=path, found="something that is not a folder", remedy=remedy
-        )
-    return Run.open(open_store(path))
+    return browse.open_run(path)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -148,6 +129,6 @@ def resolve(path: str, step: int | None) -> CheckpointPath:
 
 
 def _is_run(folder: Path) -> bool:
-    if (folder / RUN_NAME).exists() or (folder / TERMS_FOLDER).is_dir():
+    if (folder / RUN_NAME).exists():
         return True
     return any(parse_folder(entry.name) is not None for entry in folder.iterdir())

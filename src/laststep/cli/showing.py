@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from laststep.catalog.attempt import deleted, read_manifest
+from laststep.browse import read_commit
+from laststep.catalog.attempt import deleted
 from laststep.catalog.indexes import read_index, sharing_of
 from laststep.cli import places
 from laststep.cli.listing import lineage_of
@@ -28,9 +29,8 @@ from laststep.cli.output import (
     size_text,
     time_text,
 )
-from laststep.constants import DTYPES, MANIFEST_NAME
-from laststep.errors import CorruptError, NotFoundError
-from laststep.format import manifest
+from laststep.constants import DTYPES
+from laststep.errors import CorruptError
 from laststep.format.index import RAW, Index
 from laststep.read.blocks import BlockReader
 from laststep.read.content import stored_in
@@ -100,23 +100,8 @@ def show(
 
 
 def _read(place: places.CheckpointPath) -> tuple[places.CheckpointPath, Holdings]:
-    return place, read_holdings(place.store, place.folder, _commit(place))
-
-
-def _commit(place: places.CheckpointPath) -> Commit:
-    name = f"{place.folder}/{MANIFEST_NAME}"
-    try:
-        data = read_manifest(place.store, place.folder)
-    except NotFoundError as error:
-        raise deleted(place.store, place.folder) or error from error
-    decided = manifest.decode(data, where=f"{place.store.url}/{name}")
-    if isinstance(decided, manifest.Abort):
-        raise NotFoundError(
-            "there is no checkpoint: the attempt was aborted",
-            where=f"{place.store.url}/{place.folder}",
-            found=decided.reason,
-        )
-    return decided
+    commit = read_commit(place.store, place.folder)
+    return place, read_holdings(place.store, place.folder, commit)
 
 
 def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) -> dict[str, object]:
