@@ -75,13 +75,13 @@ class Catalog:
         self._run = run
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return iter([self._open(entry) for entry in self._lineage() if entry.commit is not None])
+        return iter([self._open(entry) for entry in self._readable()])
 
     def __contains__(self, step: object) -> bool:
         return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
-        return len([entry for entry in self._lineage() if entry.commit is not None])
+        return len(self._readable())
 
     def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
         step = _whole_number(wanted)
@@ -107,7 +107,10 @@ class Catalog:
     def steps(self) -> list[int]:
         """Return the steps of the lineage whose manifests can be read; `laststep ls` also lists the
         others."""
-        return [entry.step for entry in self._lineage() if entry.commit is not None]
+        return [entry.step for entry in self._readable()]
+
+    def _readable(self) -> list[Listed]:
+        return [entry for entry in self._lineage() if entry.commit is not None]
 
     def latest(self) -> Checkpoint:
         """Return the newest checkpoint of the lineage. Raises `NotFoundError` if there is none, and

@@ -213,20 +213,7 @@ def brief(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-_KINDS: dict[str, type[LaststepError]] = {
-    kind.__name__: kind
-    for kind in (
-        NotFoundError,
-        AlreadyExistsError,
-        CorruptError,
-        MismatchError,
-        StorageError,
-        AbortedError,
-        TornCaptureError,
-        UsageError,
-        LaststepError,
-    )
-}
+_KINDS = {kind.__name__: kind for kind in LaststepError.__subclasses__()}
 
 
 def drop_tracebacks(error: BaseException) -> None:

@@ -51,8 +51,14 @@ __all__ = [
 log = logging.getLogger("laststep")
 
 
+class Event:
+    """Base class of all events, which are frozen dataclasses."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight:
+class Preflight(Event):
     """Emitted before the first save: the needs of every save, and the available space."""
 
     state_bytes: int
@@ -65,7 +71,7 @@ class Preflight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveStarted:
+class SaveStarted(Event):
     """A save has begun: its state is described and will be captured."""
 
     step: int
@@ -73,7 +79,7 @@ class SaveStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierHolds:
+class TierHolds(Event):
     """A tier has received a checkpoint: work up to this step survives the loss of all nearer
     tiers."""
 
@@ -86,7 +92,7 @@ class TierHolds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierLags:
+class TierLags(Event):
     """Replicating a checkpoint to a tier failed; it will be retried."""
 
     step: int
@@ -95,7 +101,7 @@ class TierLags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkAtRisk:
+class WorkAtRisk(Event):
     """Emitted with each commit, for each replica: the work that is lost if all nearer tiers are
     lost."""
 
@@ -110,7 +116,7 @@ class WorkAtRisk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class Captured(Event):
     """The state is copied completely; training can change it freely."""
 
     step: int
@@ -122,7 +128,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Event):
     """Progress of a flush: bytes that are written so far or were already stored."""
 
     step: int
@@ -131,7 +137,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Durable:
+class Durable(Event):
     """All files of this rank are on stable storage; the commit follows."""
 
     step: int
@@ -144,7 +150,7 @@ class Durable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(Event):
     """The checkpoint is committed: it is visible and can be restored."""
 
     step: int
@@ -154,7 +160,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFailed:
+class SaveFailed(Event):
     """A save failed, for this reason."""
 
     step: int
@@ -162,7 +168,7 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSkipped:
+class SaveSkipped(Event):
     """A save was skipped because earlier saves were in the way (`on_busy="skip"`)."""
 
     step: int
@@ -170,7 +176,7 @@ class SaveSkipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class Restored(Event):
     """A checkpoint was restored."""
 
     step: int
@@ -180,7 +186,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
+class PassedOver(Event):
     """A restore skipped a newer checkpoint, for this reason."""
 
     step: int
@@ -189,7 +195,7 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class Pruned(Event):
     """Retention deleted a checkpoint."""
 
     step: int
@@ -197,7 +203,7 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasDiffer:
+class ReplicasDiffer(Event):
     """Tensors that all ranks should hold alike differ between ranks. Emitted on rank 0."""
 
     step: int
@@ -211,14 +217,14 @@ class ReplicasDiffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricMissing:
+class MetricMissing(Event):
     """No checkpoint has the metric of `Keep(best=…)`, so all are kept. Emitted once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionSeen:
+class PreemptionSeen(Event):
     """This rank knows that the job will be preempted. Emitted at its next step."""
 
     cause: str
@@ -227,7 +233,7 @@ class PreemptionSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionEnded:
+class PreemptionEnded(Event):
     """The outcome of the last save of a preempted job."""
 
     step: int
@@ -249,26 +255,6 @@ class PreemptionEnded:
     """The work that is lost, or will be if this machine is lost, in words; empty if none."""
 
 
-Event = (
-    Preflight
-    | SaveStarted
-    | Captured
-    | TierHolds
-    | Written
-    | Durable
-    | Committed
-    | SaveFailed
-    | SaveSkipped
-    | Restored
-    | PassedOver
-    | Pruned
-    | ReplicasDiffer
-    | MetricMissing
-    | TierLags
-    | WorkAtRisk
-    | PreemptionSeen
-    | PreemptionEnded
-)
 Subscriber = Callable[[Event], None]
 
 

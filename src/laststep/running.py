@@ -368,7 +368,7 @@ class RunningParts:
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
         """Finish all saves when the Checkpointer is collected and at the end of the program.
         Returns the finalizer, to be detached after a regular close."""
-        system.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
+        system.watch(self, at_exit=self.finish_at_exit, in_child=self.client.abandon)
         dropped = weakref.finalize(checkpointer, self.drop)
         dropped.atexit = False  # `finish_at_exit` handles that case
         return dropped
@@ -396,10 +396,6 @@ class RunningParts:
         self.saves.take_over()
         for error in self.saves.untold():
             log.error("a save failed and its error was never raised: %s", error)
-
-    def abandon(self) -> None:
-        """Leave everything to the parent process. Called in a forked child."""
-        self.client.abandon()
 
 
 class _Peek(NamedTuple):

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
     from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed
-    from laststep.catalog.retention import PrunePlan, Verdict
+    from laststep.catalog.retention import PrunePlan
     from laststep.catalog.run import Run
     from laststep.tiers.recovery import OrphanedSegment, OrphanedSnapshot, RecoverReport
-    from laststep.tiers.runs import CopyOutcome, CopyPlan, CopyReport
+    from laststep.tiers.runs import CopyOutcome, CopyPlan
 
 
 def copy(
@@ -86,8 +86,11 @@ def copy(
         names = ("copied", "there", "deleted", "copied_bytes", "linked_bytes", "kept_bytes")
         damaged = [folder for folder, _ in report.damaged]
         print_json({**where, **fields(report, *names), "damaged": damaged})
+    elif not plan.checkpoints:
+        say(f"{plan.source.url} has no checkpoint yet")
     else:
-        _say_all(plan, report)
+        copied = count_text(len(report.copied), "checkpoint")
+        say(f"copied {copied} to {plan.target.url}: {size_text(report.copied_bytes)} moved")
     if report.damaged:
         raise typer.Exit(DAMAGED)
 
@@ -119,16 +122,6 @@ def _say(item: Listed, outcome: CopyOutcome) -> None:
     elif outcome is not None:
         text = "deleted in the meantime"
     say(f"{item.folder}: {text}")
-
-
-def _say_all(plan: CopyPlan, report: CopyReport) -> None:
-    if not plan.checkpoints:
-        say(f"{plan.source.url} has no checkpoint yet")
-        return
-    say(
-        f"copied {count_text(len(report.copied), 'checkpoint')} to {plan.target.url}: "
-        f"{size_text(report.copied_bytes)} moved"
-    )
 
 
 def prune(  # noqa: PLR0913 (one parameter for each option)
@@ -182,7 +175,11 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if not dry_run:
         copies = [orphan for orphan in copies if remove(opened.store, orphan)]
     if as_json:
-        checkpoints = [_verdict_document(verdict, sharing) for verdict in plan.verdicts]
+        checkpoints = [
+            fields(verdict, "step", "folder", "keep", "reasons")
+            | {"size_bytes": sharing.freed_bytes([verdict.folder])}
+            for verdict in plan.verdicts
+        ]
         print_json(
             {
                 "dry_run": dry_run,
@@ -214,13 +211,6 @@ def _resumed_from(run: Run) -> str | None:
     if record is None or record.continues is None:
         return None
     return {item.point: item.folder for item in listed}.get(record.continues)
-
-
-def _verdict_document(verdict: Verdict, sharing: Sharing) -> dict[str, object]:
-    return {
-        **fields(verdict, "step", "folder", "keep", "reasons"),
-        "size_bytes": sharing.freed_bytes([verdict.folder]),
-    }
 
 
 def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:

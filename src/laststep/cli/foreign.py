@@ -222,10 +222,6 @@ def _print(exported: Exported, what: str) -> None:
     say(f"{what}: {written}, {size_text(exported.size_bytes)}")
 
 
-_SAFETENSORS = ".safetensors"
-_WHOLE = "model"
-
-
 def import_(
     source: Annotated[
         str,
@@ -291,9 +287,12 @@ def read_state(source: str) -> object:
             raise NotFoundError(
                 "cannot import", where=source, found="no such file", remedy="check the path"
             )
-        if path.suffix == _SAFETENSORS or _is_safetensors(path):
+        if path.suffix == ".safetensors" or _is_safetensors(path):
             return _read_safetensors(path)
-        return _read_torch(path)
+        from laststep.adapters.importing import tensor_files
+
+        remedy = "load the file yourself if you trust it, and save its state_dict()"
+        return tensor_files.load(path, where=str(path), remedy=remedy)
     except OSError as error:
         raise StorageError("cannot import", where=source, found=str(error.strerror)) from error
     except MemoryError as error:
@@ -320,13 +319,6 @@ def _read_folder(path: Path, source: str) -> object:
     return dcp_folder.read_folder(path)
 
 
-def _read_torch(path: Path) -> object:
-    from laststep.adapters.importing import tensor_files
-
-    remedy = "load the file yourself if you trust it, and save its state_dict()"
-    return tensor_files.load(path, where=str(path), remedy=remedy)
-
-
 def _read_safetensors(path: Path) -> dict[str, object]:
     from laststep.adapters.importing.tensor_files import open_part, read_tensor
 
@@ -343,10 +335,10 @@ def items_of(state: object) -> dict[str, object]:
     becomes the item `rest`. A plain state dict, name → tensor, is one item.
     """
     if not isinstance(state, Mapping) or not state:
-        return {_WHOLE: {"value": state}}
+        return {_MODEL: {"value": state}}
     parts = {key: value for key, value in state.items() if isinstance(value, Mapping)}
     if not parts or not all(map(is_item_name, parts)):
-        return {_WHOLE: dict(state)}
+        return {_MODEL: dict(state)}
     rest = {key: value for key, value in state.items() if key not in parts}
     items: dict[str, object] = dict(parts)
     if rest:

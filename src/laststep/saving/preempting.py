@@ -105,18 +105,14 @@ class PreemptionWatcher:
         self._watched, self._rank, self._kv = watched, rank, kv
         self._ended = False
         self._failures, self._was_told = 0, False
-        self._stop: StopNote | None = None
+        self.stop = StopNote(problem=_SILENCE)
+        """The step to stop at, once settled; before that, or if ranks do not agree, the reason."""
         self.wake, self.settled = threading.Event(), threading.Event()
         look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
         self._look_s = _FILE_S if kv is None else look_s
         self._thread = Worker("watcher", self._work).start()
         # A forked child has no watcher thread and needs none.
         system.watch(self, at_exit=self.end, in_child=lambda: None)
-
-    @property
-    def stop(self) -> StopNote:
-        """The step to stop at, once settled; before that, or if ranks do not agree, the reason."""
-        return self._stop or StopNote(problem=_SILENCE)
 
     def abandon(self) -> None:
         """Ask the thread to end, without waiting: a finalizer calls it on any thread."""
@@ -178,7 +174,7 @@ class PreemptionWatcher:
                     stop = msgspec.msgpack.decode(note, type=StopNote)
         except LaststepError as error:
             stop = StopNote(problem=brief(error))
-        self._stop = stop
+        self.stop = stop
 
     def _decide(self, kv: KeyValueStore, until_s: float) -> StopNote:
         names = {f"at/{rank}": rank for rank in range(self._rank.ranks)}
