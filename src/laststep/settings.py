@@ -215,20 +215,14 @@ class Options(Checked, frozen=True, kw_only=True):
 
 
 class Settings(Options, frozen=True, kw_only=True):
-    """All settings of a Checkpointer that are plain values: its own keywords and its `Options`."""
+    """All settings of a Checkpointer that are plain values: its `Options`, and its own keywords,
+    which `Checkpointer` describes."""
 
     every: Every = None
-    """The save interval of `step()`: every N steps, after a duration such as "10 min", or "auto",
-    which minimises the time lost to failures and saves."""
     compression: str | dict[str, str] = Compression.NONE.value
-    """A `Compression` or the name of a codec, for all items or per item."""
     allow_pickle: bool = False
-    """Pickle objects that cannot be stored otherwise, and unpickle them on restore."""
     new_lineage: bool = False
-    """Allow saves to start a new lineage in a run whose checkpoints were not restored."""
     host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
-    """Limit of the shared host memory; None means a quarter of the memory available at
-    construction, shared by the ranks of a node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

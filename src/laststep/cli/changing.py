@@ -264,7 +264,7 @@ Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
 def pin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Keep the checkpoint of a step, whatever the retention rules are."""
     opened = places.open_run(run)
-    listed = places.find(opened, step)
+    listed, _ = places.find(opened, step)
     opened.pin(listed.folder)
     _tell(step, listed.folder, pinned=True, as_json=as_json)
 
@@ -272,7 +272,7 @@ def pin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
 def unpin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Let the retention rules apply to the checkpoint of a step again."""
     opened = places.open_run(run)
-    listed = places.find(opened, step)
+    listed, _ = places.find(opened, step)
     if not listed.pinned and not as_json:
         say(f"step {step} ({listed.folder}) was not pinned")
         return

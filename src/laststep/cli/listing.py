@@ -111,12 +111,15 @@ def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
 
 
 def _document(item: Listed) -> dict[str, object]:
+    told: dict[str, object] = {
+        "shared_bytes": None,
+        "lossy": (),
+        "omitted_items": (),
+        "metrics": {},
+    }
     return {
         **fields(item, "step", "folder", "created_s", "size_bytes"),
-        "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
-        "lossy": () if item.commit is None else item.commit.lossy,
-        "omitted_items": () if item.commit is None else item.commit.omitted_items,
-        "metrics": {} if item.commit is None else item.commit.metrics,
+        **(told if item.commit is None else fields(item.commit, *told)),
         "lineage": lineage_of(item),
         **fields(item, "superseded_by", "pinned", "term", "attempt", "incomplete"),
         "error": None if item.error is None else str(item.error),

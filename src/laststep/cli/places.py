@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import typer
 
@@ -20,7 +19,7 @@ from laststep.storage.registry import local_path, open_parent, open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.catalog.listing import Listed, OpenAttempt
+    from laststep.catalog.listing import Listed
     from laststep.storage.store import Store
 
 RunPath = Annotated[
@@ -41,14 +40,13 @@ StepOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPath:
+class CheckpointPath(NamedTuple):
     """A checkpoint's folder, and its entry in the listing of its run, if it is in one."""
 
     store: Store
     folder: str
-    listed: Listed | None
-    among: tuple[Listed, ...] = ()
+    listed: Listed | None = None
+    among: Sequence[Listed] = ()
     """All checkpoints of that run."""
 
 
@@ -67,16 +65,11 @@ def is_checkpoint(path: str) -> bool:
     return attempt.is_checkpoint(open_store(path))
 
 
-def find(run: Run, step: int | None) -> Listed:
-    """Return the checkpoint of that step, or the newest of the lineage. Raise `NotFoundError` if
-    there is none. If several have the same step, the one on the lineage is preferred, else the last
-    committed."""
-    return _choose(run, *run.look(), step)
-
-
-def _choose(
-    run: Run, listed: Sequence[Listed], attempts: Sequence[OpenAttempt], step: int | None
-) -> Listed:
+def find(run: Run, step: int | None) -> tuple[Listed, Sequence[Listed]]:
+    """Return the checkpoint of that step, or the newest of the lineage, and all checkpoints. Raise
+    `NotFoundError` if there is none. If several have the same step, the one on the lineage is
+    preferred, else the last committed."""
+    listed, attempts = run.look()
     if not listed:
         left = f"{count_text(len(attempts), 'save')} without a manifest"
         raise NotFoundError(
@@ -94,7 +87,7 @@ def _choose(
             found=nearest_steps((item.step for item in listed), step),
             remedy="`laststep ls` lists them",
         )
-    return choice[-1]
+    return choice[-1], listed
 
 
 def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) -> _Result:
@@ -111,9 +104,8 @@ def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) 
 def resolve(path: str, step: int | None) -> CheckpointPath:
     if not is_checkpoint(path):
         run = open_run(path)
-        among, attempts = run.look()
-        listed = _choose(run, among, attempts, step)
-        return CheckpointPath(store=run.store, folder=listed.folder, listed=listed, among=among)
+        listed, among = find(run, step)
+        return CheckpointPath(run.store, listed.folder, listed, among)
     if step is not None:
         raise typer.BadParameter(
             "the folder of a checkpoint holds a single step", param_hint="--step"
@@ -124,8 +116,8 @@ def resolve(path: str, step: int | None) -> CheckpointPath:
         among = Run.open(store).checkpoints()
         for listed in among:
             if listed.folder == folder:
-                return CheckpointPath(store=store, folder=folder, listed=listed, among=among)
-    return CheckpointPath(store=store, folder=folder, listed=None)
+                return CheckpointPath(store, folder, listed, among)
+    return CheckpointPath(store, folder)
 
 
 def _is_run(folder: Path) -> bool:

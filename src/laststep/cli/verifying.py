@@ -125,10 +125,7 @@ def _all(path: str) -> _ToVerify:
     except CorruptError as error:  # in the record of a term
         return _ToVerify(error=damage or error)
     return _ToVerify(
-        places=tuple(
-            places.CheckpointPath(store=run.store, folder=item.folder, listed=item)
-            for item in checkpoints
-        ),
+        places=tuple(places.CheckpointPath(run.store, item.folder, item) for item in checkpoints),
         attempts=tuple(attempt for attempt in attempts if attempt.size_bytes),
         error=damage,
     )
