@@ -156,7 +156,12 @@ def chunks_of(
     @functools.cache
     def reach_of_all(box: FileBox) -> list[tuple[int, int]]:
         ranks = requests.ranks(requests.of_box(box.tensor, box.box))
-        return _outer(reach(box) if readers.issuperset(ranks) else _reach(box, ranks, requests))
+        outer: list[tuple[int, int]] = []
+        found = reach(box) if readers.issuperset(ranks) else _reach(box, ranks, requests)
+        for first, last, _ in sorted(found):
+            if not outer or last > outer[-1][1]:  # else inside another
+                outer.append((first, last))
+        return outer
 
     # Files have other numbers on other ranks, but come in the same order.
     order = {file: at for at, file in enumerate(dict.fromkeys(box.file for box in stored))}
@@ -203,15 +208,6 @@ def _reach(stored: FileBox, ranks: tuple[int, ...], requests: ReadRequests) -> l
         for boxes, who in requests.alike(stored.tensor, ranks)
         for first, last in _requested_ranges(stored, boxes)
     ]
-
-
-def _outer(reach: list[_Reach]) -> list[tuple[int, int]]:
-    """Merge ranges; drop those inside another."""
-    outer: list[tuple[int, int]] = []
-    for first, last, _ in sorted(reach):
-        if not outer or last > outer[-1][1]:
-            outer.append((first, last))
-    return outer
 
 
 def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) -> Chunk | None:

@@ -37,7 +37,7 @@ class Groups(NamedTuple):
 
     @property
     def leaders(self) -> range:
-        """Return the first rank of each group."""
+        """The first rank of each group."""
         return range(0, self.ranks, self.size)
 
     def leader_of(self, rank: int) -> int:

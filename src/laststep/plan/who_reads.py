@@ -300,67 +300,49 @@ class Ledger:
         self, rank: int, shared_range: ReplicatedRange, pieces: Iterable[range]
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the pieces that a rank reads, each with all its readers."""
-        common, size = (
-            self._wanted_alike(shared_range),
-            shared_range.size_bytes // shared_range.pieces,
-        )
+        common = self._wanted_alike(shared_range)
+        size = shared_range.size_bytes // shared_range.pieces
         alike = 1 if common is None else shared_range.pieces
         for consecutive in pieces:
             turns: Iterable[int] = consecutive
             if common is not None:
-                turns = _own_turns(self._place(rank, common), size, consecutive, alike)
+                turns = _own_turns(rank, self._requests.ranks(common), size, consecutive, alike)
             for piece in turns:
                 readers = readers_of(self._ranks(shared_range, piece), piece, size, alike)
                 if rank in readers:
                     yield piece, readers
 
-    def _place(self, rank: int, wanting: frozenset[RanksWanting]) -> tuple[int, int]:
-        """Return the position of a rank among these, and their number."""
-        ranks = self._requests.ranks(wanting)
-        return bisect.bisect_left(ranks, rank), len(ranks)
-
     def _ranks(self, shared_range: ReplicatedRange, piece: int) -> tuple[int, ...]:
         """Return the ranks that need some of a piece."""
         common = self._wanted_alike(shared_range)
         if common is None:
-            assignments = shared_range.assignments(piece)
-            common = union(
-                [
-                    self._requests.of_box(assignment.tensor, assignment.box)
-                    for assignment in assignments
-                ]
-            )
+            boxes = [(one.tensor, one.box) for one in shared_range.assignments(piece)]
+            common = union(itertools.starmap(self._requests.of_box, boxes))
         return self._requests.ranks(common)
 
     def _wanted_alike(self, shared_range: ReplicatedRange) -> frozenset[RanksWanting] | None:
         """Return the ranks that need some of every piece of a range, if those are the same for
         all."""
         if id(shared_range) not in self._common:
-            wanting = {
-                self._requests.of_box(entry.tensor, entry.held) for entry in shared_range.entries
-            }
+            entries = shared_range.entries
+            wanting = {self._requests.of_box(entry.tensor, entry.held) for entry in entries}
             # Of a tensor that they have cut, a rank may want what lies in one of the pieces only.
-            alike = len(wanting) == 1 and all(
-                self._requests.whole(e.tensor) for e in shared_range.entries
-            )
-            self._common[id(shared_range)] = (
-                union(wanting) if alike or shared_range.pieces == 1 else None
-            )
+            alike = len(wanting) == 1 and all(self._requests.whole(e.tensor) for e in entries)
+            common = union(wanting) if alike or shared_range.pieces == 1 else None
+            self._common[id(shared_range)] = common
         return self._common[id(shared_range)]
 
     def _leading(self, writer: int) -> ReplicatedRange | None:
         """Return the range of which a rank wrote the largest requested piece."""
-        best: tuple[int, ReplicatedRange] | None = None
+        best, best_bytes = None, 0
         for shared_range in self._of(writer).shared_ranges:
             piece = shared_range.piece_of(writer)
             if piece is None:
                 continue
-            size = sum(
-                size_of(assignment, self._spreads) for assignment in shared_range.assignments(piece)
-            )
-            if size > (0 if best is None else best[0]) and self._ranks(shared_range, piece):
-                best = size, shared_range
-        return None if best is None else best[1]
+            size = sum(size_of(one, self._spreads) for one in shared_range.assignments(piece))
+            if size > best_bytes and self._ranks(shared_range, piece):
+                best, best_bytes = shared_range, size
+        return best
 
     def _of(self, rank: int) -> _RangesOfPlace:
         """Return what a rank holds, cached for all ranks at the same coordinates."""
@@ -373,14 +355,9 @@ class Ledger:
             )
             held = self._alike.get(where)
             if held is None:
-                shared_ranges = ranges_of(rank, self._spreads)
                 # Others hold some of these too, and not all: one object each, whoever asks.
-                held = _RangesOfPlace(
-                    [
-                        self._known.setdefault(shared_range.copies, shared_range)
-                        for shared_range in shared_ranges
-                    ]
-                )
+                ranges = ranges_of(rank, self._spreads)
+                held = _RangesOfPlace([self._known.setdefault(r.copies, r) for r in ranges])
                 self._alike[where] = held
             self._standing[rank] = held
         return held
@@ -403,14 +380,15 @@ class _RangesOfPlace:
         return self._index.get(tensor, [])
 
 
-def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range, alike: int) -> Iterator[int]:
-    """Return the pieces that one of the ranks that need them all reads, without looking at the
+def _own_turns(
+    rank: int, ranks: tuple[int, ...], size_bytes: int, pieces: range, alike: int
+) -> Iterator[int]:
+    """Return the pieces that one of the `ranks` that need them all reads, without looking at the
     others: a state that all ranks hold has as many pieces as ranks."""
-    number, ranks = place
-    count = _turns(ranks, size_bytes, alike)
-    if count == ranks:
+    number, count = bisect.bisect_left(ranks, rank), _turns(len(ranks), size_bytes, alike)
+    if count == len(ranks):
         return iter(pieces)
-    return (piece for piece in pieces if (number - piece * count) % ranks < count)
+    return (piece for piece in pieces if (number - piece * count) % len(ranks) < count)
 
 
 def _merged(ranges: Iterable[range]) -> list[range]:
