@@ -23,8 +23,7 @@ from stored import flip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.read.content import Content
-    from laststep.restoring.choose import Chosen
+    from laststep.restoring.choose import Chosen, Opened
 
 INDEX = "index-r00000"
 
@@ -472,7 +471,7 @@ def test_a_checkpoint_that_retention_takes_meanwhile_is_no_damage(
         newest = handle.report.folder
         really_open = Choosing.open
 
-        def open_late(choosing: Choosing, chosen: Chosen) -> Content:
+        def open_late(choosing: Choosing, chosen: Chosen) -> Opened:
             if chosen.folder == newest:
                 shutil.rmtree(tmp_path / newest)
             return really_open(choosing, chosen)

@@ -94,13 +94,15 @@ _OPEN, _CLOSE = b'{"digest": "', b"}"
 def seal(content: bytes, *, member: str) -> bytes:
     """Return a document with the digest of `content` and, as the second member, `content`
     itself."""
-    return _OPEN + digest_text(content).encode() + _between(member) + content + _CLOSE
+    between = f'", "{member}": '.encode()
+    return _OPEN + digest_text(content).encode() + between + content + _CLOSE
 
 
 def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
     """Return the content of a document made by `seal`. Raise `CorruptError`, naming `what`, if it
     has changed."""
-    content = data[len(_OPEN) + _DIGEST_TEXT_BYTES + len(_between(member)) : -len(_CLOSE)]
+    start = len(seal(b"", member=member)) - len(_CLOSE)
+    content = data[start : -len(_CLOSE)]
     if data != seal(content, member=member):
         raise _changed(data, content, where, what)
     return content
@@ -120,10 +122,6 @@ def corrupt(where: str, expected: str, found: str, *, what: str, why: str = "") 
         found=found,
         remedy=DAMAGE_REMEDY,
     )
-
-
-def _between(member: str) -> bytes:
-    return f'", "{member}": '.encode()
 
 
 def _changed(data: bytes, content: bytes, where: str, what: str) -> CorruptError:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -88,6 +88,18 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """The encoded manifest; empty if rank 0 cannot read it."""
     lineage_steps: tuple[int, ...]
     """Steps of the lineage up to and including this checkpoint."""
+
+
+class Opened(NamedTuple):
+    """A checkpoint that is open on all ranks."""
+
+    content: Content
+    where: str
+    """Where it is read, for messages."""
+    readers: Readers | None = None
+    """The ranks that can read each writer's files; None if every rank can read all files."""
+    is_in_primary: bool = True
+    """False if it is read from memory or a replica."""
 
 
 class _Verdict(enum.StrEnum):
@@ -488,35 +500,27 @@ class Choosing:
         told = self._ranks.broadcast(0, msgspec.msgpack.encode(chosen))
         return msgspec.msgpack.decode(told, type=Chosen | None)
 
-    def open(self, chosen: Chosen) -> Content:
-        """Open the checkpoint's content as this rank sees it; raise on all ranks if any rank
-        fails."""
+    def open(self, chosen: Chosen) -> Opened:
+        """Open the checkpoint as this rank sees it; raise on all ranks if any rank fails."""
 
-        def work() -> Content:
-            where = self.where(chosen)
+        def work() -> Opened:
+            where, near = self._where(chosen), self._near
             if not chosen.manifest:
                 error = self._left[-1].error if self._left else None
                 raise error or CorruptError("the manifest cannot be read", where=where)
             commit = manifest.decode(chosen.manifest, where=where)
             assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
-            store = self._store if self._near is None else self._near.place_of(chosen.folder)
+            store = self._store if near is None else near.place_of(chosen.folder)
             number, several = self._ranks.rank.number, self._ranks.size > 1
-            return Content(store, chosen.folder, commit, rank=number, by_rank=several)
+            content = Content(store, chosen.folder, commit, rank=number, by_rank=several)
+            if near is None:
+                return Opened(content, where)
+            readers, in_primary = near.readers(chosen.folder), near.is_in_primary(chosen.folder)
+            return Opened(content, where, readers, is_in_primary=in_primary)
 
         return collective(self._ranks, work)
 
-    def readers(self, chosen: Chosen) -> Readers | None:
-        """Return the ranks that can read each writer's files; None if every rank can read all
-        files."""
-        return None if self._near is None else self._near.readers(chosen.folder)
-
-    def is_in_primary(self, chosen: Chosen) -> bool:
-        """Return whether the checkpoint is read from the primary rather than from memory or a
-        replica."""
-        return self._near is None or self._near.is_in_primary(chosen.folder)
-
-    def where(self, chosen: Chosen) -> str:
-        """Return the location that the checkpoint is read from, for error messages."""
+    def _where(self, chosen: Chosen) -> str:
         tier = None if self._near is None else self._near.tier_of(chosen.folder)
         return f"{tier or self._store.url}/{chosen.folder}"
 
@@ -577,7 +581,7 @@ class Choosing:
         if self._ranks.all_max(self._ranks.rank.is_first and late):
             raise StorageError(
                 "a rank sees a different checkpoint than rank 0",
-                where=self.where(chosen),
+                where=self._where(chosen),
                 found=self._ranks.broadcast(0, error.without_remedy().encode()).decode(),
                 remedy=(
                     "all ranks must see the same folder: check the mount on that rank's machine "

@@ -455,8 +455,10 @@ class Transfer:
         own: list[Match] = []
         common: list[Match] = []
         for match in matches:
-            by_bytes = ranks.size == 1 and _is_simple(content, match)
-            is_own = by_bytes or match.item.name in content.per_rank
+            is_own = match.item.name in content.per_rank
+            if not is_own and ranks.size == 1 and not match.layouts:
+                places = [content.places(match.item.name, source) for source in match.reads]
+                is_own = max(map(len, places), default=1) == 1
             (own if is_own else common).append(match)
         self._whole = collective(ranks, lambda: _WholeTransfer(content, own))
         self._boxes = None
@@ -471,13 +473,6 @@ class Transfer:
         pairs = [pair for match in self._matches for pair in match.copies]
         collective(self._ranks, lambda: copy_tensors(pairs))
         return done
-
-
-def _is_simple(content: Content, match: Match) -> bool:
-    """Return whether every tensor to read is stored in one place and needed in one place."""
-    return not match.layouts and all(
-        len(content.places(match.item.name, source)) == 1 for source in match.reads
-    )
 
 
 class _WholeTransfer:

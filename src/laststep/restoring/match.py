@@ -237,7 +237,8 @@ def match_item(
             )
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
-    _place_aliases(match)
+    if match.aliases:
+        _place_aliases(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
         known = _replaced(live.tree).union(match.values)
@@ -402,7 +403,7 @@ def _place_live(
 ) -> None:
     """Read straight into a contiguous live tensor of the stored form if there is one, else into new
     memory, and copy from there to the other targets."""
-    if any(name in live.layouts for name, _ in targets):
+    if live.layouts and any(name in live.layouts for name, _ in targets):
         _place_parts(match, source, targets, live)
         return
     spec = match.item.tensors[source]

@@ -134,8 +134,9 @@ def restore_into(
 
     def restore(chosen: Chosen) -> Outcome:
         began = time.perf_counter()
-        with closing(choosing.open(chosen)) as content:
-            where = choosing.where(chosen)
+        opened = choosing.open(chosen)
+        with closing(opened.content) as content:
+            where = opened.where
             refuse_partial(content.commit, wanted.only, where)
             plan = plan_restore(
                 content,
@@ -148,7 +149,7 @@ def restore_into(
             )
             if wanted.exact:
                 collective(ranks, lambda: refuse_rounded(content, plan.matches, where))
-            transfer = Transfer(content, plan.matches, ranks, choosing.readers(chosen))
+            transfer = Transfer(content, plan.matches, ranks, opened.readers)
             touched(chosen.folder)
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
@@ -179,7 +180,7 @@ def restore_into(
         return Outcome(
             restored=restored,
             chosen=chosen,
-            was_in_primary=choosing.is_in_primary(chosen) and not plan.problems,
+            was_in_primary=opened.is_in_primary and not plan.problems,
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
@@ -202,8 +203,9 @@ def peek_into(
         return None
 
     def look(chosen: Chosen) -> tuple[str, Commit]:
-        with closing(choosing.open(chosen)) as content:
-            refuse_partial(content.commit, None, choosing.where(chosen))
+        opened = choosing.open(chosen)
+        with closing(opened.content) as content:
+            refuse_partial(content.commit, None, opened.where)
             return chosen.folder, content.commit
 
     found = choosing.until_one_succeeds(look)
