@@ -370,8 +370,8 @@ def _run_problem(
         blocks = range(number, number + run.blocks if run.bases else number)
         if len(run.base_digests) != len(blocks) * DIGEST_BYTES:
             return f"{len(run.base_digests)} bytes of digests of {len(blocks)} bases"
-        problem = _run_problem(run.bases, index, layout, blocks, is_base=True)
-        if problem is not None:
+        problem = run.bases and _run_problem(run.bases, index, layout, blocks, is_base=True)
+        if problem:
             return f"bases: {problem}"
         number += run.blocks
     return None

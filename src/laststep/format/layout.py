@@ -201,10 +201,11 @@ class FileLayout(
             return f"a tensor named {METADATA}"
         if self.header_bytes % ALIGN_BYTES or not 0 < self.header_bytes <= MAX_HEADER_BYTES:
             return f"a header of {self.header_bytes} bytes"
-        return _tensor_problem(self.tensors, self.tensor_bytes) or self._part_problem()
+        problem = _tensor_problem(self.tensors, self.tensor_bytes)
+        return self._part_problem() if problem is None and self.parts else problem
 
     def _part_problem(self) -> str | None:
-        shapes = {entry.name: entry.shape for entry in self.tensors} if self.parts else {}
+        shapes = {entry.name: entry.shape for entry in self.tensors}
         for name, part in self.parts.items():
             shape = shapes.get(name)
             if shape is None:

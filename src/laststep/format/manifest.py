@@ -373,13 +373,12 @@ def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None
         return f"at most {MAX_RANKS} indexes", str(commit.index_count)
     if written.shared_bytes > written.size_bytes:
         return f"at most {written.size_bytes} shared bytes", str(written.shared_bytes)
-    return _group_problem(commit, plain) or _item_problem(commit)
+    problem = _group_problem(commit, plain) if commit.layout_groups else None
+    return problem or _item_problem(commit)
 
 
 def _group_problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
     """Check that every rank is in exactly one layout group."""
-    if not commit.layout_groups:
-        return None
     for group, document in zip(commit.layout_groups, plain["layout_groups"], strict=True):
         if _TABLE.fullmatch(group.local_layout) is None:
             return "32 hex digits for the layout of a layout group", repr(group.local_layout)

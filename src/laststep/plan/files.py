@@ -207,20 +207,14 @@ def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
     `NotFoundError` if the checkpoint lacks one of `items`."""
     here = [record.name for record in commit.items]
     if lacking := [item for item in items if item not in here]:
+        omitted = ", ".join(commit.omitted_items)
+        without = f" (a partial checkpoint without {omitted})" if omitted else ""
         raise NotFoundError(
             f"step {commit.step} has no item {', '.join(map(repr, lacking))}",
-            found=", ".join(here) + _without(commit),
+            found=", ".join(here) + without,
             remedy="name items that it has; `laststep show` lists them",
         )
     return tuple(sorted({*commit.omitted_items, *here} - {*items}))
-
-
-def _without(commit: Commit) -> str:
-    return (
-        f" (a partial checkpoint without {', '.join(commit.omitted_items)})"
-        if commit.omitted_items
-        else ""
-    )
 
 
 def only_items(index: Index, items: Collection[str], where: str) -> Index:

@@ -141,27 +141,19 @@ class ReplicatedRange:
         return ((byte + 1) * self.pieces - 1) // max(self.size_bytes, 1)
 
 
-class _HeldBoxes(NamedTuple):
-    """The boxes that a rank holds under a layout, their elements, and the ranks that hold the
-    same."""
-
-    copies: tuple[Holders, ...]
-    held: tuple[Box, ...]
-    volumes: tuple[int, ...]
-
-
 def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
     """Return the replicated ranges of everything that a rank holds."""
     shared_ranges: dict[tuple[Holders, ...], list[RangeBox]] = {}
-    parts: dict[int, _HeldBoxes] = {}
+    # By identity, because many tensors share a layout: the boxes held, their elements, and the
+    # ranks that hold the same.
+    parts: dict[int, tuple[tuple[Box, ...], tuple[int, ...], tuple[Holders, ...]]] = {}
     for number, (itemsize, layouts) in enumerate(tensors):
         writing = writing_layouts(layouts)
         for layout in writing:
-            # By identity: many tensors share a layout.
             part = parts.get(id(layout))
             if part is None:
                 part = parts[id(layout)] = _part(rank, layout)
-            copies, held, volumes = part
+            held, volumes, copies = part
             if held:
                 if len(writing) > 1:
                     copies = tuple(filter(None, (other.copies(held) for other in writing)))
@@ -173,21 +165,23 @@ def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
     return [
         ReplicatedRange(
             copies,
-            tuple(shared_range),
-            tuple(itertools.accumulate((entry.size_bytes for entry in shared_range), initial=0)),
+            tuple(entries),
+            tuple(itertools.accumulate((entry.size_bytes for entry in entries), initial=0)),
         )
-        for copies, shared_range in shared_ranges.items()
+        for copies, entries in shared_ranges.items()
     ]
 
 
-def _part(rank: int, layout: Layout) -> _HeldBoxes:
+def _part(
+    rank: int, layout: Layout
+) -> tuple[tuple[Box, ...], tuple[int, ...], tuple[Holders, ...]]:
     at = layout.mesh.coordinate(rank)
     if at is None:
-        return _HeldBoxes((), (), ())
+        return (), (), ()
     cutting, held = layout.cutting, layout.held(rank)
     place = tuple(step if axis in cutting else 0 for axis, step in enumerate(at))
     copies = (Holders(layout.mesh, place, cutting),)
-    return _HeldBoxes(copies, held, tuple(box.volume for box in held))
+    return held, tuple(box.volume for box in held), copies
 
 
 def assignments_of(rank: int, tensors: Sequence[Spread]) -> list[Assignment]:
