@@ -268,7 +268,7 @@ class Terms:
             first = term_record_name(1).rpartition("/")[2]
             files = tuple(item.name for item in list_checked(self._store, TERMS_FOLDER, first))
         numbers = [parse_term(name, kind) for name in files]
-        return tuple(sorted(number for number in numbers if number is not None))
+        return tuple(sorted(filter(None, numbers)))  # terms count from 1
 
     def is_alive(self, term: int) -> bool:
         """Return whether a live process holds the lock of that term."""

@@ -33,13 +33,10 @@ _locks: dict[str, set[int]] = {}
 
 def clear(url: str = "memory://") -> None:
     """Delete everything in the store of that URL; by default in all of them."""
+    below = url if url.endswith("/") else f"{url}/"
     with _mutex:
-        for name in [name for name in _files if name == url or name.startswith(_below(url))]:
+        for name in [name for name in _files if name == url or name.startswith(below)]:
             del _files[name]
-
-
-def _below(url: str) -> str:
-    return url if url.endswith("/") else f"{url}/"
 
 
 class _MemoryWriter:
@@ -120,19 +117,20 @@ class MemoryStore(Store):
 
     def list(self, folder: str) -> list[StoreEntry]:
         above = f"{self._at(folder) if folder else self._url}/"
+        entries = []
         with _mutex:
-            all_below = [(url, file) for url, file in _files.items() if url.startswith(above)]
-        found = sorted((url[len(above) :], file) for url, file in all_below)
-        return [
-            StoreEntry(
-                name=name,
-                is_folder=file.data is None,
-                size_bytes=len(file.data or b""),
-                modified_s=file.made_s,
-            )
-            for name, file in found
-            if "/" not in name
-        ]
+            for url, file in sorted(_files.items()):
+                name = url.removeprefix(above)
+                if url.startswith(above) and "/" not in name:
+                    entries.append(
+                        StoreEntry(
+                            name=name,
+                            is_folder=file.data is None,
+                            size_bytes=len(file.data or b""),
+                            modified_s=file.made_s,
+                        )
+                    )
+        return entries
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         with _mutex:

@@ -47,13 +47,14 @@ from laststep.storage.store import FileReading, FileWriting, Lock, Store, StoreE
 from laststep.storage.transfers import ObjectReader, ObjectWriter, taken
 
 if TYPE_CHECKING:
-    from laststep.storage.bucket import Found
+    from collections.abc import Callable
 
+
+_log = logging.getLogger(__name__)
 
 PROBE = ".probe-"
 """Prefix of the names of probe objects, which listings leave out."""
 _CONTENT = b"what a server keeps is what was put there"
-_RANGE = (5, 8)
 _NO_VERSION = '"0123456789abcdef0123456789abcdef"', "1"
 
 
@@ -84,14 +85,28 @@ def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
     """Return (expected, found) for the first feature that the server lacks; None if it has all."""
     if bucket.create(key, _CONTENT) is None:
         return "names that are free where nothing was put", "a random name that is taken"
-    for expected, holds in (
-        ("conditional puts on a free name (If-None-Match)", _refuses_second),
-        ("conditional puts on a version (If-Match)", _refuses_other_version),
-        ("reads of ranges (Range)", _reads_range),
-        ("listings that include every earlier put", _lists),
-    ):
+    first, last = 5, 8
+    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        (
+            "conditional puts on a free name (If-None-Match)",
+            lambda: bucket.create(key, b"") is None,
+        ),
+        (
+            "conditional puts on a version (If-Match)",
+            lambda: bucket.replace(key, b"", _NO_VERSION) is None,
+        ),
+        (
+            "reads of ranges (Range)",
+            lambda: bucket.read_range(key, first, last - first) == _CONTENT[first:last],
+        ),
+        (
+            "listings that include every earlier put",
+            lambda: key in [meta["path"] for meta in bucket.names(bucket.prefix)],
+        ),
+    )
+    for expected, holds in checks:
         try:
-            found = None if holds(bucket, key) else "it is ignored"
+            found = None if holds() else "it is ignored"
         except StorageError as error:
             if error.transient:
                 raise
@@ -100,25 +115,6 @@ def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
             return expected, found
     return None
 
-
-def _refuses_second(bucket: Bucket, key: str) -> bool:
-    return bucket.create(key, b"") is None
-
-
-def _refuses_other_version(bucket: Bucket, key: str) -> bool:
-    return bucket.replace(key, b"", _NO_VERSION) is None
-
-
-def _reads_range(bucket: Bucket, key: str) -> bool:
-    first, last = _RANGE
-    return bucket.read_range(key, first, last - first) == _CONTENT[first:last]
-
-
-def _lists(bucket: Bucket, key: str) -> bool:
-    return key in [meta["path"] for meta in bucket.names(bucket.prefix)]
-
-
-_log = logging.getLogger(__name__)
 
 RENEWED_S = 10.0
 DEAD_S = 45.0
@@ -230,7 +226,12 @@ class Leases:
             if there is None:
                 found = self._bucket.create(key, content)
             elif self._is_held(*there):
-                raise _held(self._bucket.where(key))
+                raise AlreadyExistsError(
+                    "cannot take a lock that is held",
+                    where=self._bucket.where(key),
+                    found="held by a live process",
+                    remedy="wait for that writer or end it: a lease ends 45 s after its holder",
+                )
             else:
                 found = self._bucket.replace(key, content, there[1].version)
             if found is not None:
@@ -300,15 +301,6 @@ class ServerClock:
             return email.utils.parsedate_to_datetime(date).timestamp()
         except (TypeError, ValueError):
             raise Trouble("an answer without a date", transient=False) from None
-
-
-def _held(where: str) -> AlreadyExistsError:
-    return AlreadyExistsError(
-        "cannot take a lock that is held",
-        where=where,
-        found="held by a live process",
-        remedy="wait for that writer or end it: a lease ends 45 s after its holder",
-    )
 
 
 _MARKER = re.compile(r"\.(.+)\.folder")
@@ -390,14 +382,10 @@ class ObjectStore(Store):
             return key, found.size_bytes
         link = self._links.find(key) if "/" in name else None
         target = None if link is None else self._links.target(link)
-        if link is None or target is None:
+        found = None if target is None else self._bucket.head(target)
+        if link is None or target is None or found is None or found.size_bytes != link.size_bytes:
             return None
-        found = self._bucket.head(target)
-        return (
-            None
-            if found is None or found.size_bytes != link.size_bytes
-            else (target, found.size_bytes)
-        )
+        return target, found.size_bytes
 
     # Small files and folders
 
