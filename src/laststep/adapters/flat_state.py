@@ -78,7 +78,7 @@ def only_holders(layout: Flat) -> Sharded:
     return Sharded((), Mesh.of((AXIS,), (len(ranks),), ranks), (Replicate(),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: each save makes them anew
 class FlatMember:
     """A parameter of a module, and the location of this rank's elements of it in flat memory."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,21 +79,22 @@ _BUFFERS = (
 the buffer that they are views of, and this rank's range of it in fp32."""
 
 
-def members(engine: object) -> Iterator[FlatMember]:
-    """Yield every parameter that is stepped, or that stage 3 has sharded."""
+def members(engine: object, plain: Callable[[str], str]) -> Iterator[FlatMember]:
+    """Yield every parameter that is stepped, or that stage 3 has sharded; `plain` is what
+    `names_in` returned."""
     module = need(engine, "module")
-    plain = names_in(module)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(plain(name))
     for member in _located(known_optimizer(engine), module):
-        if id(member.parameter) not in names:
+        member.names = names.get(id(member.parameter), ())
+        if not member.names:
             raise UsageError(
                 "DeepSpeed's optimizer has a parameter that is not in the module",
                 found=f"one of shape {list(member.shape)}",
                 remedy="make the optimizer from the parameters of the module",
             )
-        yield replace(member, names=names[id(member.parameter)])
+        yield member
 
 
 def _located(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
@@ -275,7 +275,8 @@ def optimizer(engine: object) -> StateProvider:
     stepped = getattr(known, "optimizer", known)
 
     def trained() -> Iterator[FlatMember]:
-        return (member for member in members(engine) if member.group >= 0)
+        plain = names_in(need(engine, "module"))
+        return (member for member in members(engine, plain) if member.group >= 0)
 
     return FlatOptimizer(stepped, trained, live_options=_OF_LAYOUT)
 
@@ -290,7 +291,8 @@ class EngineModule(FlatModule):
 
     def __init__(self, engine: object) -> None:
         module = need(engine, "module")
-        super().__init__(module, lambda: list(members(engine)), names_in(module))
+        plain = names_in(module)
+        super().__init__(module, lambda: list(members(engine, plain)), plain)
         self._engine = engine
         self.leaves_frozen = False
         """Omit frozen parameters."""
