@@ -90,7 +90,13 @@ def save_elsewhere(run: str, diverged: bool) -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == ranks - 1:
         contents.host_digest = lambda _address, _size_bytes: bytes(16)
-        contents._way = lambda _tensor: 2
+        made = contents.Contents.__init__
+
+        def elsewhere(self: contents.Contents, tensors: list[torch.Tensor]) -> None:
+            made(self, tensors)
+            self.ways = bytes([2]) * len(tensors)
+
+        contents.Contents.__init__ = elsewhere
     state = {"w": torch.full((5,), float(diverged and rank == 1))}
     with (
         Heard() as warnings,
