@@ -431,8 +431,9 @@ def collect(
             tree = walk.copy(value, ())
             memories, dtensors = _memories(walk.leaves)
             forms = forms_of(memories)
-            if _are_common(memories, forms) and len(set(walk.names)) == len(walk.names):
-                return _describe_common(walk, tree, memories, dtensors, forms, cache)
+            tensors = dict(zip(walk.names, memories, strict=True))
+            if len(tensors) == len(memories) and _are_common(memories, forms):
+                return _describe_common(walk, tree, tensors, dtensors, forms, cache)
         except (RuntimeError, UsageError):
             pass  # a sparse or nested tensor, or an error that the next walk raises with its path
     walk = _Walk(volatile, allow_pickle=allow_pickle, in_bulk=False)
@@ -487,7 +488,6 @@ def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
         forms.marked
         or not PLAIN_TENSORS.issuperset(map(type, memories))
         or not DTYPE_NAMES.keys() >= set(forms.dtypes)
-        or any(device.type == "meta" for device in set(map(_DEVICE, memories)))
     ):
         return False
     looks = zip(
@@ -498,13 +498,14 @@ def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
         forms.contiguous,
         strict=True,
     )
-    # Most start at offset 0 of their storage and are contiguous. Only check the others one by one.
+    # Most have an address, start at offset 0 of their storage and are contiguous. Only check the
+    # others one by one.
     odd = [
         number
         for number, (size, storage, offset, address, contiguous) in enumerate(looks)
         if size > storage or offset or not address or not contiguous
     ]
-    return all(is_backed(memories[number]) for number in odd)
+    return all(is_backed(memories[number]) and not memories[number].is_meta for number in odd)
 
 
 _NBYTES: Final = attrgetter("nbytes")
@@ -516,7 +517,7 @@ _OFFSET: Final = torch.Tensor.storage_offset
 def _describe_common(
     walk: _Walk,
     tree: object,
-    memories: Sequence[torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     dtensors: list[Any],
     forms: TensorForms,
     cache: CollectCache,
@@ -528,7 +529,7 @@ def _describe_common(
     for number, *_spec in dtensors:
         name, shard = walk.names[number], local_shard_of(walk.leaves[number], "")
         walk.layouts[name] = shard.layout
-    collected = _describe(walk, tree, dict(zip(walk.names, memories, strict=True)), forms)
+    collected = _describe(walk, tree, tensors, forms)
     if walk.is_common and walk.leaves and not collected.views:
         inexact = (at for at, key in enumerate(walk.keys) if type(key) not in _EXACT)
         cache.last = _Known(
@@ -538,7 +539,7 @@ def _describe_common(
             inexact={at: name_of((walk.keys[at],)) for at in inexact},
             sizes=walk.sizes,
             parts=walk.parts,
-            kinds=list(map(type, memories)),
+            kinds=list(map(type, tensors.values())),
             dtensors=dtensors,
             forms=forms,
             own=[name not in collected.ties for name in walk.names],
