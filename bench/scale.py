@@ -26,8 +26,8 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]
 import msgspec  # noqa: E402
 
 from laststep.format import group as grouping  # noqa: E402
+from laststep.format.index import folder_of  # noqa: E402
 from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
-from laststep.plan.files import folder_of  # noqa: E402
 from laststep.plan.layouts import (  # noqa: E402
     GlobalLayout,
     LocalItem,

@@ -18,10 +18,9 @@ from laststep.flush.protocol import CaptureDone, Flushed, Orders
 from laststep.flush.saves import Save
 from laststep.flush.writer import SaveWriter
 from laststep.format import index as index_format
-from laststep.format.index import Index, StoredLayout, plain_index
+from laststep.format.index import Index, StoredLayout, index_name, plain_index
 from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
-from laststep.plan.files import index_name
 from laststep.read.blocks import BlockReader
 from laststep.storage.directory import DirectoryStore
 

@@ -25,7 +25,7 @@ from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
 from laststep.flush.saves import Save, SaveState
 from laststep.process import signals, system
 from laststep.process import threads as single
-from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
+from laststep.ranks.group import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import choose
 from laststep.restoring.restore import RestoreRequest
 from laststep.running import Resuming, RunningParts, start_parts
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.flush.protocol import Role
     from laststep.flush.saves import SaveHandle
+    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
-    from laststep.ranks.rank import Rank
     from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.describe import TakenState
     from laststep.settings import Options, Preemption

@@ -57,7 +57,7 @@ def optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> State
     return FlatOptimizer(optimizer, lambda: _members(optimizer, model))
 
 
-class _Original(NamedTuple):
+class _PlainParameter(NamedTuple):
     """A parameter of the plain model inside a flat parameter."""
 
     names: list[str]
@@ -76,7 +76,7 @@ class _Unit(NamedTuple):
     """A module that FSDP1 wrapped, with the parameters that it flattened."""
 
     handle: Any
-    originals: list[_Original]
+    originals: list[_PlainParameter]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -225,10 +225,10 @@ def _joined(*parts: str) -> str:
 
 def _original(
     handle: Any, names: list[str], shape: Index, start: int, info: Any, live: torch.Tensor | None
-) -> _Original:
+) -> _PlainParameter:
     count = math.prod(shape)
     if not _need(handle, "uses_sharded_strategy"):
-        return _Original(names, shape, None, start, start + count, live)
+        return _PlainParameter(names, shape, None, start, start + count, live)
     mesh = mesh_over(_need(handle, "process_group"))
     each = math.prod(_need(handle.flat_param, "_sharded_size"))
     layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
@@ -242,7 +242,7 @@ def _original(
             found=f"{said[0]} to {said[1]}",
             remedy="use that version",
         )
-    return _Original(names, shape, layout, first, last, live)
+    return _PlainParameter(names, shape, layout, first, last, live)
 
 
 def _refuse_unusual(flat: Any, names: list[str]) -> None:

@@ -28,11 +28,10 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
+from laststep.format.index import index_name
 from laststep.memory.pool import ReadBuffers
-from laststep.plan.files import index_name
 from laststep.process import signals, system
-from laststep.ranks.group import Ranks
-from laststep.ranks.rank import Rank, this_rank
+from laststep.ranks.group import Rank, Ranks, this_rank
 from laststep.restoring.exchange import Transfer
 from laststep.restoring.match import load_item
 from laststep.restoring.plan import VALUE, compare_aliases, plan_restore

@@ -34,8 +34,7 @@ from laststep.flush.saves import SaveState
 from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import signals, system, threads
-from laststep.ranks.group import collective
-from laststep.ranks.rank import ranks_on_this_node
+from laststep.ranks.group import Ranks, collective, ranks_on_this_node
 from laststep.restoring.choose import wait_for_others
 from laststep.restoring.plan import selection
 from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from laststep.flush.client import Helper
     from laststep.flush.saves import SaveHandle, Saves
     from laststep.memory.segments import Segment
-    from laststep.ranks.group import Ranks
     from laststep.restoring.restore import Outcome, Peeked, RestoreRequest
     from laststep.saving.context import RunContext
     from laststep.settings import Settings
@@ -444,7 +442,8 @@ class Resuming:
     def all_ranks(self, call: str) -> Ranks:
         """Return the ranks that restore together and meet for `step()`. Collective at first."""
         if self._group is None:
-            self._group = teaming.all_ranks(self._context, self._work.team, call)
+            team = self._work.team
+            self._group = Ranks(self._context.rank) if team is None else team.all_ranks(call)
         return self._group
 
     def peek(self, wanted: RestoreRequest) -> Peeked | None:

@@ -13,11 +13,9 @@ from laststep.catalog.run import Run
 from laststep.codecs import objects
 from laststep.codecs.digests import block_digests
 from laststep.format import index as index_format
-from laststep.format.index import written_of
+from laststep.format.index import folder_of, index_name, written_of
 from laststep.format.layout import FileLayout, TensorEntry
 from laststep.format.manifest import Commit, ItemRecord, Metric, WrittenIndexes
-from laststep.plan import files as plan_files
-from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
 from saves_of import whole_index
@@ -145,8 +143,8 @@ def write(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpoint
         step: int = 1, *, deep: bool = False, commit: bool = True, origin: str = ""
     ) -> Checkpoint:
         if deep:
-            monkeypatch.setattr(plan_files, "FLAT_RANKS", RANKS - 1)
-            monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", RANKS // 2)
+            monkeypatch.setattr(index_format, "FLAT_RANKS", RANKS - 1)
+            monkeypatch.setattr(index_format, "_RANKS_PER_FOLDER", RANKS // 2)
         folder = run.begin(step=step, term=term, attempt=step).folder
         for place in {folder_of(rank, RANKS): None for rank in range(RANKS)} if deep else ():
             run.store.make_folder(f"{folder}/{place}".rstrip("/"), parents=False)

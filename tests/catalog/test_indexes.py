@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from expect import raises
-from laststep.catalog.indexes import read_index, read_indexes, sharing_of
-from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.attempt import read_index, read_indexes
+from laststep.catalog.retention import Keep, plan_prune, sharing_of
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import CorruptError, NotFoundError, StorageError
 from laststep.format.manifest import Commit

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.indexes import Holding, Sharing
+from laststep.catalog.retention import Holding, Sharing
 from laststep.format.index import StoredFile
 
 if TYPE_CHECKING:

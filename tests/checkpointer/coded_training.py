@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 import laststep
-from laststep.catalog.attempt import read_decision
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import read_decision, read_index
 from laststep.constants import BLOCK_BYTES
 from laststep.format.manifest import Commit
 from laststep.settings import as_keywords

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 import laststep
 from cases import long
 from expect import raises
-from laststep.catalog.attempt import read_decision
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import read_decision, read_index
 from laststep.codecs import rounding
 from laststep.constants import BLOCK_BYTES
 from laststep.dcp import Reader

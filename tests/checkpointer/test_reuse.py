@@ -13,8 +13,7 @@ import torch
 
 import laststep
 import laststep.events
-from laststep.catalog.attempt import read_decision
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import read_decision, read_index
 from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
 from laststep.format.manifest import Commit

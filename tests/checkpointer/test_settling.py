@@ -15,7 +15,7 @@ from laststep.commit.rounds import Member, Round
 from laststep.errors import AbortedError, LaststepError, StorageError
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.files import plan_save
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.storage.directory import DirectoryStore
 from saves_of import flush, lone_save, sealed
 

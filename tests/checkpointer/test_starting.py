@@ -15,7 +15,7 @@ from torch import nn
 import laststep
 from expect import raises
 from laststep import running
-from laststep.ranks.rank import Rank, leaves_cores
+from laststep.ranks.group import Rank, leaves_cores
 from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:

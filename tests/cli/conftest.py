@@ -24,11 +24,10 @@ from laststep.codecs import objects
 from laststep.codecs.digests import block_digests
 from laststep.constants import CHUNK_BYTES
 from laststep.format import index as index_format
-from laststep.format.index import written_of
+from laststep.format.index import index_name, written_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.memory import segments
-from laststep.plan.files import index_name
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
 from laststep.tiers import snapshots

@@ -28,7 +28,7 @@ from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.files import ItemSpec, SavePlan
 from laststep.plan.layouts import LocalItem, LocalTensor
 from laststep.plan.receipts import Groups
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.storage.memory import MemoryStore, clear
 from saves_of import flush
 

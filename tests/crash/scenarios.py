@@ -25,7 +25,7 @@ import msgspec
 
 import attempts
 from disks import Change, RecordingDisk
-from laststep.catalog.indexes import read_indexes
+from laststep.catalog.attempt import read_indexes
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.codecs.digests import block_digests
@@ -35,9 +35,9 @@ from laststep.flush import base as flush_base
 from laststep.flush.encoder import Compressor
 from laststep.flush.protocol import Orders
 from laststep.flush.writer import SaveWriter
+from laststep.format import index as index_format
 from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
-from laststep.plan import files as plan_files
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers.copying import Copier, CopyRoute
 
@@ -378,7 +378,7 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
 
 
 # Jobs of two ranks keep their files in folders here, as only large jobs do.
-_in_folders = mock.patch.object(plan_files, "FLAT_RANKS", 1)
+_in_folders = mock.patch.object(index_format, "FLAT_RANKS", 1)
 
 
 @_in_folders

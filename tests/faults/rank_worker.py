@@ -33,7 +33,7 @@ from laststep.commit import thread as teaming
 from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.rounds import Leader, Member, Participant
 from laststep.flush import server
-from laststep.plan import files as planning
+from laststep.format import index as index_format
 from laststep.plan.receipts import Groups
 from laststep.ranks import key_value
 from laststep.ranks.key_value import KeyValueStore
@@ -144,7 +144,7 @@ def pretend(group: int | None, *, folders: bool) -> None:
     if group is not None:
         teaming.cut = lambda ranks, per_node: Groups(ranks, group)
     if folders:
-        planning.FLAT_RANKS, planning._RANKS_PER_FOLDER = 2, 2
+        index_format.FLAT_RANKS, index_format._RANKS_PER_FOLDER = 2, 2
 
 
 class Worker:

@@ -16,11 +16,11 @@ from rank_jobs import check
 
 import laststep
 from expect import names
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import read_index
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.plan import files as plan_files
+from laststep.format import index as index_format
 from laststep.storage.directory import DirectoryStore
 from stored import flip, folders
 
@@ -104,8 +104,8 @@ def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
 def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_pruned(
     open_job: Callable[..., Job], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_files, "FLAT_RANKS", 2)
-    monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", 2)
+    monkeypatch.setattr(index_format, "FLAT_RANKS", 2)
+    monkeypatch.setattr(index_format, "_RANKS_PER_FOLDER", 2)
     job = open_job(4, group=2, folders=True)
     job.save(1)
     inside = {path.name for path in newest(run_folder).iterdir()}

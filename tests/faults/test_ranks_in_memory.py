@@ -13,8 +13,8 @@ import pytest
 from rank_jobs import check, wait_for_end
 
 import laststep
+from laststep.format import index as index_format
 from laststep.memory import segments
-from laststep.plan import files as plan_files
 from laststep.tiers import snapshots
 from waiting import wait_until
 
@@ -53,8 +53,8 @@ class Starts:
         how: dict[str, Any] = {}
         if many:
             how = {"group": 2, "folders": True}
-            self._monkeypatch.setattr(plan_files, "FLAT_RANKS", 2)
-            self._monkeypatch.setattr(plan_files, "_RANKS_PER_FOLDER", 2)
+            self._monkeypatch.setattr(index_format, "FLAT_RANKS", 2)
+            self._monkeypatch.setattr(index_format, "_RANKS_PER_FOLDER", 2)
         job = self._start_job(ranks, store=self._store, start=f"start{self._count}", **how)
         self._store = job.store
         how = {"memory": str(self.base), "host_memory_bytes": 160 * MB, **options}

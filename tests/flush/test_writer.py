@@ -29,8 +29,8 @@ from laststep.flush.protocol import Orders
 from laststep.flush.writer import SaveWriter
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED, Master
-from laststep.format.index import RAW, BlockRun, Encoding, StoredFile
-from laststep.plan.files import MasterPair, index_name, pack_name
+from laststep.format.index import RAW, BlockRun, Encoding, StoredFile, index_name, pack_name
+from laststep.plan.files import MasterPair
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 from saves_of import MODEL, History, bytes_layout, chunks_of, images_in, layout_of, write

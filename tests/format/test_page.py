@@ -18,9 +18,9 @@ from laststep.catalog import terms
 from laststep.catalog.run import Run
 from laststep.codecs.digests import block_digests
 from laststep.format import index, layout, manifest
+from laststep.format.index import folder_of, index_name
 from laststep.format.layout import FileLayout, Part, TensorEntry
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
-from laststep.plan.files import folder_of, index_name
 from laststep.storage.directory import DirectoryStore
 from saves_of import whole_index
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.catalog.indexes import read_indexes
+from laststep.catalog.attempt import read_indexes
 from laststep.catalog.run import Run
 from laststep.storage.directory import DirectoryStore
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.catalog.indexes import read_indexes
+from laststep.catalog.attempt import read_indexes
 from laststep.catalog.run import Run
 from laststep.codecs.digests import digest
 from laststep.plan.files import LAYOUT_NAME

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.plan.files import FLAT_RANKS, folder_of
+from laststep.format.index import FLAT_RANKS, folder_of
 from laststep.plan.receipts import ONE_GROUP_RANKS, Groups, cut
 
 counts = st.integers(1, 300_000)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import second_arithmetic
 
-from laststep.plan.files import folder_of
+from laststep.format.index import folder_of
 from laststep.plan.layouts import (
     LocalItem,
     LocalLayout,

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.constants import ALIGN_BYTES, DTYPES
+from laststep.format.index import index_name, pack_name
 from laststep.format.layout import Part
 from laststep.plan import files as planning
-from laststep.plan.files import ItemSpec, index_name, pack_name, plan_save
+from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.tree import BoxPart, Piece
 
 

@@ -14,8 +14,7 @@ from tasks import opened
 
 from laststep.errors import StorageError
 from laststep.ranks import transports
-from laststep.ranks.group import RankGroup
-from laststep.ranks.rank import this_rank
+from laststep.ranks.group import RankGroup, this_rank
 
 PATIENCE_S = 60.0
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from laststep.ranks import key_value
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from laststep.checkpointer import Checkpointer
 from laststep.errors import StorageError, UsageError
 from laststep.events import Bus, PreemptionSeen
 from laststep.process.signals import preemption_signal
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.saving import preempting
 from laststep.saving.preempting import Preempting
 from laststep.settings import Options, Preemption

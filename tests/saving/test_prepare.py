@@ -10,7 +10,7 @@ import torch
 from laststep.capture.gather import hold_all
 from laststep.errors import AbortedError
 from laststep.plan.layouts import GlobalLayout, LocalLayout, agree, digest_of, encode_local_layout
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.saving.describe import Preparer, take_state
 from laststep.state.layouts import Mesh, Replicate, Sharded
 from laststep.state.provider import ValueProvider

@@ -17,7 +17,7 @@ from expect import names, raises, warned
 from laststep.catalog.instances import Past
 from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.plan.frequency import APART, Bound
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.saving import schedule as scheduling
 from laststep.saving.schedule import Schedule, SharedNotes
 from laststep.settings import Settings

@@ -11,7 +11,7 @@ from torch import nn
 import laststep
 from expect import raises
 from laststep.events import Bus
-from laststep.ranks.rank import Rank
+from laststep.ranks.group import Rank
 from laststep.saving.context import RunContext, memory_for
 from laststep.settings import Settings, as_keywords
 from laststep.state.items import providers_for

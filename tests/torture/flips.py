@@ -16,7 +16,7 @@ from tally import Tally, Violation
 
 import laststep
 import state
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import read_index
 from laststep.catalog.run import Run
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import CorruptError

@@ -1,5 +1,5 @@
-"""One attempt to write a checkpoint: its name, the calls begin, put, commit and abort, and its
-decision.
+"""One attempt to write a checkpoint: its name, the calls begin, put, commit and abort, its decision
+and its indexes.
 
 The flusher, the DCP adapter, copies, replication and recovery all write through `Attempt`. Commit
 and abort compete to create one name, `manifest.json`: the first to create it makes the final
@@ -7,6 +7,9 @@ decision, and the other reads that decision. A commit is reported only once its 
 every process that finds a commit syncs the folder first. This module knows nothing of terms,
 lineage, retention or file contents. Several processes may hold the same attempt, and all functions
 are thread-safe.
+
+A damaged index is read a second time, bypassing every cache, before `CorruptError` is raised;
+`NotFoundError` is raised if the whole checkpoint has been deleted since its manifest was read.
 
 A process that reads a run beside its writer may see it in the middle of a change; `looks` limits
 how often the read is repeated.
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
+from laststep.codecs.digests import DIGEST_NAME
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import (
     AbortedError,
@@ -36,8 +40,10 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
+from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.manifest import Abort, Commit
+from laststep.format.index import Index, index_name
+from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
@@ -53,6 +59,7 @@ RUN_NAME = "run.json"
 PIN_NAME = "pinned"
 MANIFEST_LIMIT_BYTES = 256 << 20
 """The largest manifest that is read or written."""
+INDEX_LIMIT_BYTES = 4 << 30
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
 _COPYING = re.compile(r"copying(-r[0-9]{5,8})?\.lock")
@@ -415,3 +422,79 @@ def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
     )
     error.transient = True
     raise error
+
+
+def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
+    """Read the index of a rank and verify it against the manifest."""
+    data, where = read_index_bytes(store, folder, commit, rank)
+    index = index_format.decode(data, where=where)
+    if index.rank != rank:
+        raise CorruptError(
+            "an index is that of another rank",
+            where=where,
+            expected=f"rank {rank}",
+            found=f"rank {index.rank}",
+            remedy=DAMAGE_REMEDY,
+        )
+    return index
+
+
+def read_indexes(
+    store: Store, folder: str, commit: Commit, ranks: Iterable[int] | None = None
+) -> list[Index]:
+    """Read and verify the indexes of these ranks, or of all ranks."""
+    wanted = range(commit.index_count) if ranks is None else sorted(ranks)
+    return [read_index(store, folder, commit, rank) for rank in wanted]
+
+
+def read_index_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[bytes, str]:
+    """Return the verified bytes of an index and their URL."""
+    name = index_name_of(commit, rank)
+    where, expected = f"{store.url}/{folder}/{name}", commit.index_digest(rank)
+    try:
+        data = _read_index_once(store, f"{folder}/{name}", where)
+        try:
+            index_format.check(data, where=where, expected=expected)
+        except CorruptError:
+            data = _read_index_once(store, f"{folder}/{name}", where)
+            index_format.check(data, where=where, expected=expected)
+    except (CorruptError, NotFoundError) as error:
+        gone = deleted(store, folder)
+        if gone is not None:
+            raise gone from error
+        if isinstance(error, CorruptError):
+            raise
+        raise CorruptError(
+            "an index is missing",
+            where=where,
+            expected=f"{DIGEST_NAME}:{expected.hex()}",
+            found="no such file",
+            remedy=DAMAGE_REMEDY,
+        ).lacking(f"{folder}/{name}") from error
+    return data, where
+
+
+def index_name_of(commit: Commit, rank: int) -> str:
+    return index_name(rank, commit.ranks)
+
+
+def _read_index_once(store: Store, name: str, where: str) -> bytes:
+    with closing(store.open_reader(name)) as reader:
+        if reader.size_bytes > INDEX_LIMIT_BYTES:
+            raise CorruptError(
+                "an index is too large to be one",
+                where=where,
+                expected=f"at most {INDEX_LIMIT_BYTES} bytes",
+                found=f"{reader.size_bytes} bytes",
+                remedy=DAMAGE_REMEDY,
+            )
+        data = bytearray(reader.size_bytes)
+        try:
+            got = reader.read_into(0, memoryview(data))
+        except StorageError as error:
+            if not error.device_failed:
+                raise
+            raise CorruptError(
+                "an index cannot be read", where=where, found=error.found, remedy=DAMAGE_REMEDY
+            ) from error
+        return bytes(data[:got])

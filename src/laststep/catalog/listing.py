@@ -27,13 +27,13 @@ from laststep.catalog.attempt import (
     looks,
     parse_folder,
     read_decision,
+    read_index,
 )
-from laststep.catalog.indexes import read_index
 from laststep.catalog.terms import order, superseded
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError, StorageError
+from laststep.format.index import folder_of, index_name
 from laststep.format.manifest import Abort, Commit
-from laststep.plan.files import folder_of, index_name
 from laststep.storage.store import StoreEntry
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ present at full length. Other checkpoints are evidence and are kept unless `aban
 checkpoint whose step was committed again is deleted without that. If no checkpoint has the metric
 of a rule (it may be misspelt), nothing is deleted.
 
-A prune is planned first (`PrunePlan`), purely, and then executed.
+A prune is planned first (`PrunePlan`), purely, and then executed. A file that checkpoints share is
+identified by the checkpoint that it was written for, its name there, and its size. If a run was
+copied in a way that turned hard links into separate files, deleting frees more than is computed.
 
 Of the debris of crashes (`orphans`) only files are removed that no live writer can still need:
 attempts that were aborted or whose writer is dead; copies in which no process is active and which
@@ -31,12 +33,12 @@ import enum
 import logging
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeGuard
 
 import msgspec
 
-from laststep.catalog.attempt import PIN_NAME, Attempt, parse_folder
-from laststep.catalog.indexes import sharing_of
+from laststep.catalog.attempt import PIN_NAME, Attempt, parse_folder, read_indexes
 from laststep.catalog.listing import Listed
 from laststep.catalog.terms import TERMS_FOLDER, is_here, parse_liveness_lock
 from laststep.checks import Checked
@@ -48,10 +50,10 @@ from laststep.storage.store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import ScannedAttempt
     from laststep.catalog.run import Run
     from laststep.catalog.terms import Terms
+    from laststep.format.index import StoredFile
     from laststep.storage.store import StoreEntry
 
 _log = logging.getLogger(__name__)
@@ -427,3 +429,87 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
             why, size_bytes = RemovalReason.DEBRIS, entry.size_bytes
             found.append(Orphan(name=name, why=why, is_folder=is_folder, size_bytes=size_bytes))
     return found
+
+
+# Files that checkpoints share
+
+
+class Holding(NamedTuple):
+    """The files in a checkpoint's folder."""
+
+    folder: str
+    stored_bytes: int
+    """The size of all files in the folder, including the manifest."""
+    files: tuple[StoredFile, ...]
+    """The data files of the checkpoint."""
+
+
+class FileId(NamedTuple):
+    """The identity of a file that several checkpoints share."""
+
+    written_for: str
+    name: str
+    size_bytes: int
+
+
+class Sharing:
+    """The files of all checkpoints of a run."""
+
+    def __init__(self, held: Iterable[Holding]) -> None:
+        self._stored_bytes: dict[str, int] = {}
+        self._files: dict[str, list[FileId]] = {}
+        self._folders: dict[FileId, list[str]] = {}
+        self._order: dict[str, int] = {}
+        for folder, stored_bytes, files in held:
+            self._order[folder] = len(self._order)
+            self._stored_bytes[folder] = stored_bytes
+            self._files[folder] = [file_id(file, folder) for file in files]
+            for file in self._files[folder]:
+                self._folders.setdefault(file, []).append(folder)
+
+    def freed_bytes(self, folders: Iterable[str]) -> int:
+        """Return the bytes that deleting all of these folders frees. A shared file is freed only
+        when the last folder that contains it is deleted."""
+        chosen = set(folders)
+        names = Counter(file for folder in chosen for file in self._files[folder])
+        kept = sum(
+            file.size_bytes * (count - (count == len(self._folders[file])))
+            for file, count in names.items()
+        )
+        # Missing files are not in stored_bytes, so the difference may be negative.
+        return max(sum(self._stored_bytes[folder] for folder in chosen) - kept, 0)
+
+    def stored_bytes(self) -> int:
+        """Return the bytes that all checkpoints occupy together."""
+        return self.freed_bytes(self._stored_bytes)
+
+    def shared_bytes(self, folder: str) -> int:
+        """Return the bytes of the files in this folder that are also in another folder."""
+        files = self._files[folder]
+        return sum(file.size_bytes for file in files if len(self._folders[file]) > 1)
+
+    def sharers(self, folder: str) -> tuple[str, ...]:
+        """Return the other folders that share a file with this one, in the order of checkpoints."""
+        others = {other for file in self._files[folder] for other in self._folders[file]}
+        return tuple(sorted(others - {folder}, key=self._order.__getitem__))
+
+
+def file_id(file: StoredFile, folder: str) -> FileId:
+    """Return the identity of a file in `folder`."""
+    return FileId(file.origin or folder, file.own_name, file.size_bytes)
+
+
+def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
+    """Return which files each of these checkpoints contains. Indexes are read only if any
+    checkpoint shares files; a checkpoint whose indexes cannot be read counts as sharing none."""
+    any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
+
+    def held(item: Listed) -> Holding:
+        files: list[StoredFile] = []
+        if any_shares and item.commit is not None:
+            with contextlib.suppress(CorruptError, NotFoundError):
+                for index in read_indexes(store, item.folder, item.commit):
+                    files += index.files
+        return Holding(folder=item.folder, stored_bytes=item.stored_bytes, files=tuple(files))
+
+    return Sharing(map(held, listed))

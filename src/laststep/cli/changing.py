@@ -39,9 +39,8 @@ from laststep.tiers.runs import plan_copy
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed
-    from laststep.catalog.retention import PrunePlan
+    from laststep.catalog.retention import PrunePlan, Sharing
     from laststep.catalog.run import Run
     from laststep.tiers.recovery import OrphanedSegment, OrphanedSnapshot, RecoverReport
     from laststep.tiers.runs import CopyOutcome, CopyPlan

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laststep.catalog.indexes import sharing_of
+from laststep.catalog.retention import sharing_of
 from laststep.catalog.run import Run
 from laststep.cli import places
 from laststep.cli.output import (
@@ -30,8 +30,8 @@ from laststep.tiers.replicas import replica_status
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.catalog.indexes import Sharing
     from laststep.catalog.listing import Listed, OpenAttempt
+    from laststep.catalog.retention import Sharing
     from laststep.tiers.replicas import ReplicaStatus
 
 

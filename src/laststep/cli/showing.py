@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from laststep.browse import read_commit
-from laststep.catalog.attempt import deleted
-from laststep.catalog.indexes import read_index, sharing_of
+from laststep.catalog.attempt import deleted, read_index
+from laststep.catalog.retention import sharing_of
 from laststep.cli import places
 from laststep.cli.listing import lineage_of
 from laststep.cli.output import (
@@ -38,7 +38,7 @@ from laststep.read.content import stored_in
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from laststep.catalog.indexes import Sharing
+    from laststep.catalog.retention import Sharing
     from laststep.format.index import StoredFile, StoredLayout
     from laststep.format.manifest import Commit
     from laststep.read.blocks import Damage

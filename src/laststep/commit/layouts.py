@@ -45,8 +45,8 @@ from laststep.ranks import key_value
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
-    from laststep.ranks.rank import Rank
 
 
 class EndedRound(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from laststep.flush.saves import Save
     from laststep.format.manifest import LayoutGroupRecord
     from laststep.plan.layouts import GlobalLayout
+    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
-    from laststep.ranks.rank import Rank
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)

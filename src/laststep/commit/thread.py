@@ -23,9 +23,8 @@ from laststep.commit.rounds import Leader, Member, Participant, Round
 from laststep.errors import LaststepError, StorageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
-from laststep.ranks.group import RankGroup, Ranks
+from laststep.ranks.group import RankGroup, Ranks, ranks_per_node
 from laststep.ranks.key_value import KeyValueStore
-from laststep.ranks.rank import ranks_per_node
 from laststep.saving.describe import refuse_mixed
 from laststep.saving.schedule import SharedNotes
 from laststep.settings import WAIT_FOR_OTHERS_S
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from laststep.flush.client import Client
     from laststep.flush.saves import Save
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank
     from laststep.saving.context import RunContext
     from laststep.saving.describe import Prepared, TakenState
     from laststep.state.provider import StateProvider
@@ -67,14 +66,22 @@ class CommitThread:
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threads.Worker("commit", self._work).start()
 
-    def meet(self, ranks: Ranks) -> None:
-        """Put the keys of all ranks under a random prefix of this job instance, before the first
-        save. A launcher may restart ranks with a key-value store that still holds the keys of dead
-        ones. Collective."""
+    def all_ranks(self, call: str) -> Ranks:
+        """Return the ranks that restore together. Collective: all of them make the same `call` now.
+
+        Before the first save, the keys of all ranks move under a random prefix of this job
+        instance: a launcher may restart ranks with a key-value store that still holds the keys of
+        dead ones.
+        """
+        # Rank 0 may have to wait for a save that another process has not finished.
+        deadline_s = self._participant.deadline_s + WAIT_FOR_OTHERS_S
+        prefix = self.global_layouts.kv.prefix
+        ranks = RankGroup(self.rank, prefix, deadline_s=deadline_s, call=call)
         name = ranks.broadcast(0, os.urandom(_NAME_BYTES)).hex()
         if not ranks.all_max(self._entered > 0):
             self._participant.kv.under(name)
             self.global_layouts.kv.under(name)
+        return ranks
 
     def notes(self, ranks: Ranks) -> SharedNotes:
         """Return the sync points at which all ranks save in the same `step()`. Collective."""
@@ -172,18 +179,6 @@ def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
                 name,
                 name,
             )
-
-
-def all_ranks(context: RunContext, team: CommitThread | None, call: str) -> Ranks:
-    """Return the ranks that restore together. Collective: all of them make the same `call` now."""
-    if team is None:
-        return Ranks(context.rank)
-    # Rank 0 may have to wait for a save that another process has not finished.
-    name = team.global_layouts.kv.prefix
-    deadline_s = context.settings.deadline_s + WAIT_FOR_OTHERS_S
-    group = RankGroup(context.rank, name, deadline_s=deadline_s, call=call)
-    team.meet(group)
-    return group
 
 
 def gather(run: RunContext, client: Client) -> CommitThread:

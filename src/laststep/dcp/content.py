@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _THREADS = 4
 
 
-class _Wanted(NamedTuple):
+class _ChunkRead(NamedTuple):
     """A request, the stored chunk that it reads from, and the wanted box of the tensor."""
 
     request: ReadItem
@@ -95,7 +95,7 @@ def put_whole(tensor: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> 
 
 
 def _copy_chunks(
-    files: Sequence[LayoutBlocks], wanted: Sequence[_Wanted], planner: LoadPlanner
+    files: Sequence[LayoutBlocks], wanted: Sequence[_ChunkRead], planner: LoadPlanner
 ) -> None:
     """Read, verify and copy the wanted boxes, in the order of the files. Raise `CorruptError` for
     bytes that have changed."""
@@ -171,7 +171,7 @@ class DcpStorageInfo(NamedTuple):
     box: Box | None
 
 
-class _Leaf(NamedTuple):
+class _SavedEntry(NamedTuple):
     """An entry of the flat state, and its node in the tree of its item."""
 
     entry: RecordEntry
@@ -226,7 +226,7 @@ class DcpContent:
                 metadata.storage_data[MetadataIndex(fqn)] = DcpStorageInfo(leaf.item, "", None)
         return metadata
 
-    def _tell_tensor(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+    def _tell_tensor(self, leaf: _SavedEntry, name: str, into: Metadata) -> None:
         fqn = leaf.entry.fqn
         dtype, shape = self._content.item(leaf.item).spec_of(name)
         boxes = sorted(place.box for place in self._places(leaf.item, name)) or [whole(shape)]
@@ -235,7 +235,7 @@ class DcpContent:
             index = MetadataIndex(fqn, box.start, number)
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
 
-    def _tell_part(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+    def _tell_part(self, leaf: _SavedEntry, name: str, into: Metadata) -> None:
         entry = leaf.entry
         dtype, shape = self._content.item(leaf.item).spec_of(name)
         fresh = tensor_metadata(dtype, entry.shape, [])
@@ -260,7 +260,7 @@ class DcpContent:
             return ()
         return self._content.places(item, stored.ties.get(name, name))
 
-    def _find_leaves(self) -> Iterator[_Leaf]:
+    def _find_leaves(self) -> Iterator[_SavedEntry]:
         for data, where in self._content.values(dcp_record.OBJECT_NAME):
             record = dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
             self._planner_data, self.save_id = record.planner_data, record.save_id
@@ -274,10 +274,12 @@ class DcpContent:
         for leaves in by_item.values():
             for leaf in leaves:
                 kind: Kind = "tensor" if leaf.is_tensor else "value"
-                yield _Leaf(RecordEntry(fqn=leaf.name, location=leaf.path, kind=kind), leaf.node)
+                yield _SavedEntry(
+                    RecordEntry(fqn=leaf.name, location=leaf.path, kind=kind), leaf.node
+                )
 
-    def _leaf_at(self, entry: RecordEntry) -> _Leaf:
-        leaf = _Leaf(entry, None)
+    def _leaf_at(self, entry: RecordEntry) -> _SavedEntry:
+        leaf = _SavedEntry(entry, None)
         leaf = leaf._replace(node=self._node_at(self._content.item(leaf.item).tree, entry.location))
         is_tensor = entry.kind in ("tensor", "part")
         if is_tensor and leaf.node != TensorRef(tensor_name(entry.location)):
@@ -305,7 +307,7 @@ class DcpContent:
     ) -> None:
         """Deliver everything that the plan requests to the planner; tensors in the order of their
         files."""
-        wanted: list[_Wanted] = []
+        wanted: list[_ChunkRead] = []
         for request in plan.items:
             item, name, box = stored[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
@@ -325,10 +327,10 @@ class DcpContent:
                 chunk = FileBox(len(wanted), size, at.file, at.start, at.stop, box)
                 first = map(operator.add, request.storage_offsets, box.start)
                 part = whole(tuple(request.lengths)).moved(tuple(first))
-                wanted.append(_Wanted(request, chunk, TORCH_DTYPES[dtype], part))
+                wanted.append(_ChunkRead(request, chunk, TORCH_DTYPES[dtype], part))
         _copy_chunks(self._content.files, wanted, planner)
 
-    def _bytes(self, leaf: _Leaf, classes: dict[str, type]) -> BytesIO:
+    def _bytes(self, leaf: _SavedEntry, classes: dict[str, type]) -> BytesIO:
         """Return a value as the bytes that a planner loads. Objects of user classes may be created
         from `classes`."""
         fqn, where = leaf.entry.fqn, f"{self._where}, {leaf.entry.fqn}"

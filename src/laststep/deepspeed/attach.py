@@ -185,11 +185,11 @@ class _EngineSaving:
         """Restore the checkpoint with this tag or, without a tag, the newest undamaged one that was
         saved with `save_latest`. Raise NotFoundError if there is none."""
 
-        def restore(found: _Found) -> Restored:
+        def restore(found: _TaggedCheckpoint) -> Restored:
             self._model.leaves_frozen = not found.frozen
             return ckpt.restore(found.step, only=only, strict=strict)
 
-        listed: list[_Found] = _together(lambda: _find(ckpt.path, tag))
+        listed: list[_TaggedCheckpoint] = _together(lambda: _find(ckpt.path, tag))
         restored = first_sound(listed, restore)
         if restored is None:
             raise _no_such(tag or "latest", ckpt.path)
@@ -214,14 +214,14 @@ def _items(engine: Any) -> dict[str, object]:
     return {"optimizer": optimizer(engine), "counts": progress(engine), "rng": RNG(), **there}
 
 
-class _Found(NamedTuple):
+class _TaggedCheckpoint(NamedTuple):
     """A checkpoint; `frozen` is True if it has the frozen parameters."""
 
     step: int
     frozen: bool
 
 
-def _find(run: str, tag: str | None) -> list[_Found]:
+def _find(run: str, tag: str | None) -> list[_TaggedCheckpoint]:
     """Return the newest checkpoint with a tag. Without a tag, return all that were saved with
     `save_latest`, newest first."""
     found = []
@@ -229,7 +229,7 @@ def _find(run: str, tag: str | None) -> list[_Found]:
         with one:
             stamp: Any = FRAMEWORK.own(one.metadata, f"{run}, step {one.step}")
         if stamp["latest"] if tag is None else tag in stamp["tags"]:
-            found.append(_Found(one.step, bool(stamp["frozen"])))
+            found.append(_TaggedCheckpoint(one.step, bool(stamp["frozen"])))
     return found if tag is None else found[:1]
 
 

@@ -241,7 +241,7 @@ class SharedFiles:
 def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
     """Return a committed checkpoint as the base of this rank's next save; None if its index cannot
     be read, in which case the save writes everything."""
-    from laststep.catalog.indexes import read_index  # many flushers never need it
+    from laststep.catalog.attempt import read_index  # many flushers never need it
 
     try:
         commit = read_decision(store, folder)

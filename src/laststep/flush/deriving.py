@@ -37,7 +37,7 @@ Misses = Counter[tuple[str, str, Master]]
 unneeded or not tried."""
 
 
-class _Wanted(NamedTuple):
+class _MasterBytes(NamedTuple):
     """Bytes [start, stop) of a master's image, and the run that may be their rounding."""
 
     start: int
@@ -67,7 +67,7 @@ class Deriving:
         self._sums: dict[tuple[int, int, Master], bytes] = {}
         self._parts: dict[tuple[int, int, Master], tuple[bytearray, int]] = {}
         """Rounded bytes of incomplete runs, and how many of them have arrived."""
-        self._wanted: dict[int, list[_Wanted]] = {}
+        self._wanted: dict[int, list[_MasterBytes]] = {}
         self._files: dict[int, DerivedFile] = {}
         for number in sorted({pair.file for pair in pairs}):
             file = DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
@@ -117,7 +117,7 @@ class Deriving:
                 self._sums[key] = found
                 self._changed.notify_all()
 
-    def _among(self, file: int, start: int, stop: int) -> list[_Wanted]:
+    def _among(self, file: int, start: int, stop: int) -> list[_MasterBytes]:
         some = self._wanted.get(file, [])
         first = bisect_left(some, start - _MOST_BYTES, key=lambda wanted: wanted.start)
         last = bisect_left(some, stop, key=lambda wanted: wanted.start)
@@ -194,7 +194,7 @@ class DerivedFile:
         self._misses[self._name, tensor, master] += 1
         return False
 
-    def wanted(self) -> list[tuple[int, _Wanted]]:
+    def wanted(self) -> list[tuple[int, _MasterBytes]]:
         """Return the bytes of masters that have to be rounded, each with the number of its file;
         none if no block may be derived."""
         found = []
@@ -203,7 +203,7 @@ class DerivedFile:
                 for master in self._candidates[run.tensor]:
                     there, begins = self._begins[master]
                     start, stop = run.of_master(begins)
-                    found.append((there, _Wanted(start, stop, self._number, run, master)))
+                    found.append((there, _MasterBytes(start, stop, self._number, run, master)))
         return found
 
     def is_refuted(self, start: int, data: memoryview) -> bool:

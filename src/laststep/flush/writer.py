@@ -30,9 +30,10 @@ from laststep.format.index import (
     StoredFile,
     StoredLayout,
     in_place,
+    index_name,
+    pack_name,
     runs_of,
 )
-from laststep.plan.files import index_name, pack_name
 from laststep.settings import Compression
 from laststep.storage.store import write_aligned
 

@@ -44,6 +44,10 @@ MAX_FILES = 4096
 _ENCODING_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _ELEMENT_BYTES = (1, 2, 4, 8, 16)
 _DATA_SUFFIXES = (".safetensors", ".pack")
+FLAT_RANKS = 256
+"""In larger jobs, files are stored in subfolders, each for some ranks. A rank has about three
+files, and no folder should have more than about 1,024 entries."""
+_RANKS_PER_FOLDER, _FOLDERS = 128, 1024
 
 
 class Encoding(NamedTuple):
@@ -441,3 +445,21 @@ def plain_index(index: Index) -> Index:
             for number, stored in enumerate(index.layouts)
         ),
     )
+
+
+def folder_of(rank: int, ranks: int) -> str:
+    """Return the subfolder of a checkpoint for a rank's files; "" for none."""
+    if ranks <= FLAT_RANKS:
+        return ""
+    each = max(_RANKS_PER_FOLDER, -(-ranks // _FOLDERS))
+    return f"r{rank - rank % each:05d}/"
+
+
+def index_name(rank: int, ranks: int = 1) -> str:
+    """Return the name of a rank's index."""
+    return f"{folder_of(rank, ranks)}index-r{rank:05d}"
+
+
+def pack_name(rank: int, ranks: int = 1) -> str:
+    """Return the name of a rank's pack file."""
+    return f"{folder_of(rank, ranks)}blocks-r{rank:05d}.pack"

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from laststep.constants import DTYPES, MAX_HEADER_BYTES
 from laststep.errors import NotFoundError
-from laststep.format.index import runs_of
+from laststep.format.index import folder_of, runs_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ _SHAPE: Final = operator.attrgetter("shape")
 _SIZE_BYTES: Final = operator.attrgetter("size_bytes")
 
 SHARED_FILE = "shared"
-FLAT_RANKS = 256
-"""In larger jobs, files are stored in subfolders, each for some ranks. A rank has about three
-files, and no folder should have more than about 1,024 entries."""
-_RANKS_PER_FOLDER, _FOLDERS = 128, 1024
 OWN_FILE_BYTES = 1 << 20
 """An item at least this large gets a data file of its own."""
 LAYOUT_NAME = "~layout"
@@ -98,14 +94,6 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.layout.tensor_bytes for file in self.files)
 
 
-def folder_of(rank: int, ranks: int) -> str:
-    """Return the subfolder of a checkpoint for a rank's files; "" for none."""
-    if ranks <= FLAT_RANKS:
-        return ""
-    each = max(_RANKS_PER_FOLDER, -(-ranks // _FOLDERS))
-    return f"r{rank - rank % each:05d}/"
-
-
 def plan_save(
     items: tuple[ItemSpec, ...],
     *,
@@ -138,16 +126,6 @@ def plan_save(
         files.append(_place(name, None, group, pieces, names))
     stored = tuple(item.name for item in items) if values is None else values
     return SavePlan(items=items, files=tuple(files), pieces=pieces, values=stored)
-
-
-def index_name(rank: int, ranks: int = 1) -> str:
-    """Return the name of a rank's index."""
-    return f"{folder_of(rank, ranks)}index-r{rank:05d}"
-
-
-def pack_name(rank: int, ranks: int = 1) -> str:
-    """Return the name of a rank's pack file."""
-    return f"{folder_of(rank, ranks)}blocks-r{rank:05d}.pack"
 
 
 def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]:

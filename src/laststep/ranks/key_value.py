@@ -32,7 +32,7 @@ from laststep.process.threads import Worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank
 
 log = logging.getLogger(__name__)
 

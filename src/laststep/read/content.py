@@ -14,8 +14,7 @@ import contextlib
 import operator
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog.attempt import deleted
-from laststep.catalog.indexes import read_index
+from laststep.catalog.attempt import deleted, read_index
 from laststep.codecs.digests import digest
 from laststep.errors import CorruptError, NotFoundError
 from laststep.format.manifest import DAMAGE_REMEDY

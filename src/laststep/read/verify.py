@@ -14,8 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.attempt import deleted
-from laststep.catalog.indexes import LIMIT_BYTES, name_of, read_bytes
+from laststep.catalog.attempt import INDEX_LIMIT_BYTES, deleted, index_name_of, read_index_bytes
 from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
@@ -92,7 +91,7 @@ class _Check:
         self._total_bytes = sum(sizes.values())
         names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
         if commit is not None:
-            names = [name_of(commit, number) for number in range(commit.index_count)]
+            names = [index_name_of(commit, number) for number in range(commit.index_count)]
             if commit.ranks > 1:
                 self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
         self._tell()
@@ -115,10 +114,10 @@ class _Check:
         where = f"{self._store.url}/{self._folder}/{name}"
         try:
             if commit is not None:
-                data, _ = read_bytes(self._store, self._folder, commit, number)
+                data, _ = read_index_bytes(self._store, self._folder, commit, number)
             else:
                 path = f"{self._folder}/{name}"
-                data = self._store.read(path, limit_bytes=LIMIT_BYTES)
+                data = self._store.read(path, limit_bytes=INDEX_LIMIT_BYTES)
             index = index_format.decode(data, where=where)
         except NotFoundError:
             raise

@@ -102,8 +102,8 @@ class Opened(NamedTuple):
     """False if it is read from memory or a replica."""
 
 
-class _Verdict(enum.StrEnum):
-    """Rank 0's verdict on a checkpoint that failed to open or to verify on some rank."""
+class _Confirmation(enum.StrEnum):
+    """Finding of rank 0 about a checkpoint that failed to open or to verify on some rank."""
 
     STANDS = "stands"
     """The checkpoint exists and the error is real."""
@@ -419,9 +419,9 @@ class Choosing:
                 self._use_replica(chosen, why)
             return
         verdict = self._judge(chosen, error)
-        if verdict is _Verdict.UNSEEN:
+        if verdict is _Confirmation.UNSEEN:
             self._wait_to_see(chosen, error)
-        elif verdict is _Verdict.DELETED and not self._is_named:
+        elif verdict is _Confirmation.DELETED and not self._is_named:
             log.warning("%s is gone, listing the run again: %s", chosen.folder, error)
             gone = "it was deleted in the meantime"
             self._deleted.append(Skipped(step=chosen.step, folder=chosen.folder, reason=gone))
@@ -550,20 +550,20 @@ class Choosing:
         self._try_again(chosen)
         return True
 
-    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> _Verdict:
+    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> _Confirmation:
         """Classify, on rank 0, an error that at least one rank found; return its verdict on all
         ranks."""
 
-        def look() -> _Verdict:
+        def look() -> _Confirmation:
             if self._ranks.rank.is_first:
                 if deleted(self._store, chosen.folder) is not None:
-                    return _Verdict.DELETED
+                    return _Confirmation.DELETED
                 if error.missing is not None and _is_there(self._store, error.missing):
-                    return _Verdict.UNSEEN
-            return _Verdict.STANDS
+                    return _Confirmation.UNSEEN
+            return _Confirmation.STANDS
 
         mine = collective(self._ranks, look)
-        return _Verdict(self._ranks.broadcast(0, mine.encode()).decode())
+        return _Confirmation(self._ranks.broadcast(0, mine.encode()).decode())
 
     def _wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
         """Pause before the next try, to give the rank that misses a file time to see it. Raise

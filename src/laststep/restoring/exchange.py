@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
     from laststep.plan.reads import Chunk
     from laststep.plan.who_reads import WriterSource
-    from laststep.ranks.group import RankMessage, Ranks
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank, RankMessage, Ranks
     from laststep.read.content import Content, Key
     from laststep.read.reader import Room
     from laststep.restoring.match import Match

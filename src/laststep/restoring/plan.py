@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from laststep.format.manifest import Commit
-    from laststep.ranks.group import Ranks
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank, Ranks
     from laststep.read.content import Content
     from laststep.restoring.match import Match
     from laststep.restoring.renaming import Modules

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.catalog.terms import Seen
     from laststep.format.manifest import Commit
-    from laststep.ranks.group import Ranks
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank, Ranks
     from laststep.read.content import Content
     from laststep.read.reader import Room
     from laststep.restoring.choose import Chosen, Skipped

@@ -23,7 +23,7 @@ from laststep.catalog.terms import TERMS_FOLDER
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.memory.segments import available_bytes
-from laststep.ranks.rank import ranks_on_this_node
+from laststep.ranks.group import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
 from laststep.state.items import make_deferred
 from laststep.state.modules import TrainableProvider
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.listing import Listed
     from laststep.events import Bus
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
     from laststep.tiers.tier import Arranged

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from laststep.codecs.objects import EncodedDicts
     from laststep.flush.saves import Seal
     from laststep.plan.who_writes import Assignment
-    from laststep.ranks.rank import Rank
+    from laststep.ranks.group import Rank
     from laststep.state.layouts import Layout
     from laststep.state.provider import StateProvider
     from laststep.state.tree import Collected

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from laststep.events import Bus
     from laststep.flush.saves import SaveHandle, Saves
     from laststep.process.signals import PreemptionSignal
+    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
-    from laststep.ranks.rank import Rank
     from laststep.settings import Preemption
 
 

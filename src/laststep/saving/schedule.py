@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from laststep.catalog.instances import Past
     from laststep.flush.saves import SaveHandle
     from laststep.plan.frequency import IntervalEstimate
+    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
-    from laststep.ranks.rank import Rank
     from laststep.settings import Settings
 
 

@@ -31,15 +31,18 @@ from laststep.catalog.attempt import (
     Attempt,
     copying_name,
     deleted,
+    index_name_of,
     inner_folders,
     is_copying_name,
     parse_folder,
     read_decision,
+    read_index_bytes,
+    read_indexes,
     read_manifest,
 )
-from laststep.catalog.indexes import FileId, file_id, name_of, read_bytes, read_indexes
 from laststep.catalog.instances import ending_name
 from laststep.catalog.listing import Scanner
+from laststep.catalog.retention import FileId, file_id
 from laststep.catalog.terms import RECORD_LIMIT_BYTES, TERMS_FOLDER, Terms, term_record_name
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
 from laststep.errors import (
@@ -200,7 +203,7 @@ class Copier:
                     self._target.delete(f"{folder}/{name}")
             moved = _FileCopies(self._route, self._shared, folder, there, progress).bring(indexes)
             for rank, original in originals.items():
-                name, data = name_of(commit, rank), original.data
+                name, data = index_name_of(commit, rank), original.data
                 path = f"{folder}/{name}"
                 is_same_size = there.get(name) == len(data)
                 if is_same_size and self._target.read(path, limit_bytes=len(data)) == data:
@@ -218,7 +221,7 @@ class Copier:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
         commit, data = self._manifest(folder)
-        names = [name_of(commit, rank) for rank in range(commit.index_count)]
+        names = [index_name_of(commit, rank) for rank in range(commit.index_count)]
         sizes = self._sizes(folder, names)
         for name in names:
             if name not in sizes:
@@ -272,14 +275,14 @@ class Copier:
         commit = partial_of(commit, self._items or (), written)
         return commit, manifest.encode(commit)
 
-    def _original(self, folder: str, commit: Commit, rank: int) -> _Original:
-        data, where = read_bytes(self._source, folder, commit, rank)
+    def _original(self, folder: str, commit: Commit, rank: int) -> _CopiedIndex:
+        data, where = read_index_bytes(self._source, folder, commit, rank)
         index = index_format.decode(data, where=where)
         if self._omitted_items(commit) == commit.omitted_items:
-            return _Original(index, data)
+            return _CopiedIndex(index, data)
         part = only_items(index, self._items or (), f"{self._source.url}/{folder}")
         dropped = {file.name for file in index.files} - {file.name for file in part.files}
-        return _Original(part, index_format.encode(part), frozenset(dropped))
+        return _CopiedIndex(part, index_format.encode(part), frozenset(dropped))
 
     # The target
 
@@ -346,7 +349,7 @@ class Copier:
         }
 
 
-class _Original(NamedTuple):
+class _CopiedIndex(NamedTuple):
     """A rank's index as the target will have it, its bytes, and the files that are left out."""
 
     part: Index
@@ -357,7 +360,7 @@ class _Original(NamedTuple):
 def _names(commit: Commit, indexes: Sequence[Index]) -> list[str]:
     """Return the file names of these indexes and of their data files."""
     files = [file.name for index in indexes for file in index.files]
-    return [*files, *(name_of(commit, index.rank) for index in indexes)]
+    return [*files, *(index_name_of(commit, index.rank) for index in indexes)]
 
 
 def _without(items: Sequence[str]) -> str:

@@ -31,10 +31,9 @@ from laststep.catalog.terms import Terms, order, term_record_name
 from laststep.constants import CHUNK_BYTES, align_up
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, NotFoundError
 from laststep.format import index as index_format
-from laststep.format.index import plain_index, written_of
+from laststep.format.index import index_name, plain_index, written_of
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.memory import segments
-from laststep.plan.files import index_name
 from laststep.process import signals
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.files import absolute

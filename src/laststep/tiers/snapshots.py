@@ -29,10 +29,10 @@ from laststep.constants import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, written_of
+from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, index_name, written_of
 from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory import segments
-from laststep.plan.files import LAYOUT_NAME, index_name
+from laststep.plan.files import LAYOUT_NAME
 from laststep.process.system import boot, warn_once
 from laststep.version import VERSION
 
