@@ -312,6 +312,19 @@ def test_commit_and_abort_have_exactly_one_winner(
     assert seen <= {Commit, Abort}
 
 
+def test_an_abort_leaves_a_new_copy_of_the_same_name_alone(run: Run) -> None:
+    term = run.claim_term(None)
+    attempt = run.begin(step=1, term=term, attempt=1)
+
+    class RemovedAndBegunAgain(DirectoryStore):
+        def create(self, name: str, data: bytes) -> None:
+            raise NotFoundError("the folder was gone", where=name)
+
+    again = Attempt(RemovedAndBegunAgain(run.store.url), attempt.name)
+    assert not again.abort("given up")
+    assert attempt.folder in run.store.folder_names("")
+
+
 def test_a_commit_after_an_abort_says_why_it_was_given_up(run: Run, commit_of: Commits) -> None:
     term = run.claim_term(None)
     folder = run.begin(step=1, term=term, attempt=1).folder

@@ -13,6 +13,7 @@ import pytest
 from disks import FailingDisk, Kind, RecordingDisk
 from expect import raises
 from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
+from laststep.storage import directory
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 from laststep.testing.stores import SharedStoreConformance, aligned, write_file, write_piece
@@ -417,3 +418,18 @@ def test_a_folder_whose_name_could_not_be_made_durable_is_not_there(tmp_path: Pa
     assert store.list("") == []
     store.make_folder("a")
     assert disk.calls == 2
+
+
+@pytest.mark.parametrize("call", ["list", "file_names", "folder_names"])
+def test_an_entry_that_cannot_be_looked_at_is_a_storage_error(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StaleEntry:
+        name, path = "a", str(tmp_path / "a")
+
+        def is_symlink(self) -> bool:  # a system call where the filesystem tells no types
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(directory, "_scan", lambda path: [StaleEntry()])
+    with raises(StorageError, where=str(tmp_path)):
+        getattr(DirectoryStore(tmp_path), call)("")

@@ -16,6 +16,7 @@ from expect import raises
 from laststep.errors import StorageError
 from laststep.storage import locks
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import Disk
 from laststep.testing.stores import in_child
 from waiting import PATIENCE_S
 
@@ -163,3 +164,17 @@ def test_a_link_in_the_place_of_a_lock_is_refused(store: DirectoryStore, tmp_pat
         with raises(StorageError, where=tmp_path / "s" / "terms", found="ELOOP"):
             store.lock(f"terms/{name}")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_child_forked_inside_of_a_lock_call_can_lock_on_other_threads(tmp_path: Path) -> None:
+    def lock_on_another_thread() -> None:
+        thread = threading.Thread(target=lambda: locks.take(Disk(), str(tmp_path / "a.lock")))
+        thread.start()
+        thread.join(60)
+        os._exit(int(thread.is_alive()))
+
+    with locks._held.mutex:  # as if a signal handler ran inside of `take` and forked
+        child = os.fork()
+        if child == 0:
+            lock_on_another_thread()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

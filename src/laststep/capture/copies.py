@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.device import SideStreams
     from laststep.capture.layout import Choice, ChunkLayout, Layout
+    from laststep.capture.mover import Sink
     from laststep.capture.ring import Route
     from laststep.plan.files import SavePlan
 
@@ -135,22 +136,24 @@ class ChunkLooks:
         """Digests by save number."""
 
     def unchanged(
-        self, staging: Mapping[str, torch.Tensor], streams: SideStreams, *, number: int, since: int
-    ) -> list[Place]:
-        """Digest the chunks of save `number`, where its devices can, and return those that equal
-        the ones of save `since`. Staged bytes MUST be complete in the order of the side streams."""
+        self, staging: Mapping[str, torch.Tensor], streams: SideStreams, sink: Sink
+    ) -> tuple[int, list[Place]]:
+        """Digest the chunks of a save, where its devices can, and return those that equal the ones
+        of the last committed save, and its number. Staged bytes MUST be complete in the order of
+        the side streams."""
         if not self._chunks:
-            return []
+            return 0, []
         found: dict[Place, bytes] = {}
         for device, chunks in self._chunks.items():
             buffer = staging.get(device)
             if buffer is not None and buffer.nbytes >= _LEAST_BYTES:
                 found.update(self._digests(device, chunks, buffer, streams))
+        since = sink.since  # not earlier: a save may have been committed meanwhile
         before = self._seen.get(since, {})
-        self._seen[number] = found
+        self._seen[sink.number] = found
         for old in sorted(self._seen)[:-_SAVES_KEPT]:
             del self._seen[old]
-        return [place for place, sums in found.items() if before.get(place) == sums]
+        return since, [place for place, sums in found.items() if before.get(place) == sums]
 
     def _digests(
         self, device: str, chunks: list[ChunkLayout], staging: torch.Tensor, streams: SideStreams

@@ -247,8 +247,7 @@ class Mover:
         used with lazy copies, because training then waits for this thread."""
         if job.looks is None or job.layout.direct:
             return frozenset()
-        number, since = job.sink.number, job.sink.since
-        same = job.looks.unchanged(job.staging, self._streams, number=number, since=since)
+        since, same = job.looks.unchanged(job.staging, self._streams, job.sink)
         if not same:
             return frozenset()
         sizes = {(c.file, c.start): c.size_bytes for c in job.layout.chunks}

@@ -240,6 +240,8 @@ class Attempt:
         try:
             if isinstance(abort(self.store, self.folder, reason), Commit):
                 return True
+            if read_decision(self.store, self.folder) is None:
+                return False  # somebody has removed it already; a new copy may have its name
         except StorageError:
             # A full disk has no room for an abort either. Deleting the folder also prevents a
             # commit.

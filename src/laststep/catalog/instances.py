@@ -11,8 +11,9 @@ A job instance that did not record a clean end counts as failed. Its uptime last
 save to its last sign of life, which is its last commit; time in which nothing ran does not count.
 If retention has deleted all its commits, its uptime lasts until the next job instance began, but no
 longer than the median time between two job instances of this run. A clock may be set while a job
-runs: a job instance that ended well records its uptime by a monotonic clock, and any other counts
-for at most `UNPROVEN_S`. An underestimated uptime only makes saves more frequent.
+runs: a job instance that ended well records its uptime by a monotonic clock. Any other cannot have
+run for longer than until the next process of this run began under the same kernel; without such a
+process it counts for at most `UNPROVEN_S`. An underestimate only makes saves more frequent.
 
 This module knows nothing of the content of a save.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import statistics
 import threading
@@ -42,6 +44,7 @@ from laststep.catalog.terms import (
     make_folder,
     new_start,
     parse_liveness_lock,
+    this_writer,
 )
 from laststep.errors import LaststepError, NotFoundError
 from laststep.format.manifest import Commit
@@ -49,7 +52,7 @@ from laststep.format.manifest import Commit
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.catalog.terms import Seen
+    from laststep.catalog.terms import Seen, Trainer
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -222,7 +225,11 @@ def past_of(store: Store, start: str) -> Past:
         gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(began))]
         usual_s = statistics.median(gaps) if gaps else 0.0
         uptime_s = 0.0
-        for began_s, (its_start, its) in zip(began, records.items(), strict=True):
+        processes: list[TermRecord | Trainer] = [its[0] for its in records.values()]
+        processes.append(this_writer())
+        for place, (began_s, (its_start, its)) in enumerate(
+            zip(began, records.items(), strict=True), 1
+        ):
             ending = endings.get(its_start)
             if ending is not None and ending.ran_s is not None:
                 uptime_s += ending.ran_s
@@ -231,11 +238,29 @@ def past_of(store: Store, start: str) -> Past:
             if seen_s is None:
                 until_s = min([other for other in began if other > began_s], default=began_s)
                 seen_s = min(until_s, began_s + usual_s)
-            uptime_s += min(max(seen_s - began_s, 0.0), UNPROVEN_S)
+            longest_s = _longest_s(its[0], processes[place:])
+            uptime_s += min(max(seen_s - began_s, 0.0), longest_s)
         return Past(failures=len(records.keys() - endings.keys()), uptime_s=uptime_s)
     except LaststepError as error:
         _log.warning("the number of failures of %s is unknown: %s", store.url, error)
         return Past()
+
+
+def _longest_s(record: TermRecord, later: Iterable[TermRecord | Trainer]) -> float:
+    """Return the longest time that this process can have run, given the processes that began after
+    it: under the same kernel, its ticks cannot be set as a clock can."""
+    began = _ticks(record)
+    for process in later:
+        ticks = _ticks(process) if process.boot == record.boot else None
+        if began is not None and ticks is not None and ticks > began:
+            return (ticks - began) / os.sysconf("SC_CLK_TCK")
+    return UNPROVEN_S
+
+
+def _ticks(process: TermRecord | Trainer) -> int | None:
+    """Return the start time of the process in ticks since boot; None if unknown."""
+    ticks = process.process_started.partition("@")[0]
+    return int(ticks) if process.boot and ticks.isdecimal() else None
 
 
 def _records_of_others(store: Store, own: str) -> dict[str, list[TermRecord]]:

@@ -188,12 +188,13 @@ class Scanner:
                 found[name] = entry
         return found
 
-    def scan(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
-        """Return every attempt with its decision."""
+    def scan(self, *, deep: bool = False, undecided: bool = False) -> tuple[ScannedAttempt, ...]:
+        """Return every attempt with its decision. In large jobs most files are in subfolders, which
+        only a deep scan lists; with `undecided` only those of attempts that are no checkpoints."""
         scanned: tuple[ScannedAttempt, ...] = ()
         for _ in looks():  # the last scan counts in any case
             folders = self.folders()
-            scanned = self._look_at(folders, deep=deep)
+            scanned = self._look_at(folders, deep=deep, undecided=undecided)
             if not self.missed_commit(scanned, folders.keys()):
                 break
         scanned = self._still_there(scanned)
@@ -221,10 +222,10 @@ class Scanner:
         )
 
     def _look_at(
-        self, folders: Mapping[AttemptName, StoreEntry], *, deep: bool
+        self, folders: Mapping[AttemptName, StoreEntry], *, deep: bool, undecided: bool
     ) -> tuple[ScannedAttempt, ...]:
         """Scan these folders; in parallel if each requires a server's answer."""
-        look = functools.partial(self.look, deep=deep)
+        look = functools.partial(self.look, deep=deep, undecided=undecided)
         if not self._store.same_everywhere or len(folders) < 2:
             return tuple([look(name, entry) for name, entry in folders.items()])
         from laststep.process.threads import WorkerPool  # imported late: startup waits for imports
@@ -252,9 +253,12 @@ class Scanner:
         there = set(self.names())
         return tuple(item for item in scanned if item.decided is not None or item.name in there)
 
-    def look(self, name: AttemptName, folder: StoreEntry, *, deep: bool = False) -> ScannedAttempt:
-        """Return one attempt with its decision."""
+    def look(
+        self, name: AttemptName, folder: StoreEntry, *, deep: bool = False, undecided: bool = False
+    ) -> ScannedAttempt:
+        """Return one attempt with its decision; `deep` and `undecided` as for `scan`."""
         scanned = self._look_once(name, folder, fully=False)
+        deep = deep or (undecided and not scanned.is_committed)
         if deep and scanned.passed_over and not self._has_all_names(scanned):
             scanned = self._look_once(name, folder, fully=True)
         if scanned.incomplete is not None:

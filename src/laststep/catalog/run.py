@@ -481,7 +481,7 @@ class Run:
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Return the files and folders that crashes left behind and that no live writer needs."""
         now = time.time() if now_s is None else now_s
-        scanned = self._scanner.scan(deep=True)
+        scanned = self._scanner.scan(undecided=True)
         return retention.orphans(self.store, self._terms, scanned, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:

@@ -589,9 +589,10 @@ def main(text: str) -> None:
     for number in NOT_FOR_THE_HELPER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
+    pool = Mapping(setup.pool_fd, setup.pool_bytes)  # kept: a forked child closes what still exists
     flusher = Flusher(
         Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd),
-        Mapping(setup.pool_fd, setup.pool_bytes).view,
+        pool.view,
         run=setup.run,
         trainer=setup.trainer,
         orders=setup.orders,

@@ -227,7 +227,7 @@ class OptimizerProvider(StateProvider):
                 elif not name:
                     name = f"group{g}.{i}"
                     by_position += 1
-                if name in parameters:
+                if name in parameters and parameters[name][0] is not parameter:
                     raise UsageError(
                         "two parameters of the optimizer have the same name",
                         remedy="pass their modules as items too, under different names",

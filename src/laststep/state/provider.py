@@ -502,6 +502,7 @@ class PerRank(AroundProvider):
     decides."""
 
     per_rank = True
+    mixed = False
 
     def __init__(self, item: object, *, when_ranks_change: WhenRanksChange | None = None) -> None:
         known = ("keep", "drop", "refuse")

@@ -73,15 +73,17 @@ class DirectoryStore(Store):
     # Listing and reading
 
     def list(self, folder: str) -> list[StoreEntry]:
+        path = self._folder(folder)
         entries = []
-        for item in _scan(self._folder(folder)):
-            is_link = item.is_symlink()
-            try:
-                status = item.stat()
-            except OSError as error:
-                if is_link or isinstance(error, FileNotFoundError):
-                    continue  # it has just vanished, or is a dangling link
-                raise failed("list", item.path, error) from error
+        for item in _scan(path):
+            with os_errors("list", path):
+                is_link = item.is_symlink()
+                try:
+                    status = item.stat()
+                except OSError as error:
+                    if is_link or isinstance(error, FileNotFoundError):
+                        continue  # it has just vanished, or is a dangling link
+                    raise
             entries.append(
                 StoreEntry(
                     name=item.name,
@@ -94,23 +96,27 @@ class DirectoryStore(Store):
         return entries
 
     def file_names(self, folder: str) -> tuple[str, ...]:
-        # Unlike in `list`, only a link costs a system call.
-        return tuple(
-            [
-                item.name
-                for item in _scan(self._folder(folder))
-                if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
-            ]
-        )
+        # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
+        path = self._folder(folder)
+        with os_errors("list", path):
+            return tuple(
+                [
+                    item.name
+                    for item in _scan(path)
+                    if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
+                ]
+            )
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        return tuple(
-            [
-                item.name
-                for item in _scan(self._folder(folder))
-                if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
-            ]
-        )
+        path = self._folder(folder)
+        with os_errors("list", path):
+            return tuple(
+                [
+                    item.name
+                    for item in _scan(path)
+                    if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
+                ]
+            )
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)

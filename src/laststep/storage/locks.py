@@ -34,7 +34,7 @@ class FileLock:
     def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._path = path
-        _held.add(self)
+        _held.locks.add(self)
 
     def mark(self, place: int) -> None:
         """Lock that place too; a second call does nothing."""
@@ -50,40 +50,50 @@ class FileLock:
 
     def close(self) -> None:
         """Release the lock; it stays held while another process has a copy of the descriptor."""
-        with _mutex:
+        with _held.mutex:
             if self._fd >= 0:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
 
     def _set(self, kind: int, place: int) -> None:
-        with _mutex:
+        with _held.mutex:
             if self._fd >= 0:
                 with os_errors("mark a byte of the lock", self._path):
                     fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(kind, place))
 
 
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-"""The locks of this process, also closed ones; a forked child closes its copies."""
-_mutex = threading.RLock()  # reentrant for a signal handler that forks
-"""Guards every change of a lock. A fork waits for it, because a child would keep holding a lock
-that is not in `_held` yet."""
+class _HeldLocks:
+    """The locks of this process, also closed ones, and the mutex that guards every change of one. A
+    fork waits for the mutex, because a child would keep holding a lock that is not listed yet."""
+
+    def __init__(self) -> None:
+        self.locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+        self.mutex = threading.RLock()  # reentrant for a signal handler that forks
+
+    def before_fork(self) -> None:
+        self.mutex.acquire()
+
+    def in_parent(self) -> None:
+        self.mutex.release()
+
+    def in_child(self) -> None:
+        """Close the child's copies, and free the mutex for its other threads: a handler may have
+        forked inside of a function that holds it."""
+        for lock in list(self.locks):
+            lock.close()
+        self.mutex = threading.RLock()
 
 
-def _leave_to_parent() -> None:
-    for lock in list(_held):
-        lock.close()
-    _mutex.release()
-
-
+_held = _HeldLocks()
 os.register_at_fork(
-    before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_leave_to_parent
+    before=_held.before_fork, after_in_parent=_held.in_parent, after_in_child=_held.in_child
 )
 
 
 def take(disk: Disk, path: str) -> FileLock:
     """Take the lock on `path`, creating the file if needed; raise `AlreadyExistsError` if it is
     held."""
-    with _mutex:
+    with _held.mutex:
         while True:
             with os_errors("open the lock", path):
                 fd = _open_or_create(disk, path)
@@ -110,7 +120,7 @@ def take(disk: Disk, path: str) -> FileLock:
 
 def adopt(fd: int, path: str) -> FileLock:
     """Take over a lock whose descriptor was passed to this process."""
-    with _mutex:
+    with _held.mutex:
         return FileLock(fd, path)
 
 

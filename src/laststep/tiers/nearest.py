@@ -1,10 +1,11 @@
 """A run as a restore sees it, including snapshots in shared memory and checkpoints of replicas.
 
 `NearestStore` forwards every call to the run's own store, except for the folders of in-memory
-snapshots and of checkpoints that are read from a replica. A primary that has lost the run gets its
-records again, from memory or from a replica, so that it is the same run; nothing else is copied. If
-primary and replica have diverged, the primary is authoritative. A primary without any checkpoint is
-not treated as a new run while a replica cannot be reached.
+snapshots and of checkpoints that are read from a replica. Records of the run and its terms that the
+store has lost are read from memory too; nothing is written. A primary that has lost the run gets
+its records again from a replica, so that it is the same run. If primary and replica have diverged,
+the primary is authoritative. A primary without any checkpoint is not treated as a new run while a
+replica cannot be reached.
 """
 
 from __future__ import annotations
@@ -86,7 +87,6 @@ class NearestStore(Store):
                         found[-1].record.at.step,
                         " and ".join(found[-1].segments),
                     )
-                    recovery.put_records(self.primary, found[-1].record)
             return self._snapshots
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:
@@ -188,13 +188,28 @@ class NearestStore(Store):
             for name, created_s in {**dict.fromkeys(self._elsewhere, 0.0), **nearer}.items():
                 made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
                 entries.setdefault(name, made)
+        for record, data in self._records().items():
+            inner, _, name = record.rpartition("/")
+            if inner == folder:
+                entry = StoreEntry(name=name, is_folder=False, size_bytes=len(data), modified_s=0)
+                entries.setdefault(name, entry)
         return sorted(entries.values(), key=lambda entry: entry.name)
+
+    def _records(self) -> dict[str, bytes]:
+        """Return the records of runs and terms in memory."""
+        snapshots = self.look().values()
+        return {name: data for snapshot in snapshots for name, data in snapshot.record.records}
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         snapshot = self.look().get(name.partition("/")[0])
         if snapshot is not None and (data := snapshot.read(name)) is not None:
             return data
-        return self._place(name).read(name, limit_bytes=limit_bytes)
+        try:
+            return self._place(name).read(name, limit_bytes=limit_bytes)
+        except NotFoundError:
+            if (record := self._records().get(name)) is None:
+                raise
+            return record
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         snapshot = self.look().get(name.partition("/")[0])
