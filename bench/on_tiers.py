@@ -1,4 +1,4 @@
-"""What shared memory and further tiers cost a training, and how soon it is back.
+"""What shared memory and replicas cost a training, and how soon it is back.
 
 Each repetition has three processes. One trains with a folder alone, then with shared memory, that
 folder and another one behind it, in turns: iterations of about the same length, a save every few of

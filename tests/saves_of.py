@@ -41,7 +41,7 @@ def lone_save(step: int, **client: object) -> Save:
     return Save(SimpleNamespace(last_committed=0, bus=Bus(), **{**nothing, **client}), step)  # type: ignore[arg-type]
 
 
-def sealed(number: int) -> CaptureDone:
+def capture_done(number: int) -> CaptureDone:
     """What is captured of a save without any values."""
     return CaptureDone(save=number, values={}, items=(), metrics=b"", metadata=b"")
 

@@ -54,7 +54,7 @@ def test_errands_do_not_run_twice_when_two_threads_step_at_once() -> None:
     ran: list[str] = []
     both = threading.Barrier(2)
 
-    class Meeting:
+    class SyncPoint:
         """A number that lets the other thread look at the errands too before it is compared."""
 
         def __le__(self, other: int) -> bool:
@@ -65,7 +65,7 @@ def test_errands_do_not_run_twice_when_two_threads_step_at_once() -> None:
         def __gt__(self, other: int) -> bool:
             return other < 1
 
-    fence.at_step(Meeting(), lambda: ran.append("once") is None)  # type: ignore[arg-type]
+    fence.at_step(SyncPoint(), lambda: ran.append("once") is None)  # type: ignore[arg-type]
     try:
         threads = [threading.Thread(target=one.step) for one in optimizers]
         for thread in threads:

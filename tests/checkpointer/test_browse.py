@@ -209,9 +209,9 @@ def test_arguments_that_cannot_work_are_usage(
             with raises(laststep.UsageError, "state/t", remedy="t[:]"):
                 tensor[index]
     monkeypatch.setenv("HOME", str(tmp_path))
-    laststep.save({"w": 1}, "~/home")
-    assert (tmp_path / "home").is_dir()
-    assert laststep.load("~/home") == {"w": 1}
+    laststep.save({"w": 1}, "~/primary")
+    assert (tmp_path / "primary").is_dir()
+    assert laststep.load("~/primary") == {"w": 1}
 
 
 def test_all_of_a_tensor_is_read_by_the_same_words_whatever_its_shape(run_folder: Path) -> None:

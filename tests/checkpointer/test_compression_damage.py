@@ -152,7 +152,7 @@ def test_whatever_bit_is_flipped_nothing_comes_back_wrong(training: CodedTrainin
 
 
 def test_a_block_that_is_not_damaged_is_read_beside_one_that_is(training: CodedTraining) -> None:
-    flip(*in_block(2, 0)(training), 0xFF)  # the anchor
+    flip(*in_block(2, 0)(training), 0xFF)  # the base
     tensor = laststep.open(training.run)[1].tensor("model/w")
     assert torch.equal(tensor[: 2 * BLOCK], training.saved[1][: 2 * BLOCK])
     assert torch.equal(tensor[3 * BLOCK :], training.saved[1][3 * BLOCK :])
@@ -193,7 +193,7 @@ def test_a_device_that_fails_under_an_anchor_is_damage_of_its_file(
 
     def fails(reader: FileReader, offset: int, into: memoryview) -> int:
         hit = offset <= place.start < offset + len(into) and str(reader._path).endswith(LENT)
-        # Not with the blocks that are borrowed, but with that which is only an anchor.
+        # Not with the blocks that are reused, but with that which is only a base.
         if hit and len(into) <= BLOCK_BYTES:
             if what == "swapped":
                 return read_into(reader, offset + 4096, into)

@@ -34,20 +34,20 @@ def tiers(maker, laststep, base: str) -> Callable[..., dict[str, tuple[object, .
 def test_a_tier_that_is_behind_says_what_is_at_risk(maker, laststep, tiers, tmp_path: Path) -> None:
     for step in (10, 20):
         maker.save(step)
-    further = tmp_path / "further"
-    shutil.copytree(maker.path, further)
+    replica = tmp_path / "replica"
+    shutil.copytree(maker.path, replica)
     maker.save(50)
-    assert tiers(further, tmp_path / "nothing") == {
+    assert tiers(replica, tmp_path / "nothing") == {
         str(maker.path): (50, 3, 0, 0.0),
-        str(further): (20, 2, 30, 30.0),
+        str(replica): (20, 2, 30, 30.0),
         str(tmp_path / "nothing"): (None, 0, None, None),
     }
-    said = laststep("ls", maker.path, further, tmp_path / "nothing", "--tiers").out
+    said = laststep("ls", maker.path, replica, tmp_path / "nothing", "--tiers").out
     told = [line.rstrip() for line in said.splitlines()]
     assert [line.split()[0] for line in told] == [
         "tier",
         str(maker.path),
-        str(further),
+        str(replica),
         str(tmp_path / "nothing"),
     ]
     assert told[1].endswith("nothing")
@@ -58,9 +58,9 @@ def test_a_tier_that_is_behind_says_what_is_at_risk(maker, laststep, tiers, tmp_
 
 def test_where_the_run_itself_is_lost_other_places_are_listed(maker, tiers, tmp_path: Path) -> None:
     maker.save(10)
-    further = tmp_path / "further"
-    shutil.move(maker.path, further)
-    assert tiers(further) == {str(maker.path): (None, 0, None, None), str(further): (10, 1, 0, 0.0)}
+    replica = tmp_path / "replica"
+    shutil.move(maker.path, replica)
+    assert tiers(replica) == {str(maker.path): (None, 0, None, None), str(replica): (10, 1, 0, 0.0)}
 
 
 def test_shared_memory_is_the_nearest_tier(maker, own, tiers, base: str) -> None:
@@ -92,10 +92,10 @@ def test_the_tiers_that_a_run_knows_need_not_be_named(
     maker, tiers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     maker.save(10)
-    further = tmp_path / "further"
-    shutil.copytree(maker.path, further)
-    (maker.path / "tiers.json").write_text(json.dumps({"tiers": [str(further)]}))
-    assert list(tiers()) == list(tiers(further)) == [str(maker.path), str(further)]
+    replica = tmp_path / "replica"
+    shutil.copytree(maker.path, replica)
+    (maker.path / "tiers.json").write_text(json.dumps({"tiers": [str(replica)]}))
+    assert list(tiers()) == list(tiers(replica)) == [str(maker.path), str(replica)]
     for damaged in (b"no record", b'{"tiers":["/\xf2"]}'):
         caplog.clear()
         (maker.path / "tiers.json").write_bytes(damaged)

@@ -152,7 +152,7 @@ class Worker:
 
     - `answer N`: the store has to answer within so many seconds from the next `open` on;
     - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher. With
-      `memory` its saves are kept in shared memory there, with `further` they are drained to that
+      `memory` its saves are kept in shared memory there, with `replica` they are replicated to that
       place, with `stuck` nothing is ever durable, with `sharded` the state is one tensor that lies
       over all ranks; with `ramp` of so many elements, each of which has another value, beside a
       tensor that all ranks hold alike and random numbers of each rank's own;
@@ -229,7 +229,7 @@ class Worker:
         place: tuple[str, ...] = (run,)
         if (base := how.pop("memory", None)) is not None:
             place, how["tiers"] = (), [f"shm://{base}", run]
-        if (far := how.pop("further", None)) is not None:
+        if (far := how.pop("replica", None)) is not None:
             laststep.register_store("gated", "stuck_store:Gated")
             place, how["tiers"] = (), [*how.get("tiers", [run]), far]
         self.checkpointer = laststep.Checkpointer(

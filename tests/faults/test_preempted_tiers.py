@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """Shared memory, a home and a further tier, each of which finishes files once it is open."""
+    """Shared memory, a primary and a replica, each of which finishes files once it is open."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.home, self.far = folder / "shm", folder / "home", folder / "far"
+        self.base, self.primary, self.far = folder / "shm", folder / "primary", folder / "far"
         self.base.mkdir(parents=True)
 
     def request(self, **settings: Any) -> dict[str, Any]:
-        tiers = [f"shm://{self.base}", f"gated://{self.home}", f"gated://{self.far}"]
+        tiers = [f"shm://{self.base}", f"gated://{self.primary}", f"gated://{self.far}"]
         how = {"flush": "process", "every": 1000, **settings}
         return {"tiers": tiers, "settings": how, "phase": "training", "tells_saves": True}
 
@@ -38,7 +38,7 @@ class Tiers:
 
     def names(self, *tiers: str) -> list[str]:
         """As reports name them."""
-        urls = {"home": f"gated://{self.home}", "far": f"gated://{self.far}"}
+        urls = {"primary": f"gated://{self.primary}", "far": f"gated://{self.far}"}
         return [urls.get(tier, tier) for tier in tiers]
 
 
@@ -82,15 +82,15 @@ def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
     assert (report["tiers"], report["committed"]) == (["shm://"], False)
     assert report["problem"]
     assert report["at_risk"]
-    assert steps(tiers.home) == []
+    assert steps(tiers.primary) == []
     said = trainer.process.log.read_text()
     assert f"[{report['step']}]" in said
-    assert f"`laststep recover gated://{tiers.home} --base {tiers.base}`" in said
+    assert f"`laststep recover gated://{tiers.primary} --base {tiers.base}`" in said
     kill_flushers(trainer)
-    for place in (tiers.home, tiers.far):
+    for place in (tiers.primary, tiers.far):
         tiers.open(place)
     assert end_by_signal(told(**tiers.request()))["step"] == report["step"] + 1
-    assert steps(tiers.home) == [report["step"], report["step"] + 1]
+    assert steps(tiers.primary) == [report["step"], report["step"] + 1]
     assert segments.found(str(tiers.base)) == []
 
 
@@ -98,7 +98,7 @@ def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
 def test_a_preempted_job_frees_its_memory_though_nobody_calls_close(
     told: Callable[..., Told], tiers: Tiers, flush: str, *, is_drained: bool
 ) -> None:
-    tiers.open(tiers.home)
+    tiers.open(tiers.primary)
     if is_drained:
         tiers.open(tiers.far)
     request = {"bare": True, "preemption": {"grace": "60 s" if is_drained else "2 s"}}
@@ -110,14 +110,14 @@ def test_a_preempted_job_frees_its_memory_though_nobody_calls_close(
 def test_a_loop_that_asks_whether_it_is_preempted_frees_its_memory_without_close(
     told: Callable[..., Told], tiers: Tiers
 ) -> None:
-    for place in (tiers.home, tiers.far):
+    for place in (tiers.primary, tiers.far):
         tiers.open(place)
     trainer = told(bare=True, own=False, **tiers.request(flush="thread", every=None))
     trainer.hear("at")
     trainer.send()
     trainer.hear("stops")
     trainer.end(0)
-    assert steps(tiers.home) == [0]
+    assert steps(tiers.primary) == [0]
     assert segments.found(str(tiers.base)) == []
 
 
@@ -128,8 +128,8 @@ def test_what_memory_alone_has_the_flusher_goes_on_to_commit_and_to_drain(
     report = end_by_signal(trainer, *IN_MEMORY)
     assert report["tiers"] == ["shm://"]
     assert "step 0" in report["at_risk"]
-    tiers.open(tiers.home)
-    wait_until(lambda: steps(tiers.home) == [0])
+    tiers.open(tiers.primary)
+    wait_until(lambda: steps(tiers.primary) == [0])
     tiers.open(tiers.far)
     wait_until(lambda: steps(tiers.far) == [0])
 
@@ -138,17 +138,17 @@ def test_what_memory_alone_has_the_flusher_goes_on_to_commit_and_to_drain(
 def test_a_further_tier_that_never_ends_costs_the_grace_and_no_more(
     told: Callable[..., Told], tiers: Tiers, flush: str
 ) -> None:
-    tiers.open(tiers.home)
+    tiers.open(tiers.primary)
     report = end_by_signal(told(**tiers.request(flush=flush)), *COMMITTED)
-    assert report["tiers"] == tiers.names("shm://", "home")
+    assert report["tiers"] == tiers.names("shm://", "primary")
     assert (report["committed"], report["problem"], report["at_risk"]) == (True, "", "")
-    assert (steps(tiers.home), steps(tiers.far)) == ([0], [])
+    assert (steps(tiers.primary), steps(tiers.far)) == ([0], [])
 
 
 def test_the_next_start_waits_for_no_flusher_that_only_drains(
     told: Callable[..., Told], tiers: Tiers
 ) -> None:
-    tiers.open(tiers.home)
+    tiers.open(tiers.primary)
     trainer = told(**tiers.request())
     assert end_by_signal(trainer, *COMMITTED)["committed"]
     again = told(**tiers.request())
@@ -164,35 +164,35 @@ def test_within_the_grace_all_tiers_get_it_and_nothing_stays_in_memory(
     told: Callable[..., Told], tiers: Tiers
 ) -> None:
     """Also one that would get each hundredth save, or the first, and no other."""
-    for place in (tiers.home, tiers.far):
+    for place in (tiers.primary, tiers.far):
         tiers.open(place)
     request = {**tiers.request(every=1), "phase": "idle", "far_every": 100}
     trainer = told(**request)
     report = end_by_signal(trainer)
     assert report["step"] > 0
-    assert report["tiers"] == tiers.names("shm://", "home", "far")
-    assert steps(tiers.home)[-1] == steps(tiers.far)[-1] == report["step"]
+    assert report["tiers"] == tiers.names("shm://", "primary", "far")
+    assert steps(tiers.primary)[-1] == steps(tiers.far)[-1] == report["step"]
     assert segments.found(str(tiers.base)) == []
 
 
-@pytest.mark.parametrize("full", ["home", *long("far")])
+@pytest.mark.parametrize("full", ["primary", *long("far")])
 def test_a_tier_that_fails_at_once_is_waited_for_no_longer(
     told: Callable[..., Told], tiers: Tiers, full: str
 ) -> None:
     """What is in memory alone stays there though the job ends in order."""
     if full == "far":
-        tiers.open(tiers.home)
-    place = tiers.home if full == "home" else tiers.far
+        tiers.open(tiers.primary)
+    place = tiers.primary if full == "primary" else tiers.far
     place.with_suffix(".full").touch()
     report = end_by_signal(told(**tiers.request()))
-    assert report["tiers"] == tiers.names("shm://", *(["home"] if full == "far" else []))
-    assert bool(report["problem"]) is (full == "home")
+    assert report["tiers"] == tiers.names("shm://", *(["primary"] if full == "far" else []))
+    assert bool(report["problem"]) is (full == "primary")
     assert report["seconds"] < report["grace_s"]
     place.with_suffix(".full").unlink()
-    tiers.open(tiers.home)
+    tiers.open(tiers.primary)
     tiers.open(tiers.far)
     assert end_by_signal(told(**tiers.request()))["step"] == 1
-    assert steps(tiers.home) == [0, 1]
+    assert steps(tiers.primary) == [0, 1]
     assert segments.found(str(tiers.base)) == []
 
 
@@ -204,7 +204,7 @@ def test_ranks_say_that_memory_has_it_only_where_all_have_it_there(
     assert [report["tiers"] for report in end_ranks(job, IN_MEMORY, IN_MEMORY)] == [["shm://"]] * 2
     for rank in job.ranks:
         kill_flushers(rank)
-    tiers.open(tiers.home)  # or the next start waits there, with what memory has
+    tiers.open(tiers.primary)  # or the next start waits there, with what memory has
     stands = {"phase": "seal", "until": "the end"}
     again = told_job(2, only={1: stands}, **request)
     reports = end_ranks(again, IN_MEMORY, ("at", "seal"))

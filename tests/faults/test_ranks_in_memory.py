@@ -68,7 +68,7 @@ class Starts:
         return [save.at.step for save in snapshots.records_in(segment)]
 
     def wait_for(self, step: int, *ranks: int) -> None:
-        """Until these ranks, or all of four, have sealed that step."""
+        """Until these ranks, or all of four, hold that step in memory."""
         wanted = set(ranks or range(RANKS))
         wait_until(
             lambda: wanted <= {s.owner.rank for s in self.segments() if step in self.steps_in(s)}
@@ -175,7 +175,7 @@ def restored_by(job: Job) -> int:
 
 
 def newest_of_all(said: dict[Process, list[list[str]]]) -> int:
-    """The newest step that all ranks had sealed, or that one knew to be committed."""
+    """The newest step that all ranks held in memory, or that one knew to be committed."""
     sealed_steps, committed = [], [-1]
     for rank, words in said.items():
         while (more := rank.next_words()) != [""]:
@@ -186,7 +186,7 @@ def newest_of_all(said: dict[Process, list[list[str]]]) -> int:
 
 
 def stand_sealed(starts: Starts, **options: Any) -> Job:
-    """A job whose step 1 is committed, and step 2 is sealed by all ranks and will not be."""
+    """A job whose step 1 is committed, and step 2 is in the memory of all ranks and will not be."""
     job = starts(**options)
     job.save(1)
     job.stand_at("decide", 2)
@@ -220,7 +220,7 @@ def test_where_the_memory_of_one_rank_is_gone_the_checkpoint_before_comes_back(
 
 
 def damage(segment: Segment) -> None:
-    """One byte of each slot that a sealed save needs."""
+    """One byte of each slot that a snapshot needs."""
     with Path(segment.pool_path).open("r+b") as pool:
         for save in snapshots.records_in(segment):
             for slot in save.needed_slots:

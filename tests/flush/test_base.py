@@ -157,9 +157,9 @@ def test_a_file_that_as_many_checkpoints_share_as_may_is_retired() -> None:
 
 
 def test_a_file_is_needed_for_the_bases_in_it() -> None:
-    anchor = BaseRef(BlockRef(1, 0, 90, 1), bytes(16))
+    base_block = BaseRef(BlockRef(1, 0, 90, 1), bytes(16))
     refs = [
-        BlockRef(0, 10 * n, 10, 2, anchor._replace(block=BlockRef(1, 90 * n, 90, 1)))
+        BlockRef(0, 10 * n, 10, 2, base_block._replace(block=BlockRef(1, 90 * n, 90, 1)))
         for n in range(3)
     ]
     files = [

@@ -149,13 +149,13 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
         client, lease = checkpointer._client, ReadBuffers.lease
         pid, died, killing = client.helper_pid, threading.Event(), threading.Lock()
 
-        def kill_and_lease(landing: ReadBuffers, timeout_s: float | None = None) -> int | None:
+        def kill_and_lease(buffers: ReadBuffers, timeout_s: float | None = None) -> int | None:
             with killing:  # several threads read
                 if not died.is_set():
                     os.kill(pid, signal.SIGKILL)
                     client._receiver.join()
                     died.set()
-            return lease(landing, timeout_s)
+            return lease(buffers, timeout_s)
 
         for tensor in state.values():
             tensor.zero_()

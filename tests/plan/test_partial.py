@@ -1,4 +1,4 @@
-"""What of an index and of a manifest an excerpt of some items has."""
+"""What of an index and of a manifest a partial checkpoint of some items has."""
 
 from __future__ import annotations
 

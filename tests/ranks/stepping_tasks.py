@@ -56,7 +56,7 @@ def step_alike(run: str, every: object, slow: int) -> tuple[list[int], list[int]
 
 def step_without_the_first(run: str) -> tuple[str, int, int]:
     """The first rank is late for longer than the others have patience. What a rank heard, and at
-    which meeting it is afterwards."""
+    which sync point it is afterwards."""
     with laststep.Checkpointer(
         run,
         state={"w": torch.zeros(3)},

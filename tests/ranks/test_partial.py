@@ -20,13 +20,13 @@ def test_sharded_weights_come_back_from_an_excerpt_of_two_ranks(
     crew: Crew, run_folder: Path, ranks: int
 ) -> None:
     run_folder.mkdir()
-    where = {"home": str(run_folder / "home"), "weights": str(run_folder / "weights")}
-    crew("excerpt_tasks:drain", 2, **where)
+    where = {"primary": str(run_folder / "primary"), "weights": str(run_folder / "weights")}
+    crew("partial_tasks:replicate", 2, **where)
     [checkpoint] = laststep.open(where["weights"])
     assert (checkpoint.ranks, checkpoint.omitted_items) == (2, ("optimizer",))
     assert not checkpoint.verify().damage
-    for refused, *told in crew("excerpt_tasks:restore", ranks, **where):
+    for refused, *told in crew("partial_tasks:restore", ranks, **where):
         assert names(refused, "MismatchError: ", "optimizer")
         assert told == ["step 1", "exact"]
-    assert laststep.open(where["home"]).steps() == [2]
+    assert laststep.open(where["primary"]).steps() == [2]
     assert laststep.open(where["weights"]).steps() == [1, 2]

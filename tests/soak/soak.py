@@ -56,8 +56,8 @@ STARTS_S = 180.0
 class Trainer:
     """A process that trains, and what it was heard to say."""
 
-    def __init__(self, home: str, far: str, seed: int) -> None:
-        command = [sys.executable, str(HERE / "soak_trainer.py"), home, far, str(seed)]
+    def __init__(self, primary: str, far: str, seed: int) -> None:
+        command = [sys.executable, str(HERE / "soak_trainer.py"), primary, far, str(seed)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.began_s = time.monotonic()
         self.restored: int | None = None
@@ -78,7 +78,7 @@ class Trainer:
                 self.held[tier] = max(int(step), self.held.get(tier, -1))
             elif word == "takes":
                 self.takes.append(json.loads(rest))
-                print({"step": self.held.get("home"), **self.takes[-1]}, flush=True)
+                print({"step": self.held.get("primary"), **self.takes[-1]}, flush=True)
             elif word == "failed:":
                 self.failed.append(rest)
 
@@ -114,7 +114,7 @@ class Soak:
     """Trainers one after another, what is done to them, and what is wrong."""
 
     def __init__(self, disk: Path, gate: Gate, seed: int, *, fills: bool) -> None:
-        self.home, self.far = str(disk / "home"), f"s3://{weed.BUCKET}/soak"
+        self.primary, self.far = str(disk / "primary"), f"s3://{weed.BUCKET}/soak"
         self._disk, self._gate, self._seed = disk, gate, seed
         self._chance = random.Random(seed)
         self._full_until_s = 0.0
@@ -152,7 +152,7 @@ class Soak:
 
     def judge(self) -> list[str]:
         """What is wrong, in words."""
-        for url in (self.home, self.far):
+        for url in (self.primary, self.far):
             run = laststep.open(url)
             if not run.steps():
                 self.wrong.append(f"{url} has no checkpoint")
@@ -161,11 +161,11 @@ class Soak:
                 state = {name: checkpoint.tensor(f"state/{name}")[:] for name in state_of(0)}
                 if checkpoint.verify().damage or not is_of(state, step):
                     self.wrong.append(f"{url}: step {step} is not what was saved")
-        # What the home did not get, since its disk was full, has to stay.
-        left = laststep.recover(self.home, dry_run=True).segments
+        # What the primary did not get, since its disk was full, has to stay.
+        left = laststep.recover(self.primary, dry_run=True).segments
         if any(one.is_alive or not one.is_needed for one in left):
             self.wrong.append("shared memory is left behind")
-        if not laststep.recover(self.home).ok or segments.found(run=self.home):
+        if not laststep.recover(self.primary).ok or segments.found(run=self.primary):
             self.wrong.append("what shared memory alone has cannot be stored")
         takes = self._trainer.takes
         half = len(takes) // 2
@@ -183,7 +183,7 @@ class Soak:
 
     def _start(self) -> Trainer:
         self._seed += 1
-        return Trainer(self.home, self.far, self._seed)
+        return Trainer(self.primary, self.far, self._seed)
 
     def _replace(self) -> None:
         """The trainer goes, or has gone; another one comes."""
@@ -200,7 +200,7 @@ class Soak:
         if trainer.restored is not None and trainer.restored < wanted:
             self.wrong.append(f"back at {trainer.restored}, {self._promised} was promised")
         if trainer.restored is not None:
-            self._promised = {"home": trainer.restored} if trainer.restored >= 0 else {}
+            self._promised = {"primary": trainer.restored} if trainer.restored >= 0 else {}
         self._promised |= {tier: trainer.held[tier] for tier in trainer.held if tier != self.far}
         if trainer.failed and time.monotonic() > self._full_until_s + STARTS_S:
             self.wrong += trainer.failed
@@ -234,7 +234,7 @@ class Soak:
 
     def _flip(self) -> None:
         """A bit of what the dead have left in memory changes: the folder's checkpoint counts."""
-        for segment in segments.found(run=self.home):
+        for segment in segments.found(run=self.primary):
             with Path(segment.pool_path).open("r+b") as pool:
                 at = self._chance.randrange(os.fstat(pool.fileno()).st_size)
                 pool.seek(at)

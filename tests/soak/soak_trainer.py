@@ -47,10 +47,10 @@ def tell(event: object) -> None:
         case laststep.events.TierHolds():
             say("holds", event.tier, event.step)
         case laststep.events.Committed():
-            say("holds", "home", event.step)
+            say("holds", "primary", event.step)
 
 
-def look(home: str) -> None:
+def look(primary: str) -> None:
     """Say what this process and its flusher take."""
     pids = [os.getpid(), *children_of(os.getpid())]
     resident = [
@@ -63,7 +63,7 @@ def look(home: str) -> None:
         "memory_mb": sum(resident),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
-        "shared_mb": sum(one.size_bytes for one in segments.found(run=home)) // MB,
+        "shared_mb": sum(one.size_bytes for one in segments.found(run=primary)) // MB,
     }
     say("takes", json.dumps(takes))
 
@@ -75,9 +75,9 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def train(home: str, far: str, chance: random.Random) -> None:
+def train(primary: str, far: str, chance: random.Random) -> None:
     few, state = laststep.Keep(last=3), state_of(-1)
-    tiers = ["shm://", laststep.Tier(home, keep=few), laststep.Tier(far, keep=few)]
+    tiers = ["shm://", laststep.Tier(primary, keep=few), laststep.Tier(far, keep=few)]
     with laststep.Checkpointer(
         tiers=tiers,
         state=state,
@@ -100,7 +100,7 @@ def train(home: str, far: str, chance: random.Random) -> None:
             step += 1
             if time.monotonic() > looked_s + LOOKS_S:
                 looked_s = time.monotonic()
-                look(home)
+                look(primary)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The home of a run is lost, and shared memory still has its last save."""
+"""The primary of a run is lost, and shared memory still has its last save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def base(tmp_path: Path, run_folder: Path) -> Path:
-    """Where a job has left steps 4 and 5 when it failed; its home was lost after that."""
+    """Where a job has left steps 4 and 5 when it failed; its primary was lost after that."""
     place, state = tmp_path / "shm", torch.zeros(5 * MB)
     place.mkdir()
     fail_after(job(place, run_folder, state), state, {4: 4.0, 5: 5.0})
@@ -47,7 +47,7 @@ def test_the_run_comes_back_out_of_memory_and_is_stored_again(
     back = laststep.open(run_folder)
     assert back.steps() == [5, 6]
     assert all(back[step].verify().damage == () for step in back.steps())
-    # It is the same run, by the same records: a further tier that has older ones can be drained to.
+    # It is the same run, by the same records: a replica that has older ones can be replicated to.
     shutil.rmtree(tmp_path / "lost" / restored.folder)
     laststep.copy(run_folder, tmp_path / "lost")
     assert laststep.open(tmp_path / "lost").steps() == [4, 5, 6]
@@ -101,14 +101,14 @@ def test_memory_is_not_given_back_before_somebody_has_gone_on(base: Path, run_fo
 def test_memory_that_is_newer_than_a_further_tier_counts_and_is_stored(
     tmp_path: Path, run_folder: Path
 ) -> None:
-    base, replicas = tmp_path / "shm", tmp_path / "further"
+    base, replicas = tmp_path / "shm", tmp_path / "replica"
     base.mkdir()
     state = torch.full((5 * MB,), 1.0)
     with job(base, run_folder, state, replicas) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
 
-    fail_after(job(base, run_folder, state), state, {3: 3.0})  # which does not drain
+    fail_after(job(base, run_folder, state), state, {3: 3.0})  # which does not replicate
     shutil.move(run_folder, tmp_path / "lost")
     state.zero_()
     with job(base, run_folder, state, replicas) as ckpt:
@@ -162,7 +162,7 @@ def test_memory_of_a_history_that_an_older_copy_of_the_run_has_replaced_does_not
 def test_what_memory_has_damaged_is_read_at_a_further_tier(
     tmp_path: Path, run_folder: Path
 ) -> None:
-    base, replicas, state = tmp_path / "shm", tmp_path / "further", torch.zeros(5 * MB)
+    base, replicas, state = tmp_path / "shm", tmp_path / "replica", torch.zeros(5 * MB)
     base.mkdir()
     ckpt = job(base, run_folder, state, replicas)
     fail_after(ckpt, state, {1: 1.0}, lambda: wait_until(lambda: is_at(replicas, 1)))
@@ -213,7 +213,7 @@ def test_what_is_peeked_at_in_memory_is_restored_from_there_part_by_part(
 def test_what_is_peeked_at_a_further_tier_is_restored_from_there(
     tmp_path: Path, run_folder: Path
 ) -> None:
-    base, replicas, state = tmp_path / "shm", tmp_path / "further", torch.ones(5 * MB)
+    base, replicas, state = tmp_path / "shm", tmp_path / "replica", torch.ones(5 * MB)
     base.mkdir()
     with job(base, run_folder, state, replicas) as ckpt:
         ckpt.restore()
@@ -229,7 +229,7 @@ def test_what_is_peeked_at_a_further_tier_is_restored_from_there(
 def test_what_is_peeked_at_and_damaged_at_home_is_read_at_the_tier_and_saved_on(
     tmp_path: Path, run_folder: Path
 ) -> None:
-    base, replicas, state = tmp_path / "shm", tmp_path / "further", torch.ones(5 * MB)
+    base, replicas, state = tmp_path / "shm", tmp_path / "replica", torch.ones(5 * MB)
     base.mkdir()
     with job(base, run_folder, state, replicas) as ckpt:
         ckpt.restore()

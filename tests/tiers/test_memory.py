@@ -236,7 +236,7 @@ def damage_file(run: Path) -> None:
 
 
 def damage_memory(base: str) -> None:
-    """One byte of each slot that a sealed save needs."""
+    """One byte of each slot that a snapshot needs."""
     (segment,) = segments.found(base)
     (save,) = snapshots.records_in(segment)
     with Path(segment.pool_path).open("r+b") as pool:

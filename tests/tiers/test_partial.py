@@ -1,4 +1,4 @@
-"""A further tier may take only some items: what lies there is an excerpt, and says so."""
+"""A replica may take only some items: what lies there is a partial checkpoint, and says so."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ GOLDEN_RUNS = sorted(path.parent for path in GOLDEN.glob("version-*/*/run.json")
 
 
 class Training:
-    """A model with its optimizer's state and a small loader, at home and in excerpts."""
+    """A model, its optimizer and a small loader, at the primary, and parts of them elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         self.primary, self.weights, self.far = (
-            folder / name for name in ("home", "weights", "far")
+            folder / name for name in ("primary", "weights", "far")
         )
         self.model = {"w": torch.zeros(1 << 19), "b": torch.zeros(3)}
         self.optimizer = {"m": torch.zeros(1 << 20)}
@@ -92,7 +92,7 @@ def training(run_folder: Path) -> Training:
 
 @pytest.fixture
 def saved(training: Training) -> Training:
-    """Two steps, both at home, of which the model is drained."""
+    """Two steps, both at the primary, of which the model is replicated."""
     with training.open() as ckpt:
         ckpt.restore()
         for step in (1, 2):
@@ -491,11 +491,11 @@ def test_ranks_in_groups_bring_their_own_files_of_an_item(run_folder: Path) -> N
 DRAINING = """
 import sys, torch, laststep
 
-home, weights, limit = sys.argv[1:]
+primary, weights, limit = sys.argv[1:]
 tier = laststep.Tier(weights, items=("model",), limit=limit or None)
 model, optimizer = {"w": torch.full((3 << 20,), 7.0)}, {"m": torch.ones(1 << 20)}
 with laststep.Checkpointer(
-    tiers=[home, tier], model=model, optimizer=optimizer,
+    tiers=[primary, tier], model=model, optimizer=optimizer,
     options=laststep.Options(flush="thread", progress=False),
 ) as ckpt:
     if ckpt.restore().step is None:

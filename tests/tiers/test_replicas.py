@@ -1,4 +1,4 @@
-"""What home has lost is read at a further tier; nothing else takes the place of what it has."""
+"""What the primary has lost is read at a replica; nothing else takes the place of what it has."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """A home and a further tier, and a state that tells what was saved."""
+    """A primary and a replica, and a state that tells what was saved."""
 
     def __init__(self, folder: Path) -> None:
-        self.primary, self.far = folder / "home", folder / "far"
+        self.primary, self.far = folder / "primary", folder / "far"
         self.state = {"w": torch.zeros(1 << 18), "s": torch.zeros(5)}
 
     def open(self, *places: Path, **settings: object) -> laststep.Checkpointer:
@@ -150,7 +150,7 @@ def test_a_step_comes_back_though_home_has_gone_on_without_the_tier(job: Job) ->
     assert job.back(at=2) == 2
 
 
-# The home has lost the record of the run
+# The primary has lost the record of the run
 
 
 def id_at(place: Path) -> str:
@@ -392,7 +392,7 @@ def test_a_drain_that_was_cut_off_before_the_loss_does_not_close_the_tier(job: J
     with job.open(job.primary) as ckpt:
         ckpt.restore()
         job.save(ckpt, 2)
-    # What a drain brings first, of the second start.
+    # What a replication brings first, of the second start.
     for record in sorted((job.primary / "terms").glob("*.json")):
         shutil.copy(record, job.far / "terms")
     job.lose_home()

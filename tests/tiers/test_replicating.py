@@ -1,4 +1,4 @@
-"""Checkpoints go on to further tiers beside training; what is lost nearer comes back from there."""
+"""Checkpoints go on to replicas beside training; what is lost nearer comes back from there."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """A home and a further tier, and a state that tells its step."""
+    """A primary and a replica, and a state that tells its step."""
 
     def __init__(self, folder: Path) -> None:
-        self.primary, self.far = folder / "home", folder / "far"
+        self.primary, self.far = folder / "primary", folder / "far"
         self.state = {"w": torch.zeros(3 << 20), "s": torch.zeros(5)}
         self.heard: list[events.Event] = []
 
@@ -57,7 +57,7 @@ class Places:
         wait_until(lambda: step in self.reached())
 
     def reached(self) -> list[int]:
-        """The steps that the further tier is said to have."""
+        """The steps that the replica is said to have."""
         return [e.step for e in self.heard if isinstance(e, events.TierHolds)]
 
     def steps(self, place: Path) -> list[int]:
@@ -167,7 +167,7 @@ def test_a_tier_that_is_another_run_is_left_alone(
         other.restore()
         other.save(99).result()
     with places.open() as ckpt:
-        assert ckpt.restore().step == 99  # home is new, and this is what there is
+        assert ckpt.restore().step == 99  # primary is new, and this is what there is
     shutil.rmtree(places.primary)
     with laststep.Checkpointer(places.primary, state=places.state) as ckpt:
         ckpt.restore()
@@ -253,12 +253,12 @@ def test_while_one_is_on_its_way_only_the_newest_waits(places: Places, gate: typ
 
 
 class Said:
-    """Hears a drain, without a flusher."""
+    """Hears a replicator, without a flusher."""
 
     def __init__(self) -> None:
         self.news: list[TierStatus] = []
 
-    def drained(self) -> list[int]:
+    def replicated(self) -> list[int]:
         return [news.at.step for news in self.news if news.state == "held"]
 
 
@@ -270,18 +270,18 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_ranks_bring_their_own_files_and_the_first_commits(places: Places) -> None:
-    """Files of three ranks, as far as a drain cares: what is copied is a checkpoint of one, whose
+    """Files of three ranks, as a replicator sees them: what is copied is a checkpoint of one, whose
     files are shared out."""
     with laststep.Checkpointer(places.primary, state=places.state) as ckpt:
         ckpt.restore()
         at = attempt_of(places.save(ckpt, 4))
     heard = [Said() for _ in range(3)]
-    drains = drains_of(places, heard)
-    for each in reversed(drains):  # the first is the last to hear of it
+    replicators = replicators_of(places, heard)
+    for each in reversed(replicators):  # the first is the last to hear of it
         each.start()
         each.committed(at)
-    wait_until(lambda: heard[0].drained() == [4])
-    for each in drains:
+    wait_until(lambda: heard[0].replicated() == [4])
+    for each in replicators:
         each.close(at_once=False)
     assert places.steps(places.far) == [4]
     assert not any(news.state == "failed" for said in heard for news in said.news)
@@ -304,12 +304,12 @@ def test_a_copy_that_is_committed_stays_though_what_comes_after_it_fails(
         ckpt.restore()
         at = attempt_of(places.save(ckpt, 4))
     heard = [Said() for _ in range(3)]
-    drains = drains_of(places, heard)
-    for each in drains:
+    replicators = replicators_of(places, heard)
+    for each in replicators:
         each.committed(at)
         each.start()
-    wait_until(lambda: heard[0].drained() == [4])
-    for each in drains:
+    wait_until(lambda: heard[0].replicated() == [4])
+    for each in replicators:
         each.close(at_once=False)
     assert places.steps(places.far) == [4]
 
@@ -320,15 +320,15 @@ def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(plac
         ckpt.restore()
         older, newer = (attempt_of(places.save(ckpt, step)) for step in (1, 2))
     heard = [Said() for _ in range(2)]
-    first, other = drains_of(places, heard)
+    first, other = replicators_of(places, heard)
     for at in (older, newer):  # it knows of both before the first begins with the older
         other.committed(at)
     other.start()
     first.committed(older)
     first.start()
-    wait_until(lambda: 1 in heard[0].drained())
+    wait_until(lambda: 1 in heard[0].replicated())
     first.committed(newer)
-    wait_until(lambda: 2 in heard[0].drained())
+    wait_until(lambda: 2 in heard[0].replicated())
     for each in (first, other):
         each.close(at_once=False)
     assert places.steps(places.far) == [1, 2]
@@ -339,12 +339,12 @@ def test_ranks_bring_their_own_files_of_some_items(places: Places) -> None:
     golden = Path(__file__).resolve().parent.parent / "golden" / "version-1" / "fsdp2"
     shutil.copytree(golden, places.primary)
     heard = [Said() for _ in range(3)]
-    drains = drains_of(places, heard, ("model",))
-    for each in reversed(drains):
+    replicators = replicators_of(places, heard, ("model",))
+    for each in reversed(replicators):
         each.start()
         each.committed(AttemptName(step=5, term=1, attempt=1))
-    wait_until(lambda: heard[0].drained() == [5])
-    for each in drains:
+    wait_until(lambda: heard[0].replicated() == [5])
+    for each in replicators:
         each.close(at_once=False)
     checkpoint = laststep.open(places.far)[5]
     assert (checkpoint.items(), checkpoint.omitted_items) == (["model"], ("optimizer",))
@@ -359,7 +359,7 @@ def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
     with laststep.Checkpointer(places.primary, state=places.state) as ckpt:
         ckpt.restore()
         at = attempt_of(places.save(ckpt, 1))
-    _, other = drains_of(places, [Said(), Said()])
+    _, other = replicators_of(places, [Said(), Said()])
     other.committed(at)
     other.start()
     other.close(at_once=False)
@@ -384,14 +384,14 @@ class Half:
 @pytest.mark.usefixtures("hurried")
 def test_the_first_rank_waits_for_one_that_brings_its_files_however_long(places: Places) -> None:
     order, copy = ReplicaOrder(url=str(places.far)), Half(looks=20)
-    drain = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, (), 0, 2)
-    drain.ask_to_end(at_once=False)
+    replicator = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, (), 0, 2)
+    replicator.ask_to_end(at_once=False)
     at = AttemptName(step=1, term=1, attempt=1)
-    drain._commit_when_whole(copy, at)  # type: ignore[arg-type]
+    replicator._commit_when_whole(copy, at)  # type: ignore[arg-type]
     assert copy.looks == 0
 
 
-def drains_of(
+def replicators_of(
     places: Places, heard: list[Said], items: tuple[str, ...] | None = None
 ) -> list[Replication]:
     """One for each rank."""

@@ -34,7 +34,7 @@ class Job:
     """A job that ends in the middle, and is started again."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.primary = folder / "shm", folder / "home"
+        self.base, self.primary = folder / "shm", folder / "primary"
         self.base.mkdir(parents=True)
         self.state = {"w": torch.zeros(5 << 20), "s": torch.zeros(3)}
 

@@ -31,9 +31,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("real/run", "real/other/../run/"),
         ("real/run", "link/run"),
         ("link/run", "file://{folder}/real/run"),
-        ("home", "real/run", "link/run"),
+        ("primary", "real/run", "link/run"),
         ("s3://bucket/run", "S3://bucket/run/"),
-        ("memory://home", "gs://bucket/run", "gs://bucket//run"),
+        ("memory://primary", "gs://bucket/run", "gs://bucket//run"),
     ],
 )
 def test_a_place_that_is_named_twice_is_refused(folder: Path, places: tuple[str, ...]) -> None:
@@ -74,11 +74,11 @@ def test_places_of_their_own_are_taken(folder: Path, places: tuple[str, ...]) ->
 def test_a_url_with_a_secret_is_refused_and_not_told(place: str, tmp_path: Path) -> None:
     for tier in (place, Tier(place)):
         with raises(laststep.UsageError, where=f"{place.partition(':')[0]}://") as told:
-            laststep.Checkpointer(tiers=[str(tmp_path / "home"), tier], state={})
+            laststep.Checkpointer(tiers=[str(tmp_path / "primary"), tier], state={})
         assert "hidden" not in str(told.value)
 
 
 @pytest.mark.parametrize("place", ["s3:/bucket/run", "s3:bucket", "shm:/dev/shm"])
 def test_a_url_that_lacks_a_slash_is_no_folder(place: str, tmp_path: Path) -> None:
     with raises(laststep.UsageError, found=repr(place)):
-        laststep.Checkpointer(tiers=[str(tmp_path / "home"), place], state={})
+        laststep.Checkpointer(tiers=[str(tmp_path / "primary"), place], state={})

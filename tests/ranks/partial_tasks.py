@@ -13,29 +13,29 @@ import laststep
 from laststep.errors import LaststepError
 
 
-def drain(home: str, weights: str) -> None:
-    """Save FSDP2 and its optimizer, of which the model is drained; then lose the home."""
+def replicate(primary: str, weights: str) -> None:
+    """Save FSDP2 and its optimizer, of which the model is replicated; then lose the primary."""
     trainer = Fsdp2()
     trainer.step(0)
-    with opened(home, weights, trainer) as ckpt:
+    with opened(primary, weights, trainer) as ckpt:
         ckpt.restore()
         ckpt.save(1).wait()
     whole = trainer.full()
     if dist.get_rank() == 0:
-        torch.save(whole, f"{home}.pt")
-        shutil.rmtree(home)
+        torch.save(whole, f"{primary}.pt")
+        shutil.rmtree(primary)
 
 
-def restore(home: str, weights: str) -> list[str]:
+def restore(primary: str, weights: str) -> list[str]:
     """What comes of restoring all, and then the model alone, and of saving again."""
     trainer, told = Fsdp2(), []
-    with opened(home, weights, trainer) as ckpt:
+    with opened(primary, weights, trainer) as ckpt:
         try:
             ckpt.restore()
         except LaststepError as error:
             told.append(f"{type(error).__name__}: {error.what}")
         told.append(f"step {ckpt.restore(only=['model']).step}")
-        expected, found = torch.load(f"{home}.pt"), trainer.full()
+        expected, found = torch.load(f"{primary}.pt"), trainer.full()
         weights_of = [name for name in expected if ":" not in name]  # the rest is the optimizer's
         same = all(torch.equal(expected[name], found[name]) for name in weights_of)
         told.append("exact" if same else "other")
@@ -43,9 +43,9 @@ def restore(home: str, weights: str) -> list[str]:
     return told
 
 
-def opened(home: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
+def opened(primary: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        tiers=[home, laststep.Tier(weights, items=("model",))],
+        tiers=[primary, laststep.Tier(weights, items=("model",))],
         items=trainer.items(),
         host_memory_bytes=128 << 20,
         options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),
