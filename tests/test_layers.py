@@ -22,8 +22,12 @@ PACKAGE = SOURCE / "laststep"
 
 # Relative to src/laststep.
 MAY_IMPORT_TORCH = (
-    "state/tensors.py",
     "state/collecting.py",
+    "state/items.py",
+    "state/modules.py",
+    "state/optimizers.py",
+    "state/provider.py",
+    "state/tensors.py",
     "capture/*.py",
     "memory/pool.py",
     "restoring/exchange.py",

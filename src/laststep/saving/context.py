@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from laststep.catalog.attempt import is_checkpoint
 from laststep.catalog.listing import remedy_for_no_run
@@ -27,7 +27,7 @@ from laststep.ranks.group import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
 from laststep.state.items import make_deferred
 from laststep.state.modules import TrainableProvider
-from laststep.state.tensors import is_module, is_optimizer, share_bytes
+from laststep.state.tensors import expected_bytes
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.registry import local_path, open_parent
 
@@ -210,23 +210,7 @@ def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:
         parts = provider.parts()  # empty for a deferred item
         trained_only = bool(parts) and isinstance(make_deferred(provider), TrainableProvider)
         for part in parts:
-            for device, size in _estimate(part, rank.ranks, trained_only=trained_only):
+            for device, size in expected_bytes(part, rank.ranks, trained_only=trained_only):
                 total[device] = total.get(device, 0) + size
     on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
     return cap, sum(total.values()) + 4 * CHUNK_BYTES, on_device
-
-
-def _estimate(part: Any, ranks: int, *, trained_only: bool) -> list[tuple[str, int]]:
-    """Return (device, bytes) for each tensor of a module, or of an optimizer after its first step.
-    For an optimizer, assume two moments per parameter."""
-    if is_module(part):
-        tensors = (*part.parameters(), *part.buffers())
-        return [
-            (str(t.device), share_bytes(t, ranks))
-            for t in tensors
-            if t.requires_grad or not trained_only
-        ]
-    if is_optimizer(part):
-        parameters = [p for group in part.param_groups for p in group["params"]]
-        return [(str(p.device), 2 * share_bytes(p, ranks)) for p in parameters]
-    return []

@@ -15,6 +15,9 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from laststep.checks import plain, shown
 from laststep.constants import is_item_name
 from laststep.errors import MismatchError, UsageError
@@ -35,7 +38,6 @@ from laststep.state.provider import (
     put_entry,
     refuse_immutable,
 )
-from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
 from laststep.state.tree import MAX_DEPTH, PLAIN
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def _inside(wrapper: Any) -> Any | None:
     If the wrapper is an optimizer, that is an optimizer. If the wrapper is of no torch class, it is
     an optimizer, scheduler or scaler of torch.
     """
-    optimizer = is_optimizer(wrapper)
+    optimizer = isinstance(wrapper, Optimizer)
     if not optimizer and (
         not hasattr(wrapper, "state_dict") or hasattr(wrapper, "__iter__") or of_torch(wrapper)
     ):
@@ -115,7 +117,7 @@ def _inside(wrapper: Any) -> Any | None:
             continue
         if inner is None or inner is wrapper or not hasattr(inner, "state_dict"):
             continue
-        if not (is_optimizer(inner) if optimizer else of_torch(inner)):
+        if not (isinstance(inner, Optimizer) if optimizer else of_torch(inner)):
             continue
         if _is_transparent(wrapper, inner):
             return inner
@@ -139,7 +141,7 @@ def _warn_of_other_state(wrapper: Any, inner: Any) -> None:
 def _is_transparent(wrapper: Any, inner: Any) -> bool:
     """Return True if the wrapper has no state besides the inner object's. Quick: builds no
     state."""
-    if not is_optimizer(wrapper):
+    if not isinstance(wrapper, Optimizer):
         return _hands_over(wrapper, inner)
     mine, its = wrapper.param_groups, inner.param_groups
     if len(mine) != len(its) or not all(map(operator.is_, mine, its)):
@@ -519,10 +521,12 @@ def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, st
     entries of dicts can be replaced."""
     names: dict[int, tuple[str, str]] = {}
     # Modules first, so that a parameter that is also in a dict has the same name without the dict.
-    for outer, key, thing in sorted(_things_in(items), key=lambda thing: not is_module(thing[2])):
-        if is_tensor(thing):
+    for outer, key, thing in sorted(
+        _things_in(items), key=lambda thing: not isinstance(thing[2], nn.Module)
+    ):
+        if isinstance(thing, Tensor):
             names.setdefault(id(thing), (outer, str(key)))
-        elif is_module(thing):
+        elif isinstance(thing, nn.Module):
             for parameter, name in parameter_names(thing).items():
                 names.setdefault(parameter, (_item(outer, key), name))
         elif type(thing) is dict:
@@ -538,7 +542,7 @@ def _tensors_in(
     in `named_parameters()`, because the tensors mostly are weights of a module under their
     names."""
     for key, inner in value.items():
-        if is_tensor(inner):
+        if isinstance(inner, Tensor):
             yield id(inner), f"{outer}{key}"
         elif type(inner) is dict and depth < MAX_DEPTH:
             yield from _tensors_in(inner, f"{outer}{key}.", depth + 1)
@@ -549,7 +553,7 @@ def _is_group(value: dict[Any, Any], depth: int = 0, *, any_keys: bool = False) 
     keys must be strings when an item is made from the dict; with `any_keys` others may have been
     added."""
     # The set of types rules out a dict of thousands of tensors quickly: this runs at each save.
-    if all(kind in PLAIN or is_tensor_type(kind) for kind in set(map(type, value.values()))):
+    if all(kind in PLAIN or issubclass(kind, Tensor) for kind in set(map(type, value.values()))):
         return False
     named = any_keys or all(isinstance(key, str) for key in value)
     return named and any(_has_own_state(inner, depth) for inner in value.values())
@@ -558,11 +562,11 @@ def _is_group(value: dict[Any, Any], depth: int = 0, *, any_keys: bool = False) 
 def _has_own_state(value: object, depth: int = 0) -> bool:
     if type(value) is dict:
         return depth < MAX_DEPTH and _is_group(value, depth + 1)
-    if type(value) in PLAIN or is_tensor(value):
+    if type(value) in PLAIN or isinstance(value, Tensor):
         return False
     if isinstance(value, type):  # it has the methods, but no instance to call them on
         return False
-    return isinstance(value, StateProvider | HasStateDict) or is_module(value)
+    return isinstance(value, StateProvider | HasStateDict | nn.Module)
 
 
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
@@ -579,12 +583,12 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         )
     if isinstance(item, StateProvider):
         return item
-    if is_module(item):
+    if isinstance(item, nn.Module):
         return ModuleProvider(item)
     layers = layers_of(item)
     if len(layers) > 1:
         return Unwrapped(layers, _provider(name, layers[-1], names))
-    if is_optimizer(item):
+    if isinstance(item, Optimizer):
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):
         return ScalerProvider(item)

@@ -1,8 +1,7 @@
 """The state of an nn.Module, under the names that its plain, unwrapped form uses.
 
 Wrappers that only add a name prefix (torch.compile, DDP, DataParallel) are looked through, so that
-state loads from a wrapped module into a plain one and back. Imports no torch: a module is
-duck-typed.
+state loads from a wrapped module into a plain one and back.
 
 Also the trained part of a module (`trainable`).
 """
@@ -10,54 +9,46 @@ Also the trained part of a module (`trainable`).
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import nn
 
 from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.state.provider import ABSENT, State, StateProvider, handing_over
-from laststep.state.tensors import is_module, is_tensor, same_memory
+from laststep.state.tensors import same_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    import torch
+    from collections.abc import Iterable
 
     from laststep.state.tree import Path
 
-_WRAPPED_AS_MODULE = frozenset({"DistributedDataParallel", "DataParallel"})
-_EXTRA = "_extra_state"
-_MODULE = ("torch.nn.modules.module", "Module")
+_WRAPPERS: Final = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+}
+"""Classes of transparent wrappers → the attribute that holds the wrapped module."""
 
 
-def _inner_name(kind: type[torch.nn.Module], children: Collection[str]) -> str | None:
-    """Return the attribute under which a transparent wrapper keeps the wrapped module, or None."""
-    if kind.__name__ == "OptimizedModule" and "_orig_mod" in children:
-        return "_orig_mod"
-    if kind.__name__ in _WRAPPED_AS_MODULE and "module" in children:
-        return "module"
-    return None
-
-
-def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Module]]:
+def walk_modules(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
     """Return (own prefix, plain prefix, module) of every submodule, wrappers looked through."""
-    nodes: list[tuple[str, str, torch.nn.Module]] = []
+    nodes: list[tuple[str, str, nn.Module]] = []
 
-    def visit(node: torch.nn.Module, own: str, plain: str) -> None:
+    def visit(node: nn.Module, own: str, plain: str) -> None:
         nodes.append((own, plain, node))
-        children = node._modules
-        if children:
-            wrapped = _inner_name(type(node), children)
-            for name, child in children.items():
-                if child is not None:
-                    visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
+        wrapped = _WRAPPERS.get(type(node).__name__)
+        for name, child in node._modules.items():
+            if child is not None:
+                visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
 
     visit(module, "", "")
     return nodes
 
 
-def parameter_names(module: torch.nn.Module) -> dict[int, str]:
+def parameter_names(module: nn.Module) -> dict[int, str]:
     """Return id of a parameter → its plain name (the first name of a tied one)."""
     names: dict[int, str] = {}
     for _own, plain, node in walk_modules(module):
@@ -70,14 +61,12 @@ def parameter_names(module: torch.nn.Module) -> dict[int, str]:
 def loads_in_its_own_way(part: object) -> bool:
     """Return True for a module if any of its submodules customises `load_state_dict`, e.g. to
     translate the names of older checkpoints."""
-    if not is_module(part):
-        return False
     loading = ("load_state_dict", "_load_from_state_dict")
-    return any(
+    return isinstance(part, nn.Module) and any(
         node._load_state_dict_pre_hooks
         # Overrides in torch's own classes only handle versions of their state.
         or not (type(node).__module__.startswith("torch.") or _inherits(type(node), loading))
-        for _own, _plain, node in walk_modules(part)  # type: ignore[arg-type]
+        for node in part.modules()
     )
 
 
@@ -87,7 +76,7 @@ class ModuleProvider(StateProvider):
     kind = "module"
     cheap = True
 
-    def __init__(self, module: torch.nn.Module, *, hooks: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
         """With `hooks=False`, take parameters and buffers directly from the modules and ignore
         hooks on `state_dict()`."""
         self._module = module
@@ -99,18 +88,18 @@ class ModuleProvider(StateProvider):
     def describe(self) -> State:
         nodes = walk_modules(self._module)
         self.passive = self._is_standard(nodes)
-        value: dict[str, object] = {}
-        volatile: list[Path] = []
         if not self.passive:
             entries = self._module.state_dict().items()
             nodes = walk_modules(self._module)  # again, because foreign code has run
             plain_of = {own: plain for own, plain, _node in nodes}
             value = {_plain(name, plain_of): entry for name, entry in entries}
-            volatile = [(plain + name,) for _own, plain, node in nodes for name in node._buffers]
+            buffers = {(plain + name,) for _own, plain, node in nodes for name in node._buffers}
             # Extra state may have any shape, also another one than the stored extra state.
-            fresh = tuple((name,) for name in value if name.rpartition(".")[2] == _EXTRA)
-            return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
+            fresh = tuple((name,) for name in value if name.rpartition(".")[2] == "_extra_state")
+            return State(value=value, fresh=fresh, volatile=frozenset(buffers), standalone=True)
         # Equal to state_dict(), without its detach() per tensor.
+        value: dict[str, object] = {}
+        volatile: list[Path] = []
         for _own, plain, node in nodes:
             for name, parameter in node._parameters.items():
                 if parameter is not None:
@@ -121,17 +110,15 @@ class ModuleProvider(StateProvider):
                     volatile.append((plain + name,))
         return State(value=value, volatile=frozenset(volatile), standalone=True)
 
-    def _is_standard(self, nodes: list[tuple[str, str, torch.nn.Module]]) -> bool:
+    def _is_standard(self, nodes: list[tuple[str, str, nn.Module]]) -> bool:
         """Return True if state_dict() returns just the parameters and persistent buffers."""
-        if self._hooks and any(
-            node._state_dict_hooks or node._state_dict_pre_hooks for _own, _plain, node in nodes
-        ):
-            return False
-        by_kind = {type(node): node for _own, _plain, node in nodes}
-        return all(
-            _is_standard_class(kind) or _inner_name(kind, node._modules) is not None  # type: ignore[arg-type]  # Module has its own __hash__
-            for kind, node in by_kind.items()
-        )
+        kinds = set()
+        for _own, _plain, node in nodes:
+            if self._hooks and (node._state_dict_hooks or node._state_dict_pre_hooks):
+                return False
+            if _WRAPPERS.get(type(node).__name__) not in node._modules:
+                kinds.add(type(node))
+        return all(map(_is_standard_class, kinds))
 
     def check(self, stored: object) -> list[str]:
         return [] if isinstance(stored, dict) else ["is not the state of a module"]
@@ -154,27 +141,28 @@ class ModuleProvider(StateProvider):
             if name not in own_of or entry is ABSENT:
                 continue
             tensor = live.get(name)
-            if is_tensor(entry) and tensor is not None and same_memory(entry, tensor):
+            if (
+                isinstance(entry, torch.Tensor)
+                and tensor is not None
+                and same_memory(entry, tensor)
+            ):
                 continue  # restored in place
             by_hook[own_of[name]] = entry
         if by_hook:
             with handing_over(f"load_state_dict of {type(self._module).__name__}"):
                 self._module.load_state_dict(by_hook, strict=False)
         elif any(entry is not ABSENT for entry in value.values()):
-            _run_post_hooks([node for _own, _plain, node in nodes])
-
-
-def _run_post_hooks(nodes: list[torch.nn.Module]) -> None:
-    """Run the post hooks as `load_state_dict` does at its end, submodules first, so that values
-    derived from the state, such as caches, are computed again."""
-    for node in reversed(nodes):
-        for hook in list(node._load_state_dict_post_hooks.values()):
-            with handing_over(f"a hook for the end of load_state_dict of {type(node).__name__}"):
-                hook(node, sys.modules[_MODULE[0]]._IncompatibleKeys([], []))
+            # As load_state_dict does at its end, submodules first, so that values derived from the
+            # state, such as caches, are computed again.
+            for _own, _plain, node in reversed(nodes):
+                for hook in list(node._load_state_dict_post_hooks.values()):
+                    what = f"a hook for the end of load_state_dict of {type(node).__name__}"
+                    with handing_over(what):
+                        hook(node, nn.modules.module._IncompatibleKeys([], []))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
+def _is_standard_class(kind: type[nn.Module]) -> bool:
     """Return True if state_dict() of such a module is just its parameters and persistent
     buffers."""
     if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
@@ -183,11 +171,10 @@ def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
     return _inherits(kind, saving)
 
 
-def _inherits(kind: type[torch.nn.Module], names: Iterable[str]) -> bool:
+def _inherits(kind: type[nn.Module], names: Iterable[str]) -> bool:
     """Return True if a module class inherits these methods from nn.Module without overriding
     them."""
-    root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
-    return all(getattr(kind, name) is getattr(root, name) for name in names)
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
 
 
 def _plain(name: str, plain_of: dict[str, str]) -> str:
@@ -205,10 +192,10 @@ def _plain(name: str, plain_of: dict[str, str]) -> str:
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
-def trainable(model: torch.nn.Module) -> TrainableProvider:
+def trainable(model: nn.Module) -> TrainableProvider:
     """Return a provider for the trained part of a module: `Checkpointer(run,
     model=laststep.trainable(model), …)`."""
-    if not is_module(model):
+    if not isinstance(model, nn.Module):
         raise UsageError(
             "trainable() needs a module",
             expected="an nn.Module",
@@ -221,7 +208,7 @@ def trainable(model: torch.nn.Module) -> TrainableProvider:
 class TrainableProvider(ModuleProvider):
     """A module without the parameters that were frozen at every save and restore so far."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._once: set[str] = set()
         """The names that were trained at an earlier save or restore, or when they were stored."""
@@ -233,10 +220,9 @@ class TrainableProvider(ModuleProvider):
     def describe(self) -> State:
         state = super().describe()
         self._once |= self._names()
-        value, names = state.value, self._once
-        assert isinstance(value, dict)  # noqa: S101 (always a dict for a module)
-        extra = {path[0] for path in state.fresh}
-        kept = {name: entry for name, entry in value.items() if name in names or name in extra}
+        names = self._once.union(path[0] for path in state.fresh)  # with all extra state
+        value: dict[str, object] = state.value  # type: ignore[assignment]
+        kept = {name: entry for name, entry in value.items() if name in names}
         volatile = frozenset(path for path in state.volatile if path[0] in kept)
         return replace(state, value=kept, volatile=volatile)
 

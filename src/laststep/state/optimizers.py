@@ -1,8 +1,7 @@
 """The state of a torch optimizer, by the names of its parameters.
 
 Sets the state itself, because `Optimizer.load_state_dict` matches by position and casts fp32
-moments of bf16 parameters to bf16. Works before the first step, when there is no state yet. Imports
-no torch.
+moments of bf16 parameters to bf16. Works before the first step, when there is no state yet.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+
 from laststep.errors import UsageError
 from laststep.state.provider import ABSENT, Absent, State, StateProvider, handing_over, has_absent
-from laststep.state.tensors import is_tensor, put_tensor
+from laststep.state.tensors import put_tensor
 from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from laststep.state.tree import Path
 
 
@@ -180,7 +179,7 @@ class OptimizerProvider(StateProvider):
             for key, entry in options.items():
                 if key in _HOW or has_absent(entry):
                     continue
-                if is_tensor(group.get(key)):  # a tensor lr stays the same tensor
+                if isinstance(group.get(key), torch.Tensor):  # a tensor lr stays the same tensor
                     put_tensor(group[key], entry)
                 else:
                     group[key] = entry

@@ -19,19 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from laststep.checks import shown
 from laststep.codecs.digests import digest
 from laststep.constants import with_article
 from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.process import system
-from laststep.state.tensors import (
-    is_tensor,
-    put_tensor,
-    seed_torch,
-    set_torch_rng_states,
-    torch_rng_states,
-)
+from laststep.state.tensors import put_tensor
 from laststep.state.tree import Owned, TensorSpec
 
 if TYPE_CHECKING:
@@ -338,7 +333,7 @@ class ScalerProvider(StateProvider):
         if not isinstance(value, dict) or not value:
             return
         with handing_over("the gradient scaler"):
-            plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
+            plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in value.items()}
             if not self.check(plain):  # else `check` has already reported it
                 self._scaler.load_state_dict(plain)
 
@@ -362,7 +357,16 @@ class RNG(StateProvider):
     when_ranks_change = "derive"
 
     def describe(self) -> State:
-        value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
+        kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+        numpy = (str(kind), np.array(keys), int(position), int(has_gauss), float(cached))
+        cuda: list[torch.Tensor] = []
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            cuda = torch.cuda.get_rng_state_all()
+        value = {
+            "python": random.getstate(),
+            "numpy": numpy,
+            "torch": {"cpu": torch.get_rng_state(), "cuda": cuda},
+        }
         return State(value=value, fresh=((),))
 
     def check(self, stored: object) -> list[str]:
@@ -375,9 +379,15 @@ class RNG(StateProvider):
             return  # `check` has already reported it
         states: dict[str, Any] = value  # type: ignore[assignment]
         with handing_over("a random number generator"):
-            random.Random().setstate(states["python"])  # noqa: S311 (a trial: set all or none)
-            _check_numpy_state(states["numpy"])
-            set_torch_rng_states(states["torch"])
+            # First on generators of their own, to set all or none.
+            random.Random().setstate(states["python"])  # noqa: S311 (not for secrets)
+            np.random.RandomState().set_state(states["numpy"])
+            if not 0 <= states["numpy"][2] <= _NUMPY_KEYS:  # NumPy would read out of bounds
+                raise ValueError(f"position {states['numpy'][2]} of {_NUMPY_KEYS} keys")
+            torch.set_rng_state(states["torch"]["cpu"])
+            if states["torch"]["cuda"] and torch.cuda.is_available():
+                count = torch.cuda.device_count()
+                torch.cuda.set_rng_state_all(states["torch"]["cuda"][:count])
             random.setstate(states["python"])
             np.random.set_state(states["numpy"])  # noqa: NPY002 (the global state is saved)
 
@@ -387,21 +397,7 @@ class RNG(StateProvider):
         seed = digest(repr((value["python"], rank)).encode())  # type: ignore[index]
         random.seed(seed)
         np.random.seed(int.from_bytes(seed[:4], "little"))  # noqa: NPY002 (as above)
-        seed_torch(int.from_bytes(seed[:8], "little"))
-
-
-def _numpy_state() -> tuple[object, ...]:
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
-    return (str(kind), np.array(keys, copy=True), int(position), int(has_gauss), float(cached))
-
-
-def _check_numpy_state(state: object) -> None:
-    """Raise if NumPy's generator would reject a state, or accept one that is unsafe: with a
-    position outside its keys it would read memory out of bounds."""
-    np.random.RandomState().set_state(state)  # type: ignore[arg-type]
-    position = state[2]  # type: ignore[index]
-    if not 0 <= position <= _NUMPY_KEYS:
-        raise ValueError(f"position {position} of {_NUMPY_KEYS} keys")
+        torch.manual_seed(int.from_bytes(seed[:8], "little"))
 
 
 _NUMPY_KEYS: Final = 624
@@ -456,7 +452,7 @@ def put(live: Any, loaded: Any) -> Any:
         return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
     if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray):
         return _put_array(live, loaded)
-    if is_tensor(live) and is_tensor(loaded):
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return put_tensor(live, loaded)
     return live if has_absent(loaded) else loaded
 
@@ -539,7 +535,7 @@ class PerRank(AroundProvider):
 def refuse_immutable(name: str, value: object) -> None:
     """Raise `UsageError` for a value that cannot be changed in place and so cannot be restored.
     Called at construction, so that the error does not appear only at the restore."""
-    if not isinstance(value, dict | list | deque | np.ndarray) and not is_tensor(value):
+    if not isinstance(value, dict | list | deque | np.ndarray | torch.Tensor):
         remedy = f"pass a dict: {name}={{'value': …}}"
         if value is None:
             remedy = f"leave {name} out"

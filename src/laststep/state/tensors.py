@@ -1,12 +1,12 @@
 """All operations that depend on the kind of a tensor: inspect, describe, allocate, rebuild.
 
-Only this module and `collecting` in `state` import torch. Moves no tensor between devices:
-`capture` does that in a save, `restoring` in a restore. Memory and form are read from all tensors
-of a state in bulk, because there are thousands and training waits.
+Moves no tensor between devices: `capture` does that in a save, `restoring` in a restore. Memory and
+form are read from all tensors of a state in bulk, because there are thousands and training waits.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import pickle
 import sys
@@ -70,20 +70,8 @@ def handler_for(kind: type) -> TensorHandler | None:
     return next((_HANDLERS[base] for base in kind.__mro__ if base in _HANDLERS), None)
 
 
-def is_module(value: object) -> bool:
-    return isinstance(value, torch.nn.Module)
-
-
-def is_optimizer(value: object) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
-
-
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def is_tensor_type(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor)
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:
@@ -151,60 +139,41 @@ def is_dtensor_class(kind: type) -> bool:
 
 def local_shard_of(tensor: DTensor, where: str) -> LocalShard:
     """Return a DTensor's local part and its layout."""
-    key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
-    known = _LAYOUTS.get(key)
-    if known is None or known[0] is not tensor.device_mesh:
-        _bound(_LAYOUTS)
-        known = _LAYOUTS[key] = (tensor.device_mesh, _layout_of(tensor, where))
-    return LocalShard(tensor._local_tensor, known[1])
+    try:
+        layout = _layout_of(tensor.device_mesh, tensor.placements, tensor.shape)
+    except UsageError as error:
+        raise error.amended(where=where) from None
+    return LocalShard(tensor._local_tensor, layout)
 
 
-_LAYOUTS: dict[object, tuple[object, Sharded]] = {}
-"""Cached layouts: tensors of one shape, mesh and placement share one, and a model has few such
-combinations."""
-
-
-def _layout_of(tensor: DTensor, where: str) -> Sharded:
+@functools.lru_cache(maxsize=4096)
+def _layout_of(
+    mesh: DeviceMesh, places: tuple[torch.distributed.tensor.Placement, ...], shape: torch.Size
+) -> Sharded:
+    """Return a cached layout, because thousands of tensors share a few."""
     placements: list[Placement] = []
-    for place in tensor.placements:
+    for place in places:
         if place.is_replicate():
             placements.append(Replicate())
         elif place.is_partial() or getattr(place, "dim", None) is None:
             raise UsageError(
                 f"cannot save a tensor that is placed as {place}",
-                where=where,
                 expected="shards and replicas",
                 remedy="redistribute it first",
             )
         else:
-            dim = int(place.dim) % max(len(tensor.shape), 1)  # type: ignore[attr-defined]
+            dim = int(place.dim) % max(len(shape), 1)  # type: ignore[attr-defined]
             placements.append(Shard(dim, int(getattr(place, "split_factor", 1))))
-    return Sharded(tuple(tensor.shape), mesh_of(tensor.device_mesh), tuple(placements))
+    return Sharded(tuple(shape), mesh_of(mesh), tuple(placements))
 
 
+@functools.lru_cache(maxsize=256)
 def mesh_of(mesh: DeviceMesh) -> Mesh:
-    """Convert a DeviceMesh to a `Mesh` of the job's ranks."""
-    known = _MESHES.get(id(mesh))
-    if known is None or known[0] is not mesh:  # `mesh.mesh` is computed at each access
-        sizes = tuple(mesh.mesh.shape)
-        names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
-        made = Mesh.of(tuple(names), sizes, mesh.mesh.flatten().tolist())
-        _bound(_MESHES)
-        known = _MESHES[id(mesh)] = (mesh, made)
-    return known[1]
-
-
-_MESHES: dict[int, tuple[object, Mesh]] = {}
-"""Cached meshes: a job has a few of them and thousands of tensors on each."""
-
-
-def _bound(known: dict[Any, Any]) -> None:
-    """Clear a full cache: a process may create many meshes, and the cache holds each of them."""
-    if len(known) >= _MOST_KNOWN:
-        known.clear()
-
-
-_MOST_KNOWN = 4096
+    """Convert a DeviceMesh to a `Mesh` of the job's ranks; cached, because `mesh.mesh` is computed
+    at each access."""
+    sizes = tuple(mesh.mesh.shape)
+    names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
+    return Mesh.of(tuple(names), sizes, mesh.mesh.flatten().tolist())
 
 
 def check_held(rank: int, boxes: tuple[Box, ...], elements: int, where: str) -> None:
@@ -358,12 +327,21 @@ def from_bytes(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(shape)
 
 
-def share_bytes(tensor: torch.Tensor, ranks: int) -> int:
-    """Estimate the bytes of a tensor that this rank writes: the local part of a DTensor, or an
+def expected_bytes(part: object, ranks: int, *, trained_only: bool) -> Iterator[tuple[str, int]]:
+    """Yield (device, bytes that this rank writes) for each tensor of a module, or of an optimizer
+    after its first step, with two moments per parameter. That is the local part of a DTensor, or an
     equal part of a plain tensor, which all `ranks` may hold. A sparse tensor counts as 0."""
-    if is_dtensor(tensor):
-        return local_tensor(tensor).nbytes
-    return tensor.nbytes // ranks if tensor.layout is torch.strided else 0
+    tensors: list[torch.Tensor] = []
+    if isinstance(part, torch.nn.Module):
+        tensors = [*part.parameters(), *part.buffers()]
+        tensors = [t for t in tensors if t.requires_grad or not trained_only]
+    elif isinstance(part, torch.optim.Optimizer):
+        tensors = 2 * [parameter for group in part.param_groups for parameter in group["params"]]
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            yield str(tensor.device), local_tensor(tensor).nbytes
+        elif tensor.layout is torch.strided:
+            yield str(tensor.device), tensor.nbytes // ranks
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -478,27 +456,6 @@ def plain_scalar(value: object) -> object:
     return value.tensor.item()
 
 
-def torch_rng_states() -> dict[str, object]:
-    """Return the states of torch's generators: the CPU's, and every CUDA device's once CUDA is in
-    use."""
-    cuda: list[torch.Tensor] = []
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        cuda = torch.cuda.get_rng_state_all()
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def seed_torch(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-def set_torch_rng_states(states: dict[str, object]) -> None:
-    torch.set_rng_state(states["cpu"])  # type: ignore[arg-type]
-    cuda = states["cuda"]
-    if cuda and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        torch.cuda.set_rng_state_all(cuda[:count])  # type: ignore[index]
-
-
 def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
     """Rebuild the value of a Tagged, whose inner tensors are already in place. Raise `CorruptError`
     if it is malformed."""
@@ -507,9 +464,7 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
     except UsageError:
         raise
     except CorruptError as error:
-        raise CorruptError(
-            error.what, where=error.where or where, expected=error.expected, found=error.found
-        ) from None
+        raise error.amended(where=error.where or where) from None
     except Exception as error:
         if system.is_one(error):
             raise
