@@ -11,6 +11,7 @@ compared as a whole, because this runs while training waits. No tensor is held b
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
@@ -26,15 +27,16 @@ from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
 from laststep.state.tensors import (
+    COMPRESSED,
     DTYPE_NAMES,
     PLAIN_TENSORS,
     LocalShard,
     TensorForms,
+    dtensor_class,
     forms_of,
     handler_for,
     is_backed,
     is_dtensor,
-    is_dtensor_class,
     local_shard_of,
     needed_bytes,
     not_backed,
@@ -63,10 +65,9 @@ _Part = dict[object, object]
 changed, so the trees of several saves share their parts."""
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
-_ONLY_DICTS: Final = frozenset({dict})
 _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
 """Key types for which equal keys are identical. Keys of other types may be equal and yet differ,
-such as 0.0 and -0.0, or (1,) and (True,)."""
+such as 0.0 and -0.0, or (1,) and (True,): a state with such keys is never recognised."""
 _SMALL_BYTES = 4096
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Array types that consist of their elements only; other subclasses, such as masked arrays, hold
@@ -104,7 +105,8 @@ class _Walk:
     ) -> None:
         self._volatile = volatile
         self._allow_pickle = allow_pickle
-        self._in_bulk = in_bulk
+        self._in_rows = PLAIN_TENSORS | {dtensor_class()} if in_bulk else frozenset()
+        """The types of tensors that are noted in bulk."""
         self._known = known
         self.names: list[str] = []
         self.leaves: list[torch.Tensor] = []
@@ -130,7 +132,8 @@ class _Walk:
             return Tagged(OWNED, [value.owner, self.copy(value.state, path)])
         if kind not in _CONTAINERS:
             return self._leaf(value, path)
-        _check_depth(path)
+        if len(path) > MAX_DEPTH:
+            raise _too_deep(path)
         if kind is dict:
             return self._entries(value, path)
         if kind is OrderedDict:
@@ -141,29 +144,25 @@ class _Walk:
         kinds = set(map(type, named.values()))
         if kinds <= PLAIN:
             return dict(named)
-        if self._are_rows(kinds):
+        if kinds <= self._in_rows:
             return self._note(path, (), (named,))
-        if kinds == _ONLY_DICTS:  # optimizer state: thousands of dicts
+        if kinds == {dict}:  # optimizer state: thousands of dicts
             rows = named.values()
             inner = set(map(type, chain.from_iterable(map(dict.values, rows))))
-            if inner and self._are_rows(inner):
-                _check_depth((*path, None))
+            if inner and inner <= self._in_rows:
+                if len(path) == MAX_DEPTH:
+                    raise _too_deep((*path, None))
                 return self._note(path, named, rows)
         copied: dict[object, object] = {}
         for key, value in named.items():
             kind = type(value)
             if kind in PLAIN:
                 copied[key] = value
-            elif self._are_rows((kind,)):
+            elif kind in self._in_rows:
                 copied[key] = self._note(path, (), ({key: value},)).get(key)
             else:
                 copied[key] = self.copy(value, (*path, key))
         return copied
-
-    def _are_rows(self, kinds: Collection[type]) -> bool:
-        return self._in_bulk and all(
-            kind in PLAIN_TENSORS or is_dtensor_class(kind) for kind in kinds
-        )
 
     def _note(
         self, path: Path, names: Collection[object], rows: Collection[dict[object, Any]]
@@ -221,7 +220,8 @@ class _Walk:
         return self._uncommon(value, path)
 
     def _uncommon(self, value: Any, path: Path) -> object:
-        _check_depth(path)
+        if len(path) > MAX_DEPTH:
+            raise _too_deep(path)
         kind = type(value)
         if kind is deque:
             entries = [self.copy(inner, (*path, i)) for i, inner in enumerate(value)]
@@ -236,12 +236,12 @@ class _Walk:
             return slice(*[self.copy(end, (*path, i)) for i, end in ends])
         if self._allow_pickle:
             return Tagged("pickle", _pickled(value, path))
-        raise UsageError(
-            f"cannot save {_class_of(value)}",
-            where=show_path(path),
-            expected="tensors, arrays, containers and plain values",
-            remedy="leave it out, add state_dict() and load_state_dict() to its class, or pass "
+        raise _refused(
+            _class_of(value),
+            path,
+            "leave it out, add state_dict() and load_state_dict() to its class, or pass "
             "allow_pickle=True",
+            expected="tensors, arrays, containers and plain values",
         )
 
     def _keep(self, tensor: torch.Tensor, path: Path) -> TensorRef:
@@ -256,27 +256,16 @@ class _Walk:
         if type(tensor) not in PLAIN_TENSORS:
             return self._subclass(tensor, path)
         if tensor.is_nested:
-            raise UsageError(
-                "cannot save a nested tensor",
-                where=show_path(path),
-                expected="tensors of one shape",
-                remedy="save the list of its parts, tensor.unbind(), instead",
-            )
+            remedy = "save the list of its parts, tensor.unbind(), instead"
+            raise _refused("a nested tensor", path, remedy, expected="tensors of one shape")
         if tensor.layout is not torch.strided:
             return self._sparse(tensor, path)
         if tensor.is_meta:
-            raise UsageError(
-                "cannot save a meta tensor: it has no data",
-                where=show_path(path),
-                remedy="materialise it first, e.g. module.to_empty(device=...)",
-            )
+            remedy = "materialise it first, e.g. module.to_empty(device=...)"
+            raise _refused("a meta tensor: it has no data", path, remedy)
         if tensor.dtype not in DTYPE_NAMES:
-            raise UsageError(
-                f"cannot save a tensor of {tensor.dtype}",
-                where=show_path(path),
-                expected="a plain dtype",
-                remedy="dequantise it first",
-            )
+            what = f"a tensor of {tensor.dtype}"
+            raise _refused(what, path, "dequantise it first", expected="a plain dtype")
         if not is_backed(tensor):
             raise not_backed(tensor, show_path(path))
         detached = tensor.detach() if tensor.requires_grad else tensor
@@ -290,9 +279,7 @@ class _Walk:
     def _local_shard(self, shard: LocalShard, owner: object, path: Path) -> object:
         ref = self._tensor(shard.local.detach(), path)
         if not isinstance(ref, TensorRef):
-            raise UsageError(
-                "cannot save a shard of a tensor that is not plain", where=show_path(path)
-            )
+            raise _refused("a shard of a tensor that is not plain", path)
         if getattr(owner, "requires_grad", False):
             self.trained_names.add(ref.name)
         self.layouts[ref.name] = shard.layout
@@ -306,54 +293,46 @@ class _Walk:
         if handler is not None:
             return Tagged("subclass", [handler.name, self.copy(handler.to_parts(tensor), path)])
         if torch.nn.parameter.is_lazy(tensor):
-            raise UsageError(
-                "cannot save a parameter that is not initialised yet",
-                where=show_path(path),
-                remedy="run one forward pass first",
-            )
-        raise UsageError(
-            f"cannot save the tensor subclass {type(tensor).__qualname__}",
-            where=show_path(path),
-            remedy="teach laststep its parts with laststep.register_tensor_type",
+            what = "a parameter that is not initialised yet"
+            raise _refused(what, path, "run one forward pass first")
+        raise _refused(
+            f"the tensor subclass {type(tensor).__qualname__}",
+            path,
+            "teach laststep its parts with laststep.register_tensor_type",
         )
 
     def _sparse(self, tensor: torch.Tensor, path: Path) -> object:
+        layout, tensor = str(tensor.layout).removeprefix("torch."), tensor.detach()
         parts: dict[str, object]
         if tensor.layout is torch.sparse_coo:
             # indices() and values() would require coalescing, which changes the stored tensor.
             parts = {"indices": tensor._indices(), "values": tensor._values()}
             parts["coalesced"] = tensor.is_coalesced()
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = {
-                "crow": tensor.crow_indices(),
-                "col": tensor.col_indices(),
-                "values": tensor.values(),
-            }
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            parts = {
-                "ccol": tensor.ccol_indices(),
-                "row": tensor.row_indices(),
-                "values": tensor.values(),
-            }
+        elif layout in COMPRESSED:
+            parts = {name: getattr(tensor, f"{name}_indices")() for name in COMPRESSED[layout]}
+            parts["values"] = tensor.values()
         else:
-            raise UsageError(
-                f"cannot save a tensor of layout {tensor.layout}",
-                where=show_path(path),
+            raise _refused(
+                f"a tensor of layout {tensor.layout}",
+                path,
+                "make it dense first, with to_dense()",
                 expected="a strided or sparse tensor",
-                remedy="make it dense first, with to_dense()",
             )
-        parts = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
-        layout = str(tensor.layout).removeprefix("torch.")
         return Tagged("sparse", [layout, tuple(tensor.shape), self.copy(parts, path)])
 
 
-def _check_depth(path: Path) -> None:
-    if len(path) > MAX_DEPTH:
-        raise UsageError(
-            "cannot save a state nested this deeply, or that contains itself",
-            where=show_path(path[:8]) + "…",
-            expected=f"at most {MAX_DEPTH} levels",
-        )
+def _refused(
+    what: str, path: Path, remedy: str | None = None, *, expected: str | None = None
+) -> UsageError:
+    return UsageError(
+        f"cannot save {what}", where=show_path(path), expected=expected, remedy=remedy
+    )
+
+
+def _too_deep(path: Path) -> UsageError:
+    what = "a state nested this deeply, or that contains itself"
+    error = _refused(what, path[:8], expected=f"at most {MAX_DEPTH} levels")
+    return error.amended(where=f"{error.where}…")
 
 
 def _tensor_of(array: np.ndarray) -> torch.Tensor:
@@ -389,8 +368,6 @@ class _Known:
     keys: list[object]
     key_kinds: list[type]
     """Equal keys of different types, such as 1 and True, have different names."""
-    inexact: dict[int, str]
-    """The names of keys that may be equal without being identical, by their position."""
     sizes: list[int]
     parts: list[_Part]
     kinds: list[type]
@@ -401,11 +378,11 @@ class _Known:
     collected: Collected
 
 
+@dataclass(slots=True)
 class CollectCache:
     """The result of the last save of an item; holds no tensor memory."""
 
-    def __init__(self) -> None:
-        self.last: _Known | None = None
+    last: _Known | None = None
 
 
 def collect(
@@ -421,40 +398,30 @@ def collect(
     memory as at the last save, the state is only walked.
     """
     if cache is not None:
-        try:
-            if cache.last is not None:
-                return _recognise(cache.last, value, volatile)
-        except (_Different, RuntimeError, UsageError):
-            cache.last = None
-        walk = _Walk(volatile, allow_pickle=allow_pickle)
-        try:
-            tree = walk.copy(value, ())
-            memories, dtensors = _memories(walk.leaves)
-            forms = forms_of(memories)
-            tensors = dict(zip(walk.names, memories, strict=True))
-            if len(tensors) == len(memories) and _are_common(memories, forms):
-                return _describe_common(walk, tree, tensors, dtensors, forms, cache)
-        except (RuntimeError, UsageError):
-            pass  # a sparse or nested tensor, or an error that the next walk raises with its path
+        with contextlib.suppress(_Different, RuntimeError, UsageError):
+            return _recognise(cache.last, value, volatile)
+        cache.last = None
+        # A sparse or nested tensor raises, or the walk below raises the error with its path.
+        with contextlib.suppress(_Different, RuntimeError, UsageError):
+            return _collect_in_bulk(value, volatile, cache, allow_pickle=allow_pickle)
     walk = _Walk(volatile, allow_pickle=allow_pickle, in_bulk=False)
     tree = walk.copy(value, ())
     tensors = dict(zip(walk.names, walk.leaves, strict=True))
     return _describe(walk, tree, tensors, forms_of(list(tensors.values())))
 
 
-def _recognise(known: _Known, value: object, volatile: frozenset[Path]) -> Collected:
+def _recognise(known: _Known | None, value: object, volatile: frozenset[Path]) -> Collected:
     """Take apart a state that differs from the known one only in plain values. Raise `_Different`,
     `RuntimeError` or `UsageError` for any other."""
+    if known is None or volatile != known.volatile:
+        raise _Different
     walk = _Walk(volatile, allow_pickle=False, known=iter(known.parts))
     tree = walk.copy(value, ())
-    same_names = (
-        volatile == known.volatile
-        and walk.sizes == known.sizes
-        and list(map(type, walk.keys)) == known.key_kinds
-        and walk.keys == known.keys
-        and all(name_of((walk.keys[at],)) == name for at, name in known.inexact.items())
-    )
-    if not same_names:
+    if (
+        walk.sizes != known.sizes
+        or list(map(type, walk.keys)) != known.key_kinds
+        or walk.keys != known.keys
+    ):
         raise _Different
     memories, dtensors = _memories(walk.leaves)
     if (
@@ -466,15 +433,50 @@ def _recognise(known: _Known, value: object, volatile: frozenset[Path]) -> Colle
     return replace(known.collected, tree=tree, sources=tuple(compress(memories, known.own)))
 
 
-def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[object]]:
+def _collect_in_bulk(
+    value: object, volatile: frozenset[Path], cache: CollectCache, *, allow_pickle: bool
+) -> Collected:
+    """Take apart a state that consists of common tensors, without a look at each of them, and
+    remember it if it can be recognised. Raise `_Different`, `RuntimeError` or `UsageError` for any
+    other."""
+    walk = _Walk(volatile, allow_pickle=allow_pickle)
+    tree = walk.copy(value, ())
+    memories, dtensors = _memories(walk.leaves)
+    forms = forms_of(memories)
+    tensors = dict(zip(walk.names, memories, strict=True))
+    if len(tensors) != len(memories) or not _are_common(memories, forms):
+        raise _Different
+    # Not detached: the tensors outlive this save, so that early copies recognise them.
+    walk.trained_names.update(compress(walk.names, map(attrgetter("requires_grad"), walk.leaves)))
+    for number, *_spec in dtensors:
+        walk.layouts[walk.names[number]] = local_shard_of(walk.leaves[number], "").layout
+    collected = _describe(walk, tree, tensors, forms)
+    key_kinds = list(map(type, walk.keys))
+    if walk.is_common and walk.leaves and not collected.views and _EXACT.issuperset(key_kinds):
+        cache.last = _Known(
+            volatile=volatile,
+            keys=walk.keys,
+            key_kinds=key_kinds,
+            sizes=walk.sizes,
+            parts=walk.parts,
+            kinds=list(map(type, memories)),
+            dtensors=dtensors,
+            forms=forms,
+            own=[name not in collected.ties for name in walk.names],
+            collected=replace(collected, tree=None, sources=(), tensors={}),
+        )
+    return collected
+
+
+def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[Any]]:
     """Return the memory of each tensor on this rank; and for each DTensor its position, and the
     values from which `local_shard_of` computes its layout."""
-    kinds = {kind for kind in set(map(type, leaves)) if is_dtensor_class(kind)}
-    if not kinds:
+    kind = dtensor_class()
+    if kind not in set(map(type, leaves)):
         return leaves, []
     memories, dtensors = list(leaves), []
     for number, leaf in enumerate(leaves):
-        if type(leaf) in kinds:
+        if type(leaf) is kind:
             memories[number] = leaf._local_tensor  # type: ignore[attr-defined]
             spec = leaf._spec  # type: ignore[attr-defined]
             dtensors.append((number, spec.mesh, spec.placements, leaf.shape))
@@ -490,75 +492,30 @@ def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
         or not DTYPE_NAMES.keys() >= set(forms.dtypes)
     ):
         return False
-    looks = zip(
-        map(_NBYTES, memories),
-        forms.storages,
-        map(_OFFSET, memories),
-        forms.addresses,
-        forms.contiguous,
-        strict=True,
-    )
-    # Most have an address, start at offset 0 of their storage and are contiguous. Only check the
-    # others one by one.
-    odd = [
-        number
-        for number, (size, storage, offset, address, contiguous) in enumerate(looks)
-        if size > storage or offset or not address or not contiguous
-    ]
-    return all(is_backed(memories[number]) and not memories[number].is_meta for number in odd)
+    sizes, offsets = map(_NBYTES, memories), map(torch.Tensor.storage_offset, memories)
+    for memory, size, storage, offset, address, contiguous in zip(
+        memories, sizes, forms.storages, offsets, forms.addresses, forms.contiguous, strict=True
+    ):
+        # Most have an address, start at offset 0 of their storage and are contiguous.
+        is_odd = size > storage or offset or not address or not contiguous
+        if is_odd and (memory.is_meta or not is_backed(memory)):
+            return False
+    return True
 
 
 _NBYTES: Final = attrgetter("nbytes")
-_DEVICE: Final = attrgetter("device")
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_OFFSET: Final = torch.Tensor.storage_offset
-
-
-def _describe_common(
-    walk: _Walk,
-    tree: object,
-    tensors: dict[str, torch.Tensor],
-    dtensors: list[Any],
-    forms: TensorForms,
-    cache: CollectCache,
-) -> Collected:
-    """Describe a state whose tensors were noted in bulk, and remember it if it can be
-    recognised."""
-    # Not detached: the tensors outlive this save, so that early copies recognise them.
-    walk.trained_names.update(compress(walk.names, map(_REQUIRES_GRAD, walk.leaves)))
-    for number, *_spec in dtensors:
-        name, shard = walk.names[number], local_shard_of(walk.leaves[number], "")
-        walk.layouts[name] = shard.layout
-    collected = _describe(walk, tree, tensors, forms)
-    if walk.is_common and walk.leaves and not collected.views:
-        inexact = (at for at, key in enumerate(walk.keys) if type(key) not in _EXACT)
-        cache.last = _Known(
-            volatile=walk._volatile,
-            keys=walk.keys,
-            key_kinds=list(map(type, walk.keys)),
-            inexact={at: name_of((walk.keys[at],)) for at in inexact},
-            sizes=walk.sizes,
-            parts=walk.parts,
-            kinds=list(map(type, tensors.values())),
-            dtensors=dtensors,
-            forms=forms,
-            own=[name not in collected.ties for name in walk.names],
-            collected=replace(collected, tree=None, sources=(), tensors={}),
-        )
-    return collected
 
 
 def _describe(
     walk: _Walk, tree: object, tensors: dict[str, torch.Tensor], forms: TensorForms
 ) -> Collected:
     ties, views, bases = _sharing(tensors, forms)
-    own = tensors
+    own, volatile = tensors, walk.volatile_names
     if ties or views:
         own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
         forms = forms_of(list(own.values()))
-    volatile = walk.volatile_names
-    volatile = volatile | {view.base for name, view in views.items() if name in volatile}
-    devices = list(map(_DEVICE, own.values()))
+        volatile = volatile | {view.base for name, view in views.items() if name in volatile}
+    devices = list(map(attrgetter("device"), own.values()))
     texts = {device: "cpu" if device.type == "cpu" else str(device) for device in set(devices)}
     pieces = zip(
         own,

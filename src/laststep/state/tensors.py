@@ -40,6 +40,13 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+COMPRESSED: Final = {
+    "sparse_csr": ("crow", "col"),
+    "sparse_bsr": ("crow", "col"),
+    "sparse_csc": ("ccol", "row"),
+    "sparse_bsc": ("ccol", "row"),
+}
+"""Layouts of compressed sparse tensors → the stored names of their compressed and plain indices."""
 
 
 class TensorHandler(NamedTuple):
@@ -125,16 +132,15 @@ class LocalBox(NamedTuple):
     memory: torch.Tensor
 
 
+def dtensor_class() -> type | None:
+    """Return the class DTensor, or None if the module that defines it was not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
 def is_dtensor(value: object) -> bool:
-    """Return True for a DTensor, without importing the module that defines it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def is_dtensor_class(kind: type) -> bool:
-    """Return True for a class of DTensors, without importing the module that defines it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(kind, module.DTensor)
+    kind = dtensor_class()
+    return kind is not None and isinstance(value, kind)
 
 
 def local_shard_of(tensor: DTensor, where: str) -> LocalShard:
@@ -532,8 +538,7 @@ def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, Any]) -
         # The bytes are verified and torch made the tensor, so its invariants held at the save.
         sparse = torch.sparse_coo_tensor(parts["indices"], values, shape, check_invariants=True)
         return sparse._coalesced_(bool(parts["coalesced"]))
-    by_rows = layout in ("sparse_csr", "sparse_bsr")
-    compressed, plain = ("crow", "col") if by_rows else ("ccol", "row")
+    compressed, plain = COMPRESSED[layout]
     return torch.sparse_compressed_tensor(
         parts[compressed],
         parts[plain],
