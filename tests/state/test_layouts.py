@@ -16,7 +16,6 @@ from laststep.errors import UsageError
 from laststep.state.boxes import Box, boxes_of_range, covers_once, whole
 from laststep.state.layouts import (
     Flat,
-    Holders,
     Mesh,
     Placement,
     Replicate,
@@ -90,9 +89,8 @@ def test_ranks_and_coordinates_follow_from_each_other(mesh: Mesh, data: st.DataO
         assert mesh.coordinate(stranger) is None
     axes = tuple(data.draw(st.sets(st.sampled_from(range(len(mesh.sizes))))))
     drawn = data.draw(st.sampled_from(places))
-    at = tuple(one if axis in axes else 0 for axis, one in enumerate(drawn))
-    copies = Holders(mesh, at, axes)
-    alike = [r for r, p in zip(ranks, places, strict=True) if all(p[i] == at[i] for i in axes)]
+    copies = mesh.along(drawn, axes)
+    alike = [r for r, p in zip(ranks, places, strict=True) if all(p[i] == drawn[i] for i in axes)]
     assert list(copies.ranks()) == alike
     assert copies.size == len(alike)
     assert [copies.place(rank) for rank in alike] == list(range(len(alike)))

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.state.boxes import Box
-from laststep.state.layouts import Holders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.state.layouts import Layout
+    from laststep.state.layouts import Layout, MeshRange
 
 MIN_ASSIGNMENT_BYTES = 8 << 20
 """A rank writes at least this much of what it shares with others, unless there is less."""
@@ -65,7 +64,7 @@ class RangeBox(NamedTuple):
 class ReplicatedRange:
     """Bytes that several ranks hold alike, cut into one piece per writer."""
 
-    copies: tuple[Holders, ...]
+    copies: tuple[MeshRange, ...]
     entries: tuple[RangeBox, ...]
     starts: tuple[int, ...] = field(repr=False)
     """The byte of the range at which each entry begins, and the end of the range."""
@@ -143,10 +142,10 @@ class ReplicatedRange:
 
 def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
     """Return the replicated ranges of everything that a rank holds."""
-    shared_ranges: dict[tuple[Holders, ...], list[RangeBox]] = {}
+    shared_ranges: dict[tuple[MeshRange, ...], list[RangeBox]] = {}
     # By identity, because many tensors share a layout: the boxes held, their elements, and the
     # ranks that hold the same.
-    parts: dict[int, tuple[tuple[Box, ...], tuple[int, ...], tuple[Holders, ...]]] = {}
+    parts: dict[int, tuple[tuple[Box, ...], tuple[int, ...], tuple[MeshRange, ...]]] = {}
     for number, (itemsize, layouts) in enumerate(tensors):
         writing = writing_layouts(layouts)
         for layout in writing:
@@ -174,14 +173,12 @@ def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
 
 def _part(
     rank: int, layout: Layout
-) -> tuple[tuple[Box, ...], tuple[int, ...], tuple[Holders, ...]]:
+) -> tuple[tuple[Box, ...], tuple[int, ...], tuple[MeshRange, ...]]:
     at = layout.mesh.coordinate(rank)
     if at is None:
         return (), (), ()
-    cutting, held = layout.cutting, layout.held(rank)
-    place = tuple(step if axis in cutting else 0 for axis, step in enumerate(at))
-    copies = (Holders(layout.mesh, place, cutting),)
-    return held, tuple(box.volume for box in held), copies
+    held = layout.held(rank)
+    return held, tuple(box.volume for box in held), (layout.mesh.along(at, layout.cutting),)
 
 
 def assignments_of(rank: int, tensors: Sequence[Spread]) -> list[Assignment]:

@@ -23,8 +23,6 @@ from laststep.state.boxes import Box, Index, boxes_of_range, counts, row_major, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from laststep.state.boxes import Index
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -99,6 +97,12 @@ class Mesh:
         number: int = self.base + sum(map(operator.mul, at, self.strides))
         return self.listed[number] if self.listed else number
 
+    def along(self, at: Index, cutting: tuple[int, ...]) -> MeshRange:
+        """Return the ranks with the coordinate `at` along `cutting`, and any along the others."""
+        low = tuple(i if axis in cutting else 0 for axis, i in enumerate(at))
+        high = tuple(at[axis] + 1 if axis in cutting else n for axis, n in enumerate(self.sizes))
+        return MeshRange(self, low, high, cutting)
+
     def cut_down(self, axes: tuple[int, ...]) -> Mesh:
         """Return the mesh reduced to `axes`: along all other dimensions it keeps only the
         coordinate of the lowest rank."""
@@ -119,58 +123,23 @@ class Mesh:
         return map(self.rank, itertools.product(*map(range, self.sizes)))
 
 
-class Holders(NamedTuple):
-    """The ranks of a mesh that hold the same bytes: those at coordinate `at` along `cutting`."""
-
-    mesh: Mesh
-    at: Index
-    """0 along dimensions outside `cutting`, so that equal holders compare equal."""
-    cutting: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        sizes = enumerate(self.mesh.sizes)
-        return math.prod(size for axis, size in sizes if axis not in self.cutting)
-
-    def ranks(self) -> Iterator[int]:
-        """Iterate over the ranks in row-major order of the mesh."""
-        free = [
-            (place,) if axis in self.cutting else range(size)
-            for axis, (place, size) in enumerate(zip(self.at, self.mesh.sizes, strict=True))
-        ]
-        return map(self.mesh.rank, itertools.product(*free))
-
-    def place(self, rank: int) -> int | None:
-        """Return the position of a rank among the holders, counted from 0, or None if it is not
-        one."""
-        at = self.mesh.coordinate(rank)
-        if at is None or any(at[axis] != self.at[axis] for axis in self.cutting):
-            return None
-        number = 0
-        for axis, size in enumerate(self.mesh.sizes):
-            if axis not in self.cutting:
-                number = number * size + at[axis]
-        return number
-
-    def rank(self, place: int) -> int:
-        """Return the rank at a position: the inverse of `place`."""
-        at = list(self.at)
-        for axis in reversed(range(len(at))):
-            if axis not in self.cutting:
-                place, at[axis] = divmod(place, self.mesh.sizes[axis])
-        return self.mesh.rank(tuple(at))
-
-
 class MeshRange(NamedTuple):
     """The ranks of a mesh with coordinates low <= i < high along every dimension."""
 
     mesh: Mesh
     low: Index
     high: Index
+    cutting: tuple[int, ...] = ()
+    """The dimensions that shard what these ranks hold. Ranges that differ only in these, as with
+    dimensions of size 1, MUST stay apart: docs/layouts.md counts them as different lines."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(map(operator.sub, self.high, self.low))
 
     def ranks(self, cutting: tuple[int, ...] | None = None) -> Iterator[int]:
-        """Iterate over all ranks, or, with `cutting`, over the first rank of each coordinate along
-        these dimensions."""
+        """Iterate over all ranks in row-major order of the mesh, or, with `cutting`, over the first
+        rank of each coordinate along these dimensions."""
         return map(self.mesh.rank, self.places(cutting))
 
     def places(self, cutting: tuple[int, ...] | None = None) -> Iterator[Index]:
@@ -181,22 +150,23 @@ class MeshRange(NamedTuple):
         ]
         return itertools.product(*free)
 
+    def place(self, rank: int) -> int | None:
+        """Return the position of a rank in `ranks`, or None if it is not one of them."""
+        at = self.mesh.coordinate(rank)
+        if at is None or not all(map(operator.le, self.low, at)):
+            return None
+        if not all(map(operator.lt, at, self.high)):
+            return None
+        sizes = map(operator.sub, self.high, self.low)
+        return row_major(sizes, map(operator.sub, at, self.low))
 
-__all__ = [
-    "Flat",
-    "Holders",
-    "Layout",
-    "Mesh",
-    "MeshRange",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "Sharded",
-    "from_plain",
-    "held_whole",
-    "of_one_replica",
-    "to_plain",
-]
+    def rank(self, place: int) -> int:
+        """Return the rank at a position: the inverse of `place`."""
+        at = list(self.low)
+        for axis in reversed(range(len(at))):
+            place, offset = divmod(place, self.high[axis] - self.low[axis])
+            at[axis] += offset
+        return self.mesh.rank(tuple(at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,14 +241,14 @@ class Sharded:
         orders = [[sizes[axis] for axis in self._order(dim)] for dim in range(len(self.shape))]
         return self.shape, tuple(tuple(n for n in order if n > 1) for order in orders)
 
-    def copies(self, held: tuple[Box, ...]) -> Holders | None:
+    def copies(self, held: tuple[Box, ...]) -> MeshRange | None:
         """Return the ranks that hold exactly these boxes, or None if there are none."""
         if len(held) != 1 or len(held[0].start) != len(self.shape):
             return None
         at = self.place_of(held[0].start)
         if at is None or self.held(self.mesh.rank(at)) != held:
             return None
-        return Holders(self.mesh, at, self.cutting)
+        return self.mesh.along(at, self.cutting)
 
     def place_of(self, element: Index) -> Index | None:
         """Return the coordinate of an element's holders, with 0 along dimensions that do not shard;
@@ -309,7 +279,8 @@ class Sharded:
             if order:
                 ways = _cut_ways(order, self.mesh.sizes, (0, size), (box.start[dim], box.stop[dim]))
                 spans = [{**span, **way} for span in spans for way in ways]
-        return tuple(_span(self.mesh, span) for span in spans)
+        ends = [zip(*(span[axis] for axis in sorted(span)), strict=True) for span in spans]
+        return tuple(MeshRange(self.mesh, low, high) for low, high in ends)
 
     def _order(self, dim: int) -> tuple[int, ...]:
         """Return the mesh dimensions that shard this tensor dimension, in the order of sharding."""
@@ -358,11 +329,6 @@ def _cut_ways(
         inner = max(part[0], begin), min(part[1], end)
         ways += [{axis: (low, high), **way} for way in _cut_ways(rest, sizes, (begin, end), inner)]
     return ways
-
-
-def _span(mesh: Mesh, ranges: dict[int, tuple[int, int]]) -> MeshRange:
-    low, high = zip(*(ranges[axis] for axis in range(len(mesh.sizes))), strict=True)
-    return MeshRange(mesh, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +418,7 @@ class Flat:
         hold them."""
         return self.shape, self._cut.cuts(), self.offset, self._each
 
-    def copies(self, held: tuple[Box, ...]) -> Holders | None:
+    def copies(self, held: tuple[Box, ...]) -> MeshRange | None:
         """Return the ranks that hold exactly these boxes, or None if there are none."""
         if not held or len(held[0].start) != len(self.shape):
             return None
@@ -465,7 +431,7 @@ class Flat:
         at = self._standing(place, (self.offset + first) // self._each)
         if self.held(self.mesh.rank(at)) != held:
             return None
-        return Holders(self.mesh, at, self.cutting)
+        return self.mesh.along(at, self.cutting)
 
     @property
     def cutting(self) -> tuple[int, ...]:
@@ -482,7 +448,7 @@ class Flat:
                 for place in span.places(self._cut.cutting):
                     ranges.setdefault(place, set()).update(self._numbers(place, in_block))
         return tuple(
-            self._span_at(self._standing(place, number))
+            self.mesh.along(self._standing(place, number), self.cutting)
             for place, numbers in ranges.items()
             for number in sorted(numbers)
         )
@@ -502,14 +468,6 @@ class Flat:
         for axis in reversed(self._flattening):
             number, at[axis] = divmod(number, self.mesh.sizes[axis])
         return tuple(at)
-
-    def _span_at(self, at: Index) -> MeshRange:
-        """Return the ranks that hold the same elements as the rank at this coordinate."""
-        cutting = self.cutting
-        ways = enumerate(zip(at, self.mesh.sizes, strict=True))
-        return _span(
-            self.mesh, {axis: (i, i + 1) if axis in cutting else (0, n) for axis, (i, n) in ways}
-        )
 
     def _by_block(self, box: Box) -> list[Box]:
         """Split a box of the tensor into boxes of `_cut`, one for each block."""
@@ -548,10 +506,7 @@ def of_one_replica(layout: Layout) -> Layout:
     return replace(layout, mesh=layout.mesh.cut_down(layout.cutting))
 
 
-_Plain = tuple[object, ...]
-
-
-def to_plain(layout: Layout) -> _Plain:
+def to_plain(layout: Layout) -> tuple[object, ...]:
     """Convert a layout to nested tuples of numbers and strings, for a local layout and its
     digest."""
     grid = layout.mesh
