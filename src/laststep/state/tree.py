@@ -11,6 +11,7 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -35,12 +36,12 @@ _RESERVED = "__metadata__"
 def name_of(path: tuple[object, ...]) -> str:
     """Return the name of the leaf at `path`. Raise `UsageError` if a key is of a type that has no
     name."""
-    return "/".join([_escaped(key) for key in path])
+    return "/".join(map(_escaped, path))
 
 
 def names_in(path: tuple[object, ...], keys: Iterable[object]) -> list[str]:
     """Return the names of the leaves under these keys in the container at `path`."""
-    above = "".join([f"{_escaped(key)}/" for key in path])
+    above = f"{name_of(path)}/" if path else ""
     return [above + _escaped(key) for key in keys]
 
 
@@ -49,19 +50,18 @@ def path_of(name: str) -> tuple[object, ...]:
     if name == "":
         return ()
     parts = name.split("/")
-    if "~" not in name and "#" not in name and "" not in parts and name.isascii():
-        if _RESERVED in parts:
-            raise _malformed(name)
+    is_escaped = "~" in name or "#" in name or "" in parts or _RESERVED in parts
+    if not is_escaped and name.isascii():
         return tuple(parts)
-    path = tuple([_key(part, name) for part in parts])
-    # Only results of `name_of` are names: "#007", or "~3true" with a space in it, is not.
-    try:
-        same = name_of(path) == name
-    except UsageError:
-        same = False
-    if not same:
-        raise _malformed(name)
-    return path
+    with contextlib.suppress(CorruptError, UsageError, ValueError):
+        path = tuple(map(_key, parts))
+        if name_of(path) == name:  # "#007", or "~3true" with a space in it, is no name
+            return path
+    raise CorruptError(
+        "cannot read the name of a tensor",
+        expected="keys joined by '/', escaped as docs/format.md says",
+        found=repr(name)[:200],
+    )
 
 
 def _escaped(key: object) -> str:
@@ -86,33 +86,19 @@ def _escaped(key: object) -> str:
         ) from None
 
 
-def _key(part: str, name: str) -> object:
-    """Return the key for `part` of `name`. Does not detect every form that `_escaped` never
+def _key(part: str) -> object:
+    """Return the key for a part of a name. Does not detect every form that `_escaped` never
     writes."""
     if part == "~4":
         return ""
     if part == "~5":
         return _RESERVED
     if part.startswith("#"):
-        digits = part[1:]
-        if len(digits) > 20 or not digits.isascii() or not digits.removeprefix("-").isdigit():
-            raise _malformed(name)
-        return int(digits)
+        return int(part[1:21])
     text = part.replace("~1", "/").replace("~0", "~")
     if part.startswith("~3"):
-        try:
-            return objects.decode(text[2:].encode(), where=repr(name))
-        except UnicodeEncodeError:
-            raise _malformed(name) from None
+        return objects.decode(text[2:].encode(), where="")
     return "#" + text[2:] if part.startswith("~2") else text
-
-
-def _malformed(name: str) -> CorruptError:
-    return CorruptError(
-        "cannot read the name of a tensor",
-        expected="keys joined by '/', escaped as docs/format.md says",
-        found=repr(name)[:200],
-    )
 
 
 Path = tuple[object, ...]
@@ -238,8 +224,7 @@ class Piece(NamedTuple):
     ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """A tensor that shares bytes with others: a strided window into a stored base piece."""
 
     base: str
@@ -342,10 +327,7 @@ class StoredItem:
 def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
     """Encode the tree, ties and views of an item as one object. If `kept` is passed to every save,
     parts of the tree that are shared with an earlier save are not encoded again."""
-    views = {
-        name: (view.base, view.dtype, view.shape, view.stride, view.offset_bytes)
-        for name, view in collected.views.items()
-    }
+    views = dict(zip(collected.views, map(tuple, collected.views.values()), strict=True))
     return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views}, kept)
 
 
@@ -360,15 +342,13 @@ def decode_item(
     for number, (data, where) in enumerate(trees):
         match objects.decode(data, where=where):
             case {"tree": part, "ties": dict(tied), "views": dict(viewed), **rest} if not rest:
-                names: list[object] = [*tied, *viewed]
+                names: list[object] = [*tied, *tied.values(), *viewed]
             case _:
                 names = [None]
         if not all(isinstance(name, str) for name in names):
             raise CorruptError(
                 "the tree of an item is malformed", where=where, expected="tree, ties and views"
             )
-        if not all(isinstance(target, str) for target in tied.values()):
-            raise CorruptError("the ties of an item are malformed", where=where)
         tree = part if number == 0 else merge_trees(tree, part)
         ties.update(tied)
         views.update({key: _view(entry, where) for key, entry in viewed.items()})
@@ -376,7 +356,7 @@ def decode_item(
     try:
         owners(tree)
     except CorruptError as error:
-        raise CorruptError(error.what, where=where, found=error.found) from None
+        raise error.amended(where=where) from None
     item = StoredItem(name=name, kind=kind, tree=tree, ties=ties, views=views, tensors=tensors)
     for leaf in item.names():
         source = item.source_of(leaf)
