@@ -258,7 +258,9 @@ class Checkpointer(single.OnlyOne):
             self._context.bus.emit(SaveStarted(step=save.step, size_bytes=size_bytes))
             self._work.prepare_for(size_bytes)
             if self._team is None:
-                self._client.begin(save, prepared.plan, taken.sealing(prepared))
+                self._client.begin(
+                    save, prepared.plan, functools.partial(taken.seal, prepared, None)
+                )
             else:
                 self._team.begin(save, prepared, taken)
         except BaseException as error:
@@ -543,6 +545,8 @@ class Checkpointer(single.OnlyOne):
         return True
 
     def _take(self, metrics: Mapping[str, object], metadata: object) -> TakenState:
+        if self._team is not None:
+            teaming.refuse_mixed(self._context.providers)
         allow_pickle = self._context.settings.allow_pickle
         return take_state(
             self._context.providers, self._caches, metrics, metadata, allow_pickle=allow_pickle

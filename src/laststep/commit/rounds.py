@@ -40,7 +40,7 @@ from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound
 from laststep.constants import listed
 from laststep.errors import AbortedError, LaststepError, MismatchError, StorageError
 from laststep.flush.protocol import Begun, Decide
-from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
+from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan.receipts import (
     Differing,
     Groups,
@@ -122,22 +122,13 @@ class Round:
         the written files and the replicas."""
         assert self.save is not None  # noqa: S101 (a rank without a save seals nothing)
         assert self.global_layout is not None  # noqa: S101 (as above)
-        items = self.save.plan.items
+        plan = self.save.plan
         self.trees.update(trees)
         self.receipt = Receipt(
             global_layout=self.global_layout.digest,
             layout_group=self.global_layout.layout_group_of[rank],
-            items=tuple(
-                ItemRecord(
-                    name=item.name,
-                    kind=item.kind,
-                    per_rank=item.per_rank,
-                    tensors=len(item.pieces),
-                    size_bytes=item.size_bytes,
-                )
-                for item in items
-            ),
-            trees={item.name: digest(trees[item.name]) for item in items if not item.per_rank},
+            items=plan.item_records,
+            trees={item.name: digest(trees[item.name]) for item in plan.items if not item.per_rank},
         )
         return msgspec.msgpack.encode(self.receipt)
 

@@ -20,12 +20,11 @@ from laststep.codecs.digests import digest
 from laststep.commit.differences import Comparing
 from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.rounds import Leader, Member, Participant, Round
-from laststep.errors import LaststepError, StorageError
+from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
 from laststep.ranks.group import RankGroup, Ranks, ranks_per_node
 from laststep.ranks.key_value import KeyValueStore
-from laststep.saving.describe import refuse_mixed
 from laststep.saving.schedule import SharedNotes
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.state.provider import PerRank
@@ -106,7 +105,7 @@ class CommitThread:
             save.handle, taken, global_layout, self.rank.number
         )
         seal = functools.partial(round_.seal, rank=self.rank.number)
-        self._client.begin(save, prepared.plan, taken.sealing(prepared, seal))
+        self._client.begin(save, prepared.plan, functools.partial(taken.seal, prepared, seal))
         self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:
@@ -164,11 +163,23 @@ class CommitThread:
 _made: Counter[str] = Counter()
 
 
+def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
+    """Raise `UsageError` for a group that mixes per-rank state with shared state."""
+    for name, provider in providers.items():
+        if getattr(provider, "mixed", False):
+            raise UsageError(
+                "a group mixes shared state with per-rank state",
+                where=f"item {name!r}",
+                remedy="pass random numbers, loaders and the like as items of their own",
+            )
+
+
 def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
     """Raise `UsageError` for a group that mixes shared and per-rank state, in a job of several
     ranks. Logs which items are treated as per-rank without an explicit `PerRank`."""
+    if rank.ranks > 1:
+        refuse_mixed(providers)
     for name, provider in providers.items() if rank.ranks > 1 else ():
-        refuse_mixed(name, mixed=getattr(provider, "mixed", False))
         if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
             log.info(
                 (

@@ -20,6 +20,7 @@ from laststep.constants import DTYPES, MAX_HEADER_BYTES
 from laststep.errors import NotFoundError
 from laststep.format.index import folder_of, runs_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
+from laststep.format.manifest import ItemRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -51,8 +52,6 @@ class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
     standalone: bool
     pieces: tuple[Piece, ...]
     per_rank: bool = False
-    mixed: bool = False
-    """True if one part of the item is per rank and another is not."""
 
     @property
     def size_bytes(self) -> int:
@@ -92,6 +91,19 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tensor_bytes(self) -> int:
         return sum(file.layout.tensor_bytes for file in self.files)
+
+    @property
+    def item_records(self) -> tuple[ItemRecord, ...]:
+        return tuple(
+            ItemRecord(
+                name=item.name,
+                kind=item.kind,
+                per_rank=item.per_rank,
+                tensors=len(item.pieces),
+                size_bytes=item.size_bytes,
+            )
+            for item in self.items
+        )
 
 
 def plan_save(

@@ -17,6 +17,7 @@ import gc
 import itertools
 import logging
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,10 +26,10 @@ from msgspec import structs
 from laststep.capture.copies import Copies
 from laststep.checks import plain, shown
 from laststep.codecs import objects
+from laststep.codecs.objects import EncodedDicts
 from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.flush.encoder import Rounding
 from laststep.flush.protocol import CaptureDone
-from laststep.format.manifest import ItemRecord
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
 from laststep.plan.layouts import (
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.codecs.objects import EncodedDicts
-    from laststep.flush.saves import Seal
     from laststep.plan.who_writes import Assignment
     from laststep.ranks.group import Rank
     from laststep.state.layouts import Layout
@@ -89,51 +88,35 @@ class TakenState:
     """One tensor for each piece of `described`, in order."""
     collected: dict[str, Collected]
     metrics: dict[str, object]
-    metadata: object
+    metadata: bytes
 
-    def sealing(
-        self, prepared: Prepared, note: Callable[[dict[str, bytes]], bytes] | None = None
-    ) -> Seal:
-        """Return the function with which the capture thread serialises everything but tensors, once
-        all tensors are on their way. `note` receives the encoded plain values of each item and
-        returns this rank's receipt."""
-        plan, kept = prepared.plan, prepared.trees
-        local_layout = b"" if prepared.write_shard is None else prepared.write_shard.encoded
-
-        def seal(save: int) -> CaptureDone:
-            encoded = {}
-            for name, part in self.collected.items():
-                try:
-                    encoded[name] = encode_item(part, kept.setdefault(name, objects.EncodedDicts()))
-                except UsageError as error:
-                    # Other values are already pickled or refused: this is a dict key or a member
-                    # of a set.
-                    remedy = "use plain values as keys and in sets, or leave it out"
-                    raise _about(error, f"item {name!r}", remedy=remedy) from error
-            receipt = b"" if note is None else note(encoded)
-            known = {**encoded, LAYOUT_NAME: local_layout}
-            values = {name: known[name] for name in plan.values}
-            items = tuple(
-                ItemRecord(
-                    name=item.name,
-                    kind=item.kind,
-                    tensors=len(item.pieces),
-                    size_bytes=item.size_bytes,
-                    per_rank=item.per_rank,
-                )
-                for item in plan.items
-            )
-            metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
-            return CaptureDone(
-                save=save,
-                values=values,
-                items=items,
-                metrics=objects.encode(metrics),
-                metadata=objects.encode(self.metadata),
-                receipt=receipt,
-            )
-
-        return seal
+    def seal(
+        self, prepared: Prepared, note: Callable[[dict[str, bytes]], bytes] | None, save: int
+    ) -> CaptureDone:
+        """Serialise everything but tensors. Called on the capture thread once all tensors are on
+        their way. `note` receives the encoded plain values of each item and returns this rank's
+        receipt."""
+        encoded: dict[str, bytes] = {}
+        for name, part in self.collected.items():
+            try:
+                encoded[name] = encode_item(part, prepared.trees[name])
+            except UsageError as error:
+                # Other values are already pickled or refused: this is a dict key or a member of a
+                # set.
+                remedy = "use plain values as keys and in sets, or leave it out"
+                raise _about(error, f"item {name!r}", remedy=remedy) from error
+        receipt = b"" if note is None else note(encoded)
+        if prepared.write_shard is not None:
+            encoded[LAYOUT_NAME] = prepared.write_shard.encoded
+        metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
+        return CaptureDone(
+            save=save,
+            values={name: encoded[name] for name in prepared.plan.values},
+            items=prepared.plan.item_records,
+            metrics=objects.encode(metrics),
+            metadata=self.metadata,
+            receipt=receipt,
+        )
 
 
 def take_state(
@@ -164,15 +147,28 @@ def take_state(
             standalone=state.standalone,
             pieces=part.pieces,
             per_rank=provider.per_rank,
-            mixed=getattr(provider, "mixed", False),
         )
         described.append((spec, part.layouts))
+    held: dict[str, object] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError(
+                "the name of a metric must be a string",
+                found=shown(name),
+                remedy="pass metrics={'loss': loss}",
+            )
+        held[str(plain(name))] = hold_scalar(name, value)
+    try:
+        encoded = objects.encode(metadata)  # plain values, regardless of allow_pickle
+    except UsageError as error:
+        remedy = "make it plain, e.g. with str() or float(), or save it as an item"
+        raise _about(error, "the metadata", remedy=remedy) from error
     return TakenState(
         described=tuple(described),
         sources=tuple(sources),
         collected=collected,
-        metrics=dict(_metric(name, value) for name, value in metrics.items()),
-        metadata=_plain_metadata(metadata),
+        metrics=held,
+        metadata=encoded,
     )
 
 
@@ -192,25 +188,6 @@ def _about(error: LaststepError, whose: str, **fields: str) -> LaststepError:
     """Return a copy of the error that also names the owner of the value."""
     where = whose if error.where is None else f"{error.where} of {whose}"
     return error.amended(where=where, **fields)
-
-
-def _plain_metadata(metadata: object) -> object:
-    """Return a copy of the metadata, always as plain values, regardless of allow_pickle."""
-    try:
-        return objects.decode(objects.encode(metadata), where="metadata")
-    except UsageError as error:
-        remedy = "make it plain, e.g. with str() or float(), or save it as an item"
-        raise _about(error, "the metadata", remedy=remedy) from error
-
-
-def _metric(name: str, value: object) -> tuple[str, object]:
-    if not isinstance(name, str):
-        raise UsageError(
-            "the name of a metric must be a string",
-            found=shown(name),
-            remedy="pass metrics={'loss': loss}",
-        )
-    return str(plain(name)), hold_scalar(name, value)
 
 
 def local_layout_of(taken: TakenState) -> LocalLayout:
@@ -294,16 +271,6 @@ def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[LocalTensor, .
     return tuple(found)
 
 
-def refuse_mixed(item: str, *, mixed: bool) -> None:
-    """Raise `UsageError` for a group that mixes per-rank state with shared state."""
-    if mixed:
-        raise UsageError(
-            "a group mixes shared state with per-rank state",
-            where=f"item {item!r}",
-            remedy="pass random numbers, loaders and the like as items of their own",
-        )
-
-
 def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
     """Return the ties of an item with sharded tensors. Raises `UsageError` if shards overlap in
     another way: their shared memory would be stored once although it holds different bytes on every
@@ -322,10 +289,6 @@ def work_out(
     taken: TakenState, global_layout: GlobalLayout, local_layout: LocalLayout, rank: int
 ) -> tuple[WriteShard, tuple[torch.Tensor, ...]]:
     """Return this rank's write shard and the memory that it is written from."""
-    several = len(global_layout.layout_group_of) > 1
-    if several:
-        for spec, _ in taken.described:
-            refuse_mixed(spec.name, mixed=spec.mixed)
     assignments: dict[tuple[str, str], list[Assignment]] = {}
     for key, assignment in global_layout.assignments(rank):
         assignments.setdefault(key, []).append(assignment)
@@ -359,6 +322,7 @@ def work_out(
         specs.append(structs.replace(spec, pieces=tuple(pieces)))
     first = global_layout.is_first(rank)
     values = tuple(spec.name for spec in specs if first or spec.per_rank)
+    several = len(global_layout.layout_group_of) > 1
     encoded = encode_local_layout(local_layout) if first and several else b""
     write_shard = WriteShard(
         global_layout,
@@ -412,7 +376,7 @@ class Prepared:
         self.write_shard = write_shard
         """The part of its state that this rank writes; None means all of it, unchanged."""
         self.copies = Copies(plan)
-        self.trees: dict[str, EncodedDicts] = {}
+        self.trees: defaultdict[str, EncodedDicts] = defaultdict(EncodedDicts)
         """Encoded dicts of each item's tree, which the capture thread keeps from one save to the
         next."""
 
@@ -463,10 +427,8 @@ class Preparer:
             if sources is not None:
                 return last, sources
         write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
-        if agree is None:
-            plan = self._plan(write_shard.specs)
-        else:
-            plan = self._plan(write_shard.specs, rank=self._rank, values=write_shard.values)
+        rank = None if agree is None else self._rank
+        plan = self._plan(write_shard.specs, rank, write_shard.values)
         self.last = Prepared(described, plan, write_shard)
         return self.last, sources
 
