@@ -9,6 +9,7 @@ Also defines groups of items, and items that do not exist yet (`Deferred`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import re
@@ -91,10 +92,7 @@ class Unwrapped(AroundProvider):
 def layers_of(item: Any) -> list[Any]:
     """Return the object and, while the last one is a transparent wrapper, the object inside it."""
     layers = [item]
-    while len(layers) <= _MAX_WRAPPERS:
-        inner = _inside(layers[-1])
-        if inner is None:
-            break
+    while len(layers) <= _MAX_WRAPPERS and (inner := _inside(layers[-1])) is not None:
         layers.append(inner)
     return layers
 
@@ -487,9 +485,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
                 remedy="choose another name",
             )
 
-    def names() -> dict[int, tuple[str, str]]:
-        return _names_of_parameters(items)
-
+    names = functools.partial(_names_of_parameters, items)
     return {name: _provider(name, item, names) for name, item in items.items()}
 
 
@@ -504,7 +500,8 @@ def _things_in(
         elif isinstance(item, Deferred):
             yield from _things_in({key: item.thing()}, outer, depth)
         elif isinstance(item, StateProvider):
-            yield from ((outer, key, part) for part in item.parts())
+            for part in item.parts():
+                yield outer, key, part
         elif type(item) is dict and depth < MAX_DEPTH and _is_group(item, any_keys=True):
             yield from _things_in(item, _item(outer, key), depth + 1)
         else:
@@ -519,20 +516,19 @@ def _item(outer: str, key: object) -> str:
 def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
     """Return id of a parameter → (item, name). Called at each save, because parameters and the
     entries of dicts can be replaced."""
-    names: dict[int, tuple[str, str]] = {}
-    # Modules first, so that a parameter that is also in a dict has the same name without the dict.
-    for outer, key, thing in sorted(
-        _things_in(items), key=lambda thing: not isinstance(thing[2], nn.Module)
-    ):
-        if isinstance(thing, Tensor):
-            names.setdefault(id(thing), (outer, str(key)))
-        elif isinstance(thing, nn.Module):
+    in_modules: dict[int, tuple[str, str]] = {}
+    elsewhere: dict[int, tuple[str, str]] = {}
+    for outer, key, thing in _things_in(items):
+        if isinstance(thing, nn.Module):
             for parameter, name in parameter_names(thing).items():
-                names.setdefault(parameter, (_item(outer, key), name))
+                in_modules.setdefault(parameter, (_item(outer, key), name))
+        elif isinstance(thing, Tensor):
+            elsewhere.setdefault(id(thing), (outer, str(key)))
         elif type(thing) is dict:
             for tensor, name in _tensors_in(thing):
-                names.setdefault(tensor, (_item(outer, key), name))
-    return names
+                elsewhere.setdefault(tensor, (_item(outer, key), name))
+    # A parameter that is also in a dict has the same name without the dict.
+    return elsewhere | in_modules
 
 
 def _tensors_in(

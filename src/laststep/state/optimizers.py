@@ -89,16 +89,14 @@ class OptimizerProvider(StateProvider):
         count = len(self._optimizer.param_groups)
         problems = []
         if count != len(stored["groups"]):
-            problems.append(
-                f"has {count} parameter groups, but {len(stored['groups'])} were stored"
-            )
-        for name in sorted(ours.keys() - theirs):
-            problems.append(f"has no stored state for parameter {name}")  # noqa: PERF401
+            problems = [f"has {count} parameter groups, but {len(stored['groups'])} were stored"]
+        missing = sorted(ours.keys() - theirs)
+        problems += [f"has no stored state for parameter {name}" for name in missing]
         if not problems and any(theirs[name] != number for name, (_, number) in ours.items()):
             problems.append("groups its parameters differently than the stored one")
         stored_as = self._stored_as(ours, stored)
-        alone = [str(number) for number, match in enumerate(stored_as) if match is None]
-        if alone:
+        if None in stored_as:
+            alone = [str(number) for number, match in enumerate(stored_as) if match is None]
             problems.append(f"has no stored options for parameter groups {', '.join(alone)}")
         return problems
 
@@ -260,8 +258,8 @@ def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
     state, groups = stored["state"], stored["groups"]
     return (
         isinstance(state, dict)
-        and all(isinstance(name, str) for name in state)
-        and all(isinstance(entry, dict) or entry is ABSENT for entry in state.values())
+        and {str}.issuperset(map(type, state))
+        and {dict, Absent}.issuperset(map(type, state.values()))
         and isinstance(groups, list)
         and all(map(_is_group, groups))
     )
@@ -270,12 +268,11 @@ def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
 def _is_group(group: object) -> bool:
     match group:
         case {"params": dict() | Absent() as params, "options": dict() | Absent(), **more}:
-            items = more.get("items", {})
-            forms = _entries(params)
+            items, forms = more.get("items", {}), _entries(params)
             return (
                 isinstance(items, dict)
-                and all(isinstance(name, str) for name in (*items, *forms))
-                and all(isinstance(form, str) or form is ABSENT for form in forms.values())
+                and {str}.issuperset(map(type, (*items, *forms)))
+                and {str, Absent}.issuperset(map(type, forms.values()))
             )
     return False
 
