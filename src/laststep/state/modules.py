@@ -8,8 +8,8 @@ Also the trained part of a module (`trainable`).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -31,6 +31,11 @@ _WRAPPERS: Final = {
     "DataParallel": "module",
 }
 """Classes of transparent wrappers → the attribute that holds the wrapped module."""
+_VERSIONED: Final = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+"""Modules of torch whose overrides only handle versions of their state."""
+_SAVING: Final = attrgetter(
+    "state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict"
+)
 
 
 def walk_modules(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
@@ -61,11 +66,13 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 def loads_in_its_own_way(part: object) -> bool:
     """Return True for a module if any of its submodules customises `load_state_dict`, e.g. to
     translate the names of older checkpoints."""
-    loading = ("load_state_dict", "_load_from_state_dict")
+    loading = attrgetter("load_state_dict", "_load_from_state_dict")
     return isinstance(part, nn.Module) and any(
         node._load_state_dict_pre_hooks
         # Overrides in torch's own classes only handle versions of their state.
-        or not (type(node).__module__.startswith("torch.") or _inherits(type(node), loading))
+        or not (
+            type(node).__module__.startswith("torch.") or loading(type(node)) == loading(nn.Module)
+        )
         for node in part.modules()
     )
 
@@ -118,7 +125,10 @@ class ModuleProvider(StateProvider):
                 return False
             if _WRAPPERS.get(type(node).__name__) not in node._modules:
                 kinds.add(type(node))
-        return all(map(_is_standard_class, kinds))
+        for kind in kinds:
+            if kind.__module__ not in _VERSIONED and _SAVING(kind) != _SAVING(nn.Module):
+                return False
+        return True
 
     def check(self, stored: object) -> list[str]:
         return [] if isinstance(stored, dict) else ["is not the state of a module"]
@@ -127,54 +137,34 @@ class ModuleProvider(StateProvider):
         if not isinstance(value, dict):
             return  # `check` has already reported it
         nodes = walk_modules(self._module)
-        own_of: dict[str, str] = {}
+        by_hook: dict[str, object] = {}
         if self._hooks or not self._is_standard(nodes):
             plain_of = {own: plain for own, plain, _node in nodes}
-            own_of = {_plain(name, plain_of): name for name in self._module.state_dict()}
-        live = {
-            plain + name: tensor
-            for _own, plain, node in nodes
-            for name, tensor in (*node._parameters.items(), *node._buffers.items())
-        }
-        by_hook: dict[str, object] = {}
-        for name, entry in value.items():
-            if name not in own_of or entry is ABSENT:
-                continue
-            tensor = live.get(name)
-            if (
-                isinstance(entry, torch.Tensor)
-                and tensor is not None
-                and same_memory(entry, tensor)
-            ):
-                continue  # restored in place
-            by_hook[own_of[name]] = entry
+            live: dict[str, torch.Tensor | None] = {}
+            for _own, plain, node in nodes:
+                for name, tensor in (*node._parameters.items(), *node._buffers.items()):
+                    live[plain + name] = tensor
+            for own in self._module.state_dict():
+                name = _plain(own, plain_of)
+                entry, tensor = value.get(name, ABSENT), live.get(name)
+                in_place = (
+                    isinstance(entry, torch.Tensor)
+                    and tensor is not None
+                    and same_memory(entry, tensor)
+                )
+                if entry is not ABSENT and not in_place:
+                    by_hook[own] = entry
         if by_hook:
             with handing_over(f"load_state_dict of {type(self._module).__name__}"):
                 self._module.load_state_dict(by_hook, strict=False)
         elif any(entry is not ABSENT for entry in value.values()):
             # As load_state_dict does at its end, submodules first, so that values derived from the
             # state, such as caches, are computed again.
-            for _own, _plain, node in reversed(nodes):
+            for _own, _prefix, node in reversed(nodes):
                 for hook in list(node._load_state_dict_post_hooks.values()):
                     what = f"a hook for the end of load_state_dict of {type(node).__name__}"
                     with handing_over(what):
                         hook(node, nn.modules.module._IncompatibleKeys([], []))
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_standard_class(kind: type[nn.Module]) -> bool:
-    """Return True if state_dict() of such a module is just its parameters and persistent
-    buffers."""
-    if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
-        return True  # overrides of these only handle versions of their state
-    saving = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
-    return _inherits(kind, saving)
-
-
-def _inherits(kind: type[nn.Module], names: Iterable[str]) -> bool:
-    """Return True if a module class inherits these methods from nn.Module without overriding
-    them."""
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
 
 
 def _plain(name: str, plain_of: dict[str, str]) -> str:

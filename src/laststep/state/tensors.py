@@ -229,6 +229,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 _T = TypeVar("_T")
 
+_COMPLEX: Final = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
 _DATA_PTR: Final = torch.Tensor.data_ptr
@@ -275,7 +276,7 @@ def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
         storages += map(_STORAGE_BYTES, map(_STORAGE, some))
         contiguous += map(_IS_CONTIGUOUS, some)
         marked = marked or any(map(_IS_NEGATIVE, some))
-    if any(dtype.is_complex for dtype in set(dtypes)):
+    if not _COMPLEX.isdisjoint(dtypes):
         marked = marked or any(map(torch.Tensor.is_conj, memories))
     details: list[tuple[object, ...]] = []
     if not all(contiguous) or not all(addresses):
@@ -370,8 +371,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def repeats_itself(tensor: torch.Tensor) -> bool:
     """Return True if several elements share one address, as after `expand`: torch refuses to write
     into such a tensor."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(size > 1 and step == 0 for size, step in pairs)
+    if tensor.numel() == 0 or 0 not in tensor.stride():
+        return False
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def put_tensor(live: torch.Tensor, loaded: torch.Tensor | float) -> torch.Tensor:

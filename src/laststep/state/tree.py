@@ -131,17 +131,15 @@ def rebuild(
         if kind is TensorRef:
             return leaf(node)  # type: ignore[arg-type]
         if kind is dict or kind is OrderedDict:
-            return kind((key, build(inner)) for key, inner in node.items())  # type: ignore[attr-defined]
-        if kind is list:
-            return [build(inner) for inner in node]  # type: ignore[attr-defined]
-        if kind is tuple:
-            return tuple(build(inner) for inner in node)  # type: ignore[attr-defined]
+            return kind(zip(node, map(build, node.values()), strict=True))  # type: ignore[attr-defined,call-overload]
+        if kind is list or kind is tuple:
+            return kind(map(build, node))  # type: ignore[call-overload]
         if kind is Tagged:
             return revive(Tagged(node.tag, build(node.value)))  # type: ignore[attr-defined]
         if kind is deque:
-            return deque((build(inner) for inner in node), node.maxlen)  # type: ignore[attr-defined]
+            return deque(map(build, node), node.maxlen)  # type: ignore[attr-defined,call-overload]
         if isinstance(node, tuple) and hasattr(node, "_make"):
-            return node._make(build(inner) for inner in node)
+            return node._make(map(build, node))
         return node
 
     return build(tree)
@@ -345,7 +343,7 @@ def decode_item(
                 names: list[object] = [*tied, *tied.values(), *viewed]
             case _:
                 names = [None]
-        if not all(isinstance(name, str) for name in names):
+        if not {str}.issuperset(map(type, names)):
             raise CorruptError(
                 "the tree of an item is malformed", where=where, expected="tree, ties and views"
             )
@@ -388,8 +386,7 @@ def _lies_in(view: View, base: TensorSpec) -> bool:
 def _view(entry: object, where: str) -> View:
     match entry:
         case (str(base), str(dtype), tuple(shape), tuple(stride), int(offset)):
-            if len(shape) == len(stride) and all(
-                type(n) is int and n >= 0 for n in (*shape, *stride, offset)
-            ):
-                return View(base=base, dtype=dtype, shape=shape, stride=stride, offset_bytes=offset)
+            numbers = (*shape, *stride, offset)
+            if len(shape) == len(stride) and all(type(n) is int and n >= 0 for n in numbers):
+                return View(base, dtype, shape, stride, offset)
     raise CorruptError("a view of an item is malformed", where=where, found=repr(entry)[:80])
