@@ -278,12 +278,7 @@ def _takes_over(
         plan.derived.add(name)
         return True
     what = f"per-rank state was saved by {stored}, but this job has {rank.ranks}"
-    if undecided := getattr(provider, "undecided", ""):
-        plan.mismatched.append(
-            f"{name}: {what}; its parts differ in when_ranks_change ({undecided}): "
-            "make them equal, or pass them as separate items"
-        )
-    elif policy == "refuse":
+    if policy == "refuse":
         plan.mismatched.append(
             f"{name}: {what}; pass laststep.PerRank({name}, when_ranks_change=…) "
             "with 'keep', 'drop' or a function"

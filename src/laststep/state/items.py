@@ -262,36 +262,21 @@ class GroupProvider(StateProvider):
     def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
         """The policy of the members if they agree, else `refuse`; functions are called with each
         member's own states."""
-        said = self._policies()
-        if said and all(map(callable, said.values())):
+        said = [member.when_ranks_change for member in self._members.values()]
+        if said and all(map(callable, said)):
             return self._merged
-        return "refuse" if self.undecided else next(iter(said.values()), "refuse")
-
-    @property
-    def undecided(self) -> str:
-        """The members with different policies for `when_ranks_change`, as text; empty if they
-        agree."""
-        said = {
-            key: "a function" if callable(policy) else f"{policy!r}"
-            for key, policy in self._policies().items()
-        }
-        if len(set(said.values())) < 2:
-            return ""
-        return ", ".join(f"{key}: {policy}" for key, policy in said.items())
-
-    def _policies(self) -> dict[Any, WhenRanksChange]:
-        return {key: member.when_ranks_change for key, member in self._members.items()}
+        return said[0] if said and said.count(said[0]) == len(said) else "refuse"
 
     def _merged(self, states: list[Any], rank: int, ranks: int) -> object:
         """Return the state of all members, each computed by the member's own function."""
         made = {}
-        for key, merge in self._policies().items():
+        for key, member in self._members.items():
             if not all(isinstance(state, dict) and key in state for state in states):
                 raise MismatchError(
                     f"not every rank stored {key}", remedy="leave it out, or restore without it"
                 )
-            if callable(merge):
-                made[key] = merge([state[key] for state in states], rank, ranks)
+            if callable(member.when_ranks_change):
+                made[key] = member.when_ranks_change([state[key] for state in states], rank, ranks)
         return made
 
     def derive(self, value: object, rank: int) -> None:
@@ -451,9 +436,8 @@ class Deferred(AroundProvider):
 
     def _inner_property(self, name: str, default: object) -> object:
         """Return the default of a property until the item exists."""
-        if self._made is None:
-            return getattr(StateProvider, name, default)
-        return super()._inner_property(name, default)
+        inner = StateProvider if self._made is None else self._inner
+        return getattr(inner, name, default)
 
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")

@@ -199,8 +199,6 @@ class AroundProvider(StateProvider):
     when_ranks_change = _forwarded("when_ranks_change")
     mixed = _forwarded("mixed", default=False)
     """True for a group with members of both kinds, per-rank and not."""
-    undecided = _forwarded("undecided", default="")
-    """The parts with different policies for `when_ranks_change`, as text; empty if they agree."""
 
     def _inner_property(self, name: str, default: object) -> object:
         return getattr(self._inner, name, default)
@@ -524,11 +522,8 @@ class PerRank(AroundProvider):
         return made
 
     def _inner_property(self, name: str, default: object) -> object:
-        if self._said is not None:
-            if name == "when_ranks_change":
-                return self._said
-            if name == "undecided":
-                return ""
+        if name == "when_ranks_change" and self._said is not None:
+            return self._said
         return super()._inner_property(name, default)
 
 
