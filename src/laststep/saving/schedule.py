@@ -49,7 +49,6 @@ _RECENT, _SAVES = 16, 5
 class _Beside(NamedTuple):
     """The iterations during one save."""
 
-    number: int
     usual_s: float | None
     """Median seconds of the iterations just before it; None if none were measured."""
     seconds: list[float]
@@ -85,7 +84,7 @@ class StepTimer:
         """The latest saves of the current iteration."""
         self._seen = 0
         self._last_s: float | None = None
-        self._saves = 0
+        self._last: SaveHandle | None = None
         self.captured_s: float | None = None
         """The time at which the last save began."""
         self.failed = False
@@ -115,11 +114,10 @@ class StepTimer:
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
         self._look()  # needed if the user never calls step()
-        self._saves += 1
         usual_s = mid(self._alone) if self._alone else None
-        self.under_way[handle] = _Beside(self._saves, usual_s, [])
+        self.under_way[handle] = _Beside(usual_s, [])
         self._fresh.append(handle)
-        self.captured_s, self.failed = now_s, False
+        self._last, self.captured_s, self.failed = handle, now_s, False
 
     def _look(self) -> None:
         for handle in list(self.under_way):
@@ -127,20 +125,21 @@ class StepTimer:
                 continue
             beside, report = self.under_way.pop(handle), handle.report
             if report.committed_s is None:
-                self.failed = self.failed or beside.number == self._saves
+                self.failed = self.failed or handle is self._last
                 continue
             slower_s = 0.0  # of all these iterations together; can be negative by chance
             if beside.usual_s is not None:
                 slower_s = (mid(beside.seconds) - beside.usual_s) * len(beside.seconds)
-            ended = _EndedSave(
-                stall_s=report.stall_s,
-                device_s=report.device_copy_s + report.fence_s,
-                slower_s=slower_s,
-                latency_s=report.committed_s,
-                size_bytes=report.size_bytes,
-                bytes_per_s=(report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9),
+            self._ended.append(
+                _EndedSave(
+                    stall_s=report.stall_s,
+                    device_s=report.device_copy_s + report.fence_s,
+                    slower_s=slower_s,
+                    latency_s=report.committed_s,
+                    size_bytes=report.size_bytes,
+                    bytes_per_s=(report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9),
+                )
             )
-            self._ended.append(ended)
 
     @property
     def missing(self) -> int:

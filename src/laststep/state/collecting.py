@@ -480,7 +480,7 @@ def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], l
             memories[number] = leaf._local_tensor  # type: ignore[attr-defined]
             spec = leaf._spec  # type: ignore[attr-defined]
             dtensors.append((number, spec.mesh, spec.placements, leaf.shape))
-    return memories, dtensors  # type: ignore[return-value]
+    return memories, dtensors
 
 
 def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:

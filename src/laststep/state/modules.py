@@ -94,19 +94,19 @@ class ModuleProvider(StateProvider):
 
     def describe(self) -> State:
         nodes = walk_modules(self._module)
+        value: dict[str, object] = {}
+        volatile: list[Path] = []
         self.passive = self._is_standard(nodes)
         if not self.passive:
             entries = self._module.state_dict().items()
             nodes = walk_modules(self._module)  # again, because foreign code has run
             plain_of = {own: plain for own, plain, _node in nodes}
             value = {_plain(name, plain_of): entry for name, entry in entries}
-            buffers = {(plain + name,) for _own, plain, node in nodes for name in node._buffers}
+            volatile = [(plain + name,) for _own, plain, node in nodes for name in node._buffers]
             # Extra state may have any shape, also another one than the stored extra state.
             fresh = tuple((name,) for name in value if name.rpartition(".")[2] == "_extra_state")
-            return State(value=value, fresh=fresh, volatile=frozenset(buffers), standalone=True)
+            return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
         # Equal to state_dict(), without its detach() per tensor.
-        value: dict[str, object] = {}
-        volatile: list[Path] = []
         for _own, plain, node in nodes:
             for name, parameter in node._parameters.items():
                 if parameter is not None:

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -218,7 +218,7 @@ class ItemTensors:
         stop = start + (0 if 0 in shape else (reach + 1) * size)
         base = self._checkpoint.tensor(f"{self.item}/{view.base}")[start:stop]
         # Cloned, so that the window starts at an aligned address.
-        return open_view(base.clone(), replace(view, shape=shape, offset_bytes=0)).contiguous()
+        return open_view(base.clone(), view._replace(shape=shape, offset_bytes=0)).contiguous()
 
 
 def size_bytes(dtype: str, shape: Shape) -> int:
