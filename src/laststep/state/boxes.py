@@ -184,23 +184,16 @@ def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
     for extent in extents:
         if extent.start < extent.stop:
             by_storage[extent.storage].append(extent)
-    overlaps: list[Overlap] = []
+    groups: list[list[MemoryRange]] = []
     for members in by_storage.values():
-        if len(members) > 1:
-            overlaps.extend(_groups(sorted(members, key=lambda e: (e.start, e.stop))))
-    return overlaps
-
-
-def _groups(members: list[MemoryRange]) -> list[Overlap]:
-    overlaps: list[Overlap] = []
-    group, stop = [members[0]], members[0].stop
-    for extent in [*members[1:], None]:
-        if extent is not None and extent.start < stop:
-            group.append(extent)
+        stop = -1
+        for extent in sorted(members, key=lambda e: (e.start, e.stop)):
+            if extent.start >= stop:
+                groups.append([])
+            groups[-1].append(extent)
             stop = max(stop, extent.stop)
-            continue
-        if len(group) > 1:
-            overlaps.append(Overlap(group[0].start, stop, tuple(group)))
-        if extent is not None:
-            group, stop = [extent], extent.stop
-    return overlaps
+    return [
+        Overlap(group[0].start, max(extent.stop for extent in group), tuple(group))
+        for group in groups
+        if len(group) > 1
+    ]
