@@ -67,7 +67,7 @@ changed, so the trees of several saves share their parts."""
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
 _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
 """Key types for which equal keys are identical. Keys of other types may be equal and yet differ,
-such as 0.0 and -0.0, or (1,) and (True,): a state with such keys is never recognised."""
+such as 0.0 and -0.0, or (1,) and (True,)."""
 _SMALL_BYTES = 4096
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Array types that consist of their elements only; other subclasses, such as masked arrays, hold
@@ -368,6 +368,8 @@ class _Known:
     keys: list[object]
     key_kinds: list[type]
     """Equal keys of different types, such as 1 and True, have different names."""
+    inexact: dict[int, str]
+    """The names of keys that may be equal without being identical, by their position."""
     sizes: list[int]
     parts: list[_Part]
     kinds: list[type]
@@ -421,6 +423,7 @@ def _recognise(known: _Known | None, value: object, volatile: frozenset[Path]) -
         walk.sizes != known.sizes
         or list(map(type, walk.keys)) != known.key_kinds
         or walk.keys != known.keys
+        or any(name_of((walk.keys[at],)) != name for at, name in known.inexact.items())
     ):
         raise _Different
     memories, dtensors = _memories(walk.leaves)
@@ -451,12 +454,13 @@ def _collect_in_bulk(
     for number, *_spec in dtensors:
         walk.layouts[walk.names[number]] = local_shard_of(walk.leaves[number], "").layout
     collected = _describe(walk, tree, tensors, forms)
-    key_kinds = list(map(type, walk.keys))
-    if walk.is_common and walk.leaves and not collected.views and _EXACT.issuperset(key_kinds):
+    if walk.is_common and walk.leaves and not collected.views:
+        inexact = (at for at, key in enumerate(walk.keys) if type(key) not in _EXACT)
         cache.last = _Known(
             volatile=volatile,
             keys=walk.keys,
-            key_kinds=key_kinds,
+            key_kinds=list(map(type, walk.keys)),
+            inexact={at: name_of((walk.keys[at],)) for at in inexact},
             sizes=walk.sizes,
             parts=walk.parts,
             kinds=list(map(type, memories)),
