@@ -452,7 +452,8 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
             full_name = f"{item}/{part.tensor}"
             return f"{layout.name} has a shard of that name: ask for {full_name!r}"
         if item in content.per_rank and any(stored.name == entry for stored in layout.tensors):
-            return f"rank {file.rank} has it: ask checkpoint.of_rank({file.rank})"
+            rank = file.reader.index.rank
+            return f"rank {rank} has it: ask checkpoint.of_rank({rank})"
     return "`laststep show --all` lists the names"
 
 

@@ -35,7 +35,7 @@ from laststep.ranks.group import Rank, Ranks, this_rank
 from laststep.restoring.exchange import Transfer
 from laststep.restoring.match import load_item
 from laststep.restoring.plan import VALUE, compare_aliases, plan_restore
-from laststep.restoring.restore import hand_over, pass_objects
+from laststep.restoring.restore import hand_over
 from laststep.saving.context import check_new_folder
 from laststep.settings import FlushIn, Options
 from laststep.state.items import providers_for
@@ -323,7 +323,7 @@ def _load(
             None,
             strict=strict,
             where=where,
-            remedy=pass_objects(content, providers) + _remedy(checkpoint, rank),
+            remedy=_remedy(checkpoint, rank),
             # Per-rank items of an explicitly chosen rank fit any number of ranks.
             ranks=alone if rank is None else Ranks(Rank(rank, checkpoint.ranks)),
         )

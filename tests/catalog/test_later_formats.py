@@ -35,7 +35,7 @@ def sealed_epoch(content: dict[str, object]) -> bytes:
 
 def write_later_manifest(folder: Path) -> None:
     content = json.dumps({**LATER, "decision": "commit"}).encode()
-    (folder / "manifest.json").write_bytes(seal(content, member="manifest"))
+    (folder / "manifest.json").write_bytes(seal(content))
 
 
 def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:

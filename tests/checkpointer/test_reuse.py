@@ -294,7 +294,7 @@ def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
     assert (shared.origin, shared.sharers) == (training.folder(0).name, 1)
     assert commit.shared_bytes == shared.size_bytes
     there = sum(path.stat().st_size for path in data_files(training.folder(1)))
-    assert (commit.size_bytes, commit.file_count) == (there, len(index.files))
+    assert (commit.size_bytes, commit.written.files) == (there, len(index.files))
     assert (training.folder(1) / shared.name).stat().st_nlink == 2
 
 

@@ -103,7 +103,7 @@ def test_ls_shows_a_checkpoint_whose_manifest_is_damaged(maker, laststep: Callab
 
 def test_ls_does_not_call_a_checkpoint_of_a_later_format_damaged(maker, laststep: Callable) -> None:
     content = b'{"format": 9, "decision": "commit", "laststep": "7.1.0"}'
-    (maker.save(100) / MANIFEST_NAME).write_bytes(seal(content, member="manifest"))
+    (maker.save(100) / MANIFEST_NAME).write_bytes(seal(content))
     ended = laststep("ls", maker.path)
     assert ended.status == 0
     assert "damaged" not in ended.out

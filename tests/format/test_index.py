@@ -152,7 +152,7 @@ def test_a_whole_save_is_described_and_summed_up() -> None:
     assert (written.indexes, written.files, written.size_bytes) == (data[:16], 2, 4106 + 4096)
     assert (written.shared_bytes, written.lossy) == (0, ("bf16",))
     shared = replace(made, files=(replace(made.files[0], origin="step-00000001.1-1"),))
-    assert shared.shared_bytes == 4106
+    assert written_of(shared, data).shared_bytes == 4106
 
 
 def test_a_short_raw_block_may_be_a_base_at_the_end_of_its_file() -> None:
@@ -356,10 +356,9 @@ def test_many_derived_tensors_are_checked_in_linear_time() -> None:
     assert decode(encode(made), where="here") == made
 
 
-def test_the_digest_of_a_file_is_told_from_that_of_its_payload() -> None:
+def test_a_changed_payload_is_told_by_its_digest() -> None:
     data = encode(derived_index())
     changed = data[:-1] + bytes([data[-1] ^ 1])
-    assert index_format.digest_of(changed) == data[:16]
     with pytest.raises(CorruptError) as raised:
         index_format.check(changed, where="here")
     assert raised.value.found == f"xxh3-128:{digest(changed[16:]).hex()}"

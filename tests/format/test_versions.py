@@ -20,7 +20,7 @@ Fields = dict[str, object]
 
 def read_manifest(fields: Fields) -> None:
     content = json.dumps({"format": 9, "decision": "commit", **fields}).encode()
-    manifest.decode(seal(content, member="manifest"), where="here")
+    manifest.decode(seal(content), where="here")
 
 
 @pytest.mark.parametrize(

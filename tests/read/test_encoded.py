@@ -66,12 +66,7 @@ def put(folder: Path, index: Index) -> None:
     at = folder / "manifest.json"
     commit = manifest.decode(at.read_bytes(), where="")
     assert isinstance(commit, manifest.Commit)
-    written = structs.replace(
-        commit.written,
-        indexes=digest(payload),
-        size_bytes=index.size_bytes,
-        shared_bytes=index.shared_bytes,
-    )
+    written = index_format.written_of(index, digest(payload) + payload)
     at.write_bytes(manifest.encode(structs.replace(commit, written=written)))
 
 

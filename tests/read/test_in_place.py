@@ -13,7 +13,7 @@ from laststep.errors import CorruptError
 from laststep.memory.pool import ReadBuffers
 from laststep.plan.reads import Read, ReadRequest, plan_reads
 from laststep.read.reader import read_all
-from laststep.restoring.exchange import Placer, tensor_over
+from laststep.restoring.exchange import tensor_over
 from read.sources import blocks_over
 
 DATA = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
@@ -58,7 +58,13 @@ def restored(reader: InMemory, *, lands_all: bool = False) -> bytes:
         reads: list[Read] = plan_reads(
             0, len(DATA), [ReadRequest(0, len(DATA), 0)], room.slot_bytes
         )
-        read_all(files, reads, room, Placer([target]).deliver, threads=1)
+
+        def deliver(read: Read, data: memoryview) -> None:
+            for part in read.parts:
+                piece = tensor_over(data)[part.at : part.at + part.size_bytes]
+                target[part.target_at : part.target_at + part.size_bytes] = piece
+
+        read_all(files, reads, room, deliver, threads=1)
         assert room.lease(0) is not None
         assert room.lease(0) is not None, "a slot has not come back"
     return target.numpy().tobytes()

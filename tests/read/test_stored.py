@@ -91,7 +91,7 @@ def test_every_block_and_header_is_in_a_range(history: History) -> None:
         for key, part in file.ranges.items():
             assert key == (part.start, part.stop)
             assert 0 <= part.start < part.stop <= file.file.size_bytes
-            assert part.verify(content(file, part), file.reader) == []
+            assert part.content.verify_stored(content(file, part), file.reader) == []
     for stored in index.index.layouts:
         for ref in stored.refs():
             ranges = files[ref.file].ranges
@@ -117,11 +117,11 @@ def test_a_changed_byte_in_any_range_is_found(history: History) -> None:
             whole = bytearray(path.read_bytes())
             whole[at] ^= 1
             path.write_bytes(whole)
-            damage = part.verify(content(file, part), file.reader)
+            damage = part.content.verify_stored(content(file, part), file.reader)
             assert [wrong.file for wrong in damage] == [file.file.name]
             whole[at] ^= 1
             path.write_bytes(whole)
-            assert part.verify(content(file, part), file.reader) == []
+            assert part.content.verify_stored(content(file, part), file.reader) == []
     index.close()
 
 
@@ -132,6 +132,6 @@ def test_bytes_that_are_wrong_only_once_are_read_again(history: History) -> None
             view = content(file, part)
             right = bytes(view)
             view[len(view) // 2] ^= 1
-            assert part.verify(view, file.reader) == []
+            assert part.content.verify_stored(view, file.reader) == []
             assert view == right
     index.close()

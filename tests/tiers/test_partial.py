@@ -127,7 +127,7 @@ def test_the_manifest_of_an_excerpt_is_one_of_its_own(saved: Training) -> None:
     assert partial.index_digest(0) != whole.index_digest(0)
     [folder] = saved.weights.glob("step-00000002.*")
     stored = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    assert (partial.file_count, partial.size_bytes) == (len(stored), sum(stored))
+    assert (partial.written.files, partial.size_bytes) == (len(stored), sum(stored))
     assert partial.size_bytes < whole.size_bytes
     assert [item.name for item in partial.items] == ["model"]
 

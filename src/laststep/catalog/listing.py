@@ -278,7 +278,9 @@ class Scanner:
             elif is_copying_name(entry.name):
                 locks.append(f"{folder.name}/{entry.name}")
         if isinstance(decided, Commit):
-            fully = fully or not (decided.file_count > _VERY_MANY and folder_of(0, decided.ranks))
+            fully = fully or not (
+                decided.written.files > _VERY_MANY and folder_of(0, decided.ranks)
+            )
         if fully:
             for above in inner:
                 for entry in self._store.list(f"{folder.name}/{above}"):
@@ -310,7 +312,7 @@ class Scanner:
         if missing is not None:
             return missing
         there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-        if len(there) == decided.file_count and sum(there) == decided.size_bytes:
+        if len(there) == decided.written.files and sum(there) == decided.size_bytes:
             return None
         return self._wrong_file(folder, decided, sizes)
 
@@ -345,7 +347,7 @@ class Scanner:
             within = self._store.file_names(f"{scanned.name.folder}/{inner}")
             names += [f"{inner}/{name}" for name in within]
         return (
-            sum(name.endswith(_DATA_FILES) for name in names) >= commit.file_count
+            sum(name.endswith(_DATA_FILES) for name in names) >= commit.written.files
             and _missing_index(commit, frozenset(names)) is None
         )
 

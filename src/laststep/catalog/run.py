@@ -107,9 +107,7 @@ def read_record(store: Store) -> RunRecord | None:
         return None
     try:
         said = msgspec.json.decode(data, type=Versioned)
-        refuse_later(
-            said.format, what="run", where=where, writer=said.laststep, latest=FORMAT_VERSION
-        )
+        refuse_later(said.format, what="run", where=where, writer=said.laststep)
         record = msgspec.json.decode(data, type=RunRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         found = "other content, which laststep did not write" if data else "an empty file"

@@ -182,13 +182,7 @@ def decode(data: bytes, *, term: int, where: str) -> TermRecord:
         if digest_text(content) != sealed.digest:
             raise _corrupt(where, sealed.digest, digest_text(content))
         said = msgspec.json.decode(content, type=Versioned)
-        refuse_later(
-            said.format,
-            what="record of a term",
-            where=where,
-            writer=said.laststep,
-            latest=FORMAT_VERSION,
-        )
+        refuse_later(said.format, what="record of a term", where=where, writer=said.laststep)
         record = msgspec.json.decode(content, type=TermRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "a term's record", str(error)) from error

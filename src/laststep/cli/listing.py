@@ -128,7 +128,9 @@ def _document(item: Listed) -> dict[str, object]:
 
 def _row(item: Listed, *, share: bool) -> dict[str, str]:
     """Return the table cells by column; with `share`, also the size of its new files."""
-    new = {"new": "" if item.commit is None else size_text(item.commit.new_bytes)}
+    new = {"new": ""}
+    if item.commit is not None:
+        new["new"] = size_text(item.commit.size_bytes - item.commit.shared_bytes)
     return {
         "step": str(item.step),
         "when": time_text(item.created_s),
@@ -269,7 +271,7 @@ def _usage_document(item: Listed, sharing: Sharing) -> dict[str, object]:
         "new_bytes": _new_bytes(item),
         "alone_bytes": sharing.freed_bytes([item.folder]),
         "shared_with": sharing.sharers(item.folder),
-        "files": None if item.commit is None else item.commit.file_count,
+        "files": None if item.commit is None else item.commit.written.files,
         "error": None if item.error is None else str(item.error),
     }
 
@@ -281,7 +283,7 @@ def _usage_row(item: Listed, sharing: Sharing) -> dict[str, str]:
         "size": size_text(item.stored_bytes),
         "new": size_text(_new_bytes(item)),
         "only here": size_text(sharing.freed_bytes([item.folder])),
-        "files": "" if item.commit is None else f"{item.commit.file_count:,}",
+        "files": "" if item.commit is None else f"{item.commit.written.files:,}",
         "shared with": count_text(len(others), "checkpoint") if others else "",
         "folder": item.folder,
     }

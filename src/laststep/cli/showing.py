@@ -148,7 +148,7 @@ def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
 def _size_text(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -> str:
     """Return the size, and how much of it is shared with other checkpoints or, if those are gone,
     was."""
-    count = count_text(commit.file_count, "data file")
+    count = count_text(commit.written.files, "data file")
     text = f"{size_text(commit.size_bytes)} in {count}"
     others = () if place.listed is None else sharing.sharers(place.folder)
     if others:

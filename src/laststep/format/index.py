@@ -158,16 +158,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
         """Size of all its data files."""
         return sum(file.size_bytes for file in self.files)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Size of the files that were written for earlier checkpoints."""
-        return sum(file.size_bytes for file in self.files if file.origin)
-
-    @property
-    def lossy(self) -> tuple[str, ...]:
-        """The roundings applied to any tensor."""
-        return tuple(sorted({how for stored in self.layouts for how in stored.lossy.values()}))
-
     def encoding(self, number: int) -> Encoding | None:
         """Return the encoding with that number; None for raw."""
         return None if number == RAW else self.encodings[number - 1]
@@ -260,11 +250,6 @@ def encode(index: Index) -> bytes:
     return digest(payload) + payload
 
 
-def digest_of(data: bytes) -> bytes:
-    """Return the digest recorded in an index file."""
-    return data[:DIGEST_BYTES]
-
-
 def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> None:
     """Raise `CorruptError` if an index file has changed. `expected` is its digest from the
     manifest; None if the manifest is lost, when only the file's own digest is checked."""
@@ -306,10 +291,13 @@ def _problem(index: Index) -> str | None:
     """Return a description of the first problem that could mislead a reader, or None."""
     if index.format != FORMAT_VERSION:
         return f"format {index.format}"
-    names = [file.name for file in index.files]
-    if len(set(names)) != len(names) or len(names) > MAX_FILES:
-        return "a file twice, or very many files"
+    if len(index.files) > MAX_FILES:
+        return "very many files"
+    names: set[str] = set()
     for file in index.files:
+        if file.name in names:
+            return f"the file {file.name[:100]!r} twice"
+        names.add(file.name)
         if not file.name.endswith(_DATA_SUFFIXES) or not is_file_name(file.name):
             return f"a file named {file.name[:100]!r}"
         if not file.size_bytes:
@@ -321,13 +309,15 @@ def _problem(index: Index) -> str | None:
     for codec, element_bytes in index.encodings:
         if not _ENCODING_NAME.fullmatch(codec) or element_bytes not in _ELEMENT_BYTES:
             return f"the encoding {codec[:100]!r} with elements of {element_bytes} bytes"
-    names = [stored.layout.name for stored in index.layouts]
-    if len(set(names)) != len(names) or not all(map(is_file_name, names)):
-        return "a layout twice, or without a plain name"
+    names.clear()
     for stored in index.layouts:
+        name = stored.layout.name
+        if name in names or not is_file_name(name):
+            return f"the layout {name[:100]!r}, twice or without a plain name"
+        names.add(name)
         problem = stored.layout.problem() or _stored_problem(stored, index)
         if problem is not None:
-            return f"{stored.layout.name[:100]!r}: {problem}"
+            return f"{name[:100]!r}: {problem}"
     return None
 
 
@@ -335,49 +325,47 @@ def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
     layout = stored.layout
     if len(stored.digests) != layout.block_count * DIGEST_BYTES:
         return f"{len(stored.digests)} bytes of digests for {layout.block_count} blocks"
-    problem = _run_problem(stored.runs, index, layout, range(layout.block_count), is_base=False)
-    if problem is not None:
+    problem = _run_problem(stored.runs, index, stored, range(layout.block_count), is_base=False)
+    if problem is not None or not stored.derived:
         return problem
-    if not stored.derived:
-        derives = any(index.encoding(run.encoding) == ROUNDED for run in stored.runs)
-        return "a derived block without masters" if derives else None
     return deriving.problem(layout.tensors, stored.derived) or _master_problem(stored, index)
 
 
 def _run_problem(
-    runs: Sequence[BlockRun], index: Index, layout: FileLayout, due: range, *, is_base: bool
+    runs: Sequence[BlockRun], index: Index, stored: StoredLayout, due: range, *, is_base: bool
 ) -> str | None:
     """Check runs that are to hold the blocks `due`, or their bases."""
-    if sum(run.blocks for run in runs) != len(due) or not all(run.blocks for run in runs):
-        return f"runs of {sum(run.blocks for run in runs)} blocks where {len(due)} are due"
     number = due.start
     for run in runs:
-        if run.file >= len(index.files) or run.encoding > len(index.encodings):
-            return f"blocks in file {run.file}, in encoding {run.encoding}"
+        if not run.blocks or run.file >= len(index.files) or run.encoding > len(index.encodings):
+            return f"{run.blocks} blocks in file {run.file}, in encoding {run.encoding}"
         if len(run.sizes) != (0 if run.encoding == RAW else 4 * run.blocks):
             return f"{len(run.sizes)} bytes of sizes for {run.blocks} blocks"
         is_derived = index.encoding(run.encoding) == ROUNDED
-        if is_derived and is_base:
-            return "a derived block as a base"
+        if is_derived and (is_base or not stored.derived):
+            return "a derived block without masters, or as a base"
         if run.bases and (is_base or is_derived or run.encoding == RAW):
             return "a base for a block that cannot have one"
         if run.encoding == RAW:  # all full, except the last of the layout
-            stop = min((number + run.blocks) * BLOCK_BYTES, layout.tensor_bytes)
+            stop = min((number + run.blocks) * BLOCK_BYTES, stored.layout.tensor_bytes)
             size_bytes = stop - number * BLOCK_BYTES
         else:
-            sizes = _sizes(run, layout, number)
+            sizes = _sizes(run, stored.layout, number)
             size_bytes = sum(sizes)
             if max(sizes) > BLOCK_BYTES:
                 return f"a block of {max(sizes)} stored bytes"
         if run.offset + size_bytes > index.files[run.file].size_bytes:
             return f"blocks that end at byte {run.offset + size_bytes} of a shorter file"
-        blocks = range(number, number + run.blocks if run.bases else number)
-        if len(run.base_digests) != len(blocks) * DIGEST_BYTES:
-            return f"{len(run.base_digests)} bytes of digests of {len(blocks)} bases"
-        problem = run.bases and _run_problem(run.bases, index, layout, blocks, is_base=True)
-        if problem:
-            return f"bases: {problem}"
+        if len(run.base_digests) != (run.blocks * DIGEST_BYTES if run.bases else 0):
+            return f"{len(run.base_digests)} bytes of digests of the bases of {run.blocks} blocks"
+        if run.bases:
+            blocks = range(number, number + run.blocks)
+            problem = _run_problem(run.bases, index, stored, blocks, is_base=True)
+            if problem is not None:
+                return f"bases: {problem}"
         number += run.blocks
+    if number != due.stop:
+        return f"runs of {number - due.start} blocks where {len(due)} are due"
     return None
 
 
@@ -424,12 +412,20 @@ def _derived_blocks(stored: StoredLayout, index: Index) -> list[tuple[int, int]]
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:
     """Return the summary that a rank reports about its index, whose encoded bytes are `data`."""
+    size_bytes = shared_bytes = 0
+    for file in index.files:
+        size_bytes += file.size_bytes
+        if file.origin:
+            shared_bytes += file.size_bytes
+    lossy: set[str] = set()
+    for stored in index.layouts:
+        lossy.update(stored.lossy.values())
     return WrittenIndexes(
-        indexes=digest_of(data),
+        indexes=data[:DIGEST_BYTES],
         files=len(index.files),
-        size_bytes=index.size_bytes,
-        shared_bytes=index.shared_bytes,
-        lossy=index.lossy,
+        size_bytes=size_bytes,
+        shared_bytes=shared_bytes,
+        lossy=tuple(sorted(lossy)),
     )
 
 

@@ -32,6 +32,7 @@ _MAX_PLAIN_BYTES = 100_000_000
 """Header limit of the safetensors library; `MAX_HEADER_BYTES` is our own, lower limit."""
 
 _NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.code is not None}
+_NAME = operator.attrgetter("name")
 _SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
@@ -129,25 +130,26 @@ def _tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | 
     for name, dtype, shape, start, stop in tensors:
         if start != at or stop < at:
             return f"{name!r} at [{start}, {stop}) where byte {at} is next"
-        at = stop
-        if not _fits(dtype, shape, stop - start) or stop > MAX_OFFSET:
-            return f"{stop - start} bytes for {name!r}, a {dtype} of shape {list(shape)}"
+        at, size = stop, stop - start
+        known = DTYPES.get(dtype)
+        if (
+            known is None
+            or math.prod(shape) * known.size_bytes != size
+            or min(shape, default=0) < 0
+            or stop > MAX_OFFSET
+            or (not size and _overflows(shape, known.size_bytes))
+        ):
+            return f"{size} bytes for {name!r}, a {dtype} of shape {list(shape)}"
     if at != tensor_bytes:
         return f"tensors that end at byte {at} of a tensor area of {tensor_bytes}"
     return None
 
 
-def _fits(dtype: str, shape: Sequence[int], size_bytes: int) -> bool:
-    """Return True if a tensor has this many bytes."""
-    known = DTYPES.get(dtype)
-    if known is None or math.prod(shape) * known.size_bytes != size_bytes:
-        return False
-    if size_bytes:
-        return min(shape, default=0) >= 0
-    # An empty tensor may have huge sides, but safetensors and torch multiply the sides before the
-    # zero, which must not overflow.
-    leading = accumulate((known.size_bytes, *shape), operator.mul)
-    return min(shape) >= 0 and max(*shape, *leading) <= MAX_OFFSET
+def _overflows(shape: Sequence[int], element_bytes: int) -> bool:
+    """Return True if an empty tensor is too large for safetensors and torch, which multiply its
+    sides before the one that is zero."""
+    largest: int = max(*shape, *accumulate((element_bytes, *shape), operator.mul))
+    return largest > MAX_OFFSET
 
 
 class Part(NamedTuple):
@@ -195,10 +197,9 @@ class FileLayout(
 
     def problem(self) -> str | None:
         """Return a description of the first problem of this layout, or None."""
-        if len({entry.name for entry in self.tensors}) != len(self.tensors):
-            return "two tensors of one name"
-        if any(entry.name == METADATA for entry in self.tensors):
-            return f"a tensor named {METADATA}"
+        names = set(map(_NAME, self.tensors))
+        if len(names) != len(self.tensors) or METADATA in names:
+            return f"two tensors of one name, or one named {METADATA}"
         if self.header_bytes % ALIGN_BYTES or not 0 < self.header_bytes <= MAX_HEADER_BYTES:
             return f"a header of {self.header_bytes} bytes"
         problem = _tensor_problem(self.tensors, self.tensor_bytes)

@@ -6,8 +6,8 @@ digest of every rank's index, and the indexes hold the locations of all data. Me
 are typed JSON (`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`;
 `decode` only `CorruptError`, and `UsageError` for a later format.
 
-Also holds the parts that several kinds of documents share: the envelope with a digest, the refusal
-of later formats, and the rules for file names in a checkpoint.
+Also holds what several formats share: the refusal of later formats, and the rules for file names in
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 
 from laststep.codecs import objects
-from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest_text
+from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.constants import FORMAT_VERSION, with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.format.spans import Span, cover_once, ranks_of
@@ -62,12 +62,10 @@ class Versioned(msgspec.Struct, frozen=True):
     laststep: str = ""
 
 
-def refuse_later(
-    number: object, *, what: str, where: str, writer: object = None, latest: int = FORMAT_VERSION
-) -> None:
+def refuse_later(number: object, *, what: str, where: str, writer: object = None) -> None:
     """Raise `UsageError` for a later format than this version reads. `writer` is the laststep
     version named in the document, if any."""
-    if type(number) is not int or number <= latest:
+    if type(number) is not int or number <= FORMAT_VERSION:
         return
     found, reads = f"format {number}", f"a version that writes format {number}"
     if isinstance(writer, str) and _RELEASE.fullmatch(writer):
@@ -75,7 +73,7 @@ def refuse_later(
     raise UsageError(
         f"cannot read {with_article(what)} of a later format",
         where=where,
-        expected=f"format {latest}, the latest that laststep {VERSION} reads",
+        expected=f"format {FORMAT_VERSION}, the latest that laststep {VERSION} reads",
         found=found,
         remedy=f"upgrade laststep (`pip install --upgrade laststep`) to {reads}",
     )
@@ -86,55 +84,14 @@ DAMAGE_REMEDY = (
 )
 """Remedy for stored bytes that have changed."""
 
-_DIGEST = re.compile(re.escape(DIGEST_NAME) + r":[0-9a-f]{32}")
-_DIGEST_TEXT_BYTES = len(DIGEST_NAME) + 1 + 32
-_OPEN, _CLOSE = b'{"digest": "', b"}"
 
-
-def seal(content: bytes, *, member: str) -> bytes:
+def seal(content: bytes) -> bytes:
     """Return a document with the digest of `content` and, as the second member, `content`
     itself."""
-    between = f'", "{member}": '.encode()
-    return _OPEN + digest_text(content).encode() + between + content + _CLOSE
+    return b'{"digest": "%b", "manifest": %b}' % (digest_text(content).encode(), content)
 
 
-def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
-    """Return the content of a document made by `seal`. Raise `CorruptError`, naming `what`, if it
-    has changed."""
-    start = len(seal(b"", member=member)) - len(_CLOSE)
-    content = data[start : -len(_CLOSE)]
-    if data != seal(content, member=member):
-        raise _changed(data, content, where, what)
-    return content
-
-
-def is_digest(text: str) -> bool:
-    """Return True if `text` is a digest in the notation of manifests."""
-    return _DIGEST.fullmatch(text) is not None
-
-
-def corrupt(where: str, expected: str, found: str, *, what: str, why: str = "") -> CorruptError:
-    """Return the error for a changed manifest."""
-    return CorruptError(
-        f"cannot read a {what}" + (f": {why}" if why else ""),
-        where=where,
-        expected=expected,
-        found=found,
-        remedy=DAMAGE_REMEDY,
-    )
-
-
-def _changed(data: bytes, content: bytes, where: str, what: str) -> CorruptError:
-    """Return an error that describes the damage to an envelope; bytes that are not a digest are not
-    shown."""
-    if not data:
-        expected = "the record of a checkpoint"
-        return corrupt(where, expected, "an empty file", what=what, why="it is empty")
-    claimed = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES].decode("ascii", "replace")
-    actual = digest_text(content)
-    if not is_digest(claimed) or claimed == actual:
-        claimed, actual = "what was written", "other bytes"
-    return corrupt(where, claimed, actual, what=what, why=f"the {what} has been changed")
+_CONTENT = slice(len(seal(b"")) - 1, -1)
 
 
 Metric = float | int | str | bool
@@ -245,15 +202,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Roundings applied to its tensors; empty if all are exact."""
         return self.written.lossy
 
-    @property
-    def new_bytes(self) -> int:
-        """Size of the files that were written for this checkpoint."""
-        return self.size_bytes - self.shared_bytes
-
-    @property
-    def file_count(self) -> int:
-        return self.written.files
-
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decision against a checkpoint: the reason, and the writer that decided."""
@@ -277,7 +225,7 @@ def encode(decision: Commit | Abort) -> bytes:
     back."""
     document = decision if isinstance(decision, Abort) else _document_of(decision)
     try:
-        data = seal(msgspec.json.encode(document), member="manifest")
+        data = seal(msgspec.json.encode(document))
         # Decode before writing: a manifest that no reader accepts must not be committed.
         decode(data, where="the manifest to be written")
     except UnicodeEncodeError as error:
@@ -293,8 +241,13 @@ def encode(decision: Commit | Abort) -> bytes:
 
 def decode(data: bytes, *, where: str) -> Commit | Abort:
     """Return the decision in `data`, after verifying its digest and validating every field."""
-    content = unseal(data, member="manifest", where=where, what="manifest")
-    plain = parse_content(content, where=where, what="manifest")
+    content = data[_CONTENT]
+    if data != seal(content):
+        raise _corrupt(where, "what was written", digest_text(content) if data else "no bytes")
+    plain = objects.parse(content, where=where)
+    if not isinstance(plain, dict):
+        raise _corrupt(where, "a JSON object", with_article(type(plain)))
+    refuse_later(plain.get("format"), what="manifest", where=where, writer=plain.get("laststep"))
     try:
         if plain.get("decision") == "abort":
             return _decode_abort(content)
@@ -311,49 +264,30 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     return commit
 
 
-def parse_content(content: bytes, *, where: str, what: str) -> dict[str, object]:
-    """Return the members of a manifest of any kind, if this version reads its format."""
-    plain = objects.parse(content, where=where)
-    if not isinstance(plain, dict):
-        raise corrupt(where, "a JSON object", with_article(type(plain)), what=what)
-    refuse_later(plain.get("format"), what=what, where=where, writer=plain.get("laststep"))
-    return plain
-
-
 def _corrupt(where: str, expected: str, found: str) -> CorruptError:
-    return corrupt(where, expected, found, what="manifest")
+    return CorruptError(
+        "cannot read a manifest", where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY
+    )
 
 
 def _document_of(commit: Commit) -> dict[str, object]:
     """Return the members of the document. Metrics and metadata are typed JSON; the stride of a span
     is left out if it is 1."""
-    _check_metrics(commit.metrics)
     plain = msgspec.structs.asdict(commit)
     plain["metrics"] = msgspec.Raw(objects.encode(commit.metrics))
     plain["metadata"] = msgspec.Raw(objects.encode(commit.metadata))
-    plain["layout_groups"] = [
-        {
-            "local_layout": group.local_layout,
-            "spans": [span[:2] if span.stride == 1 else span for span in group.spans],
-        }
-        for group in commit.layout_groups
-    ]
     for name, default in _OPTIONAL.items():
-        if getattr(commit, name) == default:
+        if plain[name] == default:
             del plain[name]
+    if commit.layout_groups:
+        plain["layout_groups"] = [
+            {
+                "local_layout": group.local_layout,
+                "spans": [span[:2] if span.stride == 1 else span for span in group.spans],
+            }
+            for group in commit.layout_groups
+        ]
     return plain
-
-
-def _check_metrics(metrics: dict[str, Metric]) -> None:
-    for name, value in metrics.items():
-        if type(name) is not str or type(value) not in (float, int, str, bool):
-            raise UsageError(
-                "cannot record a metric",
-                where=repr(name),
-                expected="a name and a float, int, str or bool",
-                found=type(value).__name__,
-                remedy="convert it, for example with float(value)",
-            )
 
 
 def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -394,12 +328,13 @@ def _group_problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] 
 
 
 def _item_problem(commit: Commit) -> tuple[str, str] | None:
-    here, omitted = {record.name for record in commit.items}, commit.omitted_items
-    if len(here) != len(commit.items):
-        return "items that differ in name", "one name twice"
+    here, omitted = set[str](), commit.omitted_items
     for record in commit.items:
         if not record.name or not record.kind:
             return "an item with a name and a kind", repr((record.name, record.kind))
+        here.add(record.name)
+    if len(here) != len(commit.items):
+        return "items that differ in name", "one name twice"
     if "" in omitted or list(omitted) != sorted(set(omitted) - here):
         return "sorted names of other, omitted items", repr(omitted)
     if omitted and (not here or commit.layout_groups):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import operator
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ MANY_LAYOUTS = 256
 """For checkpoints with more layouts, written by many ranks, files are closed once they have been
 read: a process is often limited to 1,024 open files."""
 _of_thread = threading.local()
+_FILE = operator.attrgetter("file")
 
 KeptBlocks = dict[tuple[str, int], memoryview]
 """Blocks of masters that were read for one extent, by layout and number."""
@@ -52,25 +54,30 @@ KeptBlocks = dict[tuple[str, int], memoryview]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One difference from what was written: its location, the expected digest and the actual one.
+    """One difference from what was written: its location, and the error that describes it.
 
     `start` and `stop` are bytes that the file has. If a file is too short, its missing end is one
     damage ("size") whose `start` and `stop` are both the end of the file. `touches` names the
     tensors that are, or should be, at that location: by full name, with the box if only part of a
-    tensor is there (`model/w[0:320, 0:300]`), and with the rank for per-rank items. `error`
-    describes the same in a sentence.
+    tensor is there (`model/w[0:320, 0:300]`), and with the rank for per-rank items.
     """
 
     file: str
     what: str
     start: int
     stop: int
-    expected: str
-    found: str
     touches: tuple[str, ...] = ()
-    error: LaststepError = field(repr=False, compare=False)
+    error: LaststepError = field(compare=False)
     data: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
     """Affected bytes of the layout's tensors, as opposed to their location in a file."""
+
+    @property
+    def expected(self) -> str:
+        return self.error.expected or "what was written"
+
+    @property
+    def found(self) -> str:
+        return self.error.found or "something else"
 
 
 def damage_of(
@@ -80,23 +87,14 @@ def damage_of(
     what: str,
     start: int = 0,
     stop: int = 0,
-    found: str | None = None,
     data: tuple[int, int] = (0, 0),
 ) -> Damage:
-    """Convert an error about damage to a value; `found` replaces the error's own text in lists.
-    Raise the error if the store cannot be reached or denies access: that is not damage."""
+    """Convert an error about damage to a value. Raise the error if the store cannot be reached or
+    denies access: that is not damage."""
     if isinstance(error, StorageError) and not error.device_failed:
         raise error
-    return Damage(
-        file=file,
-        what=what,
-        start=start,
-        stop=stop,
-        expected=error.expected or "what was written",
-        found=found or error.found or "something else",
-        error=error.with_traceback(None),  # a traceback would keep buffers alive
-        data=data,
-    )
+    error = error.with_traceback(None)  # a traceback would keep buffers alive
+    return Damage(file=file, what=what, start=start, stop=stop, error=error, data=data)
 
 
 def refuse(damage: Iterable[Damage]) -> None:
@@ -156,7 +154,6 @@ class BlockReader:
     ) -> None:
         """`cached`: bytes may come from the system's page cache."""
         self.index = index
-        self.rank = index.rank
         self.where = f"{store.url}/{folder}"
         self.layouts = [LayoutBlocks(self, stored) for stored in index.layouts]
         self._store, self._folder, self._cached = store, folder, cached
@@ -220,7 +217,6 @@ class BlockReader:
             what="size",
             start=min(there, file.size_bytes),
             stop=there,
-            found=f"{there} bytes: the file is {what}",
         )
         return OpenFile(file, reader, where, (wrong_size,))
 
@@ -245,7 +241,6 @@ class LayoutBlocks:
         self.reader = reader
         self.stored = stored
         self.layout: FileLayout = stored.layout
-        self.rank = reader.rank
         self.where = f"{reader.where}/{self.layout.name}"
         self._starts = [0]
         """Number of the first block of each run, followed by the number of blocks."""
@@ -267,8 +262,10 @@ class LayoutBlocks:
 
     def files(self) -> list[OpenFile]:
         """Open the files that hold its blocks and their bases."""
-        numbers = {part.file for run in self.stored.runs for part in (run, *run.bases)}
-        return [self.reader.file(number) for number in sorted(numbers)]
+        numbers = set(map(_FILE, self.stored.runs))
+        for run in self.stored.runs:
+            numbers.update(map(_FILE, run.bases))
+        return list(map(self.reader.file, sorted(numbers)))
 
     def named(self, name: str) -> LayoutBlocks:
         """Return another layout of the same index."""
@@ -370,7 +367,7 @@ class Extent:
         self._digests = digests
         self.first = first
         self.pieces = pieces
-        self.size_bytes = sum(piece.size_bytes for piece in pieces)
+        self.size_bytes = pieces[-1].at + pieces[-1].size_bytes if pieces else 0
 
     def stored(self) -> tuple[int, int]:
         """Return the number of its bytes and blocks that the files contain; counts partial
@@ -400,6 +397,8 @@ class Extent:
     def verify(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
         """Check filled bytes and return the damage that remains after a second read; `lost` are the
         parts that could not be read."""
+        if not lost and self.is_right(image):
+            return []
         return self._wrong(image, lost) and self._wrong(image, self.fill(image))
 
     def in_place(self) -> memoryview | None:
@@ -420,12 +419,11 @@ class Extent:
     def part(self, first: int, last: int) -> bytes | None:
         """Return bytes [first, last) of its only piece without checking digests, with zeros past
         the end of the file; None if the piece is encoded."""
-        (piece,) = self.pieces
-        if piece.ref.encoding != RAW:
+        ref = self.pieces[0].ref
+        if ref.encoding != RAW:
             return None
         into = bytearray(last - first)
-        reader = self._reader.file(piece.ref.file).reader
-        reader.read_into(piece.ref.offset + first, memoryview(into))
+        self._reader.file(ref.file).reader.read_into(ref.offset + first, memoryview(into))
         return bytes(into)
 
     def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
@@ -464,17 +462,17 @@ class Extent:
                 at = group[0].at
                 # Extend to whole pages if there is room: direct reads of these need no copy.
                 view = into[at : at + align_up(stop - start, ALIGN_BYTES)]
-                got = file.reader.read_into(start, view)
-                return [] if got >= stop - start else self._missing(group, file, start + got)
+                end = start + file.reader.read_into(start, view)
+                return [] if end >= stop else self._missing(group, file, end)
             with _scratch() as scratch:
                 low = start // ALIGN_BYTES * ALIGN_BYTES
-                got = file.reader.read_into(low, scratch[: align_up(stop - low, ALIGN_BYTES)])
+                end = low + file.reader.read_into(low, scratch[: align_up(stop - low, ALIGN_BYTES)])
                 for piece in group:
                     begin = piece.ref.offset - low
                     stored = scratch[begin : begin + piece.ref.size_bytes]
                     view = into[piece.at : piece.at + piece.size_bytes]
                     view[:] = self._decoded(piece, stored, kept)
-            return [] if low + got >= stop else self._missing(group, file, low + got)
+            return [] if end >= stop else self._missing(group, file, end)
         except StorageError as error:
             end = max(start, min(stop, file.reader.size_bytes))
             data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
@@ -490,15 +488,13 @@ class Extent:
         blocks = [block for piece in group for block in piece.blocks() if block[3] > end]
         for at, image_stop, start, stop in blocks:
             there = max(0, end - start)
-            # The length of the file, unless the file ends before the block starts.
-            length = f"{end} bytes" if there else f"at most {start} bytes"
+            found = f"{there} of {stop - start} bytes of a block, up to byte {start + there}"
             damage = damage_of(
-                _damaged("a data file is too short", file.where, f"at least {stop} bytes", length),
+                _damaged("a data file is too short", file.where, f"at least {stop} bytes", found),
                 file=file.name,
                 what=f"block {self.first + at // BLOCK_BYTES}",
                 start=start,
                 stop=start + there,
-                found=f"only {there} of {stop - start} bytes: the file is too short",
                 data=self._data(at, image_stop),
             )
             lost.append(damage)
@@ -537,8 +533,6 @@ class Extent:
         return self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     def _wrong(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
-        if not lost and self.is_right(image):
-            return []
         wrong = list(lost)
         for piece in self.pieces:
             for at, image_stop, start, stop in piece.blocks():
@@ -629,11 +623,6 @@ class StoredRange(NamedTuple):
     start: int
     stop: int
     content: Extent | Header
-
-    def verify(self, stored: memoryview, reader: FileReading) -> list[Damage]:
-        """Return the damage to these bytes that remains after `reader` has filled `stored`
-        again."""
-        return self.content.verify_stored(stored, reader)
 
 
 @dataclass(frozen=True, slots=True)

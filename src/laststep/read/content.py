@@ -11,6 +11,7 @@ layouts of those ranks describe all tensors, and which rank wrote each part.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from laststep.format.index import Index
     from laststep.format.layout import FileLayout, TensorEntry
-    from laststep.format.manifest import Commit, LayoutGroupRecord
+    from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord
     from laststep.storage.store import Store
 
 
@@ -98,20 +99,21 @@ class Content:
         """Layouts of the ranks that wrote it, if known and not all indexes have been read."""
         self._store = store
         self._rank = rank if rank < commit.ranks else 0
-        self._specs: dict[Key, TensorSpec] = {}
+        self._specs: dict[str, dict[str, TensorSpec]] = {item.name: {} for item in commit.items}
+        """Specs of all tensors, by item."""
         self._indexes: dict[int, Index] = {}
         """Indexes that have been read, by rank."""
         self._known_files: dict[int, range] = {}
         """Numbers of the files of each rank whose index is in use."""
-        self._own: dict[Key, tuple[Place, ...]] = {}
-        self._shared: dict[Key, tuple[Place, ...]] | None = None
+        self._places: dict[Key, tuple[Place, ...]] = {}
+        """Places of all tensors; only of per-rank items while there is a global layout."""
         try:
             with self._seen_whole():
                 if by_rank and commit.layout_groups:
                     self._read_local_layouts()
                 else:
                     self._read_all()
-                self.items = {item.name: self._item(item.name, item.kind) for item in commit.items}
+                self.items = {item.name: self._item(item) for item in commit.items}
         except BaseException:
             self.close()
             raise
@@ -134,20 +136,18 @@ class Content:
 
     def places(self, item: str, name: str) -> tuple[Place, ...]:
         """Return the locations of a tensor's bytes: boxes that cover it exactly once."""
-        if item in self.per_rank:
-            return self._own[item, name]
-        if self._shared is None:
+        if self.global_layout is not None and item not in self.per_rank:
             with self._seen_whole():
                 self._read_all()
-        assert self._shared is not None  # noqa: S101 (all indexes are read now)
-        return self._shared[item, name]
+        return self._places[item, name]
 
     def keys(self) -> list[Key]:
         """Return the tensors of all items that are not per-rank, in the same order on every
         rank."""
         if self.global_layout is not None:
             return list(self.global_layout.keys)
-        return sorted(key for key in self._specs if key[0] not in self.per_rank)
+        shared = self._specs.keys() - self.per_rank
+        return sorted((item, name) for item in shared for name in self._specs[item])
 
     def open_files(self, numbers: Iterable[int]) -> None:
         """Open these files. Raise `CorruptError` if one is missing or has the wrong size."""
@@ -178,8 +178,7 @@ class Content:
 
     def _index(self, rank: int) -> Index:
         if rank not in self._indexes:
-            index = read_index(self._store, self.folder, self.commit, rank)
-            self._indexes[rank] = index
+            self._indexes[rank] = read_index(self._store, self.folder, self.commit, rank)
         return self._indexes[rank]
 
     def _known(self, rank: int) -> range:
@@ -193,13 +192,13 @@ class Content:
 
     def _read_all(self) -> None:
         """Read all indexes and check that their boxes cover every tensor exactly once."""
-        numbers = [n for rank in range(self.commit.index_count) for n in self._known(rank)]
+        numbers = itertools.chain.from_iterable(map(self._known, range(self.commit.index_count)))
         by_tensor: dict[Key, list[Place]] = {}
         for key, place in self._placed(numbers):
             by_tensor.setdefault(key, []).append(place)
-        self._shared, self.global_layout = {}, None
+        self.global_layout = None
         for key, places in by_tensor.items():
-            shape = self._specs[key].shape
+            shape = self._specs[key[0]][key[1]].shape
             boxes = [place.box for place in places]
             if boxes != [whole(shape)] and not covers_once(shape, boxes):
                 raise CorruptError(
@@ -209,7 +208,7 @@ class Content:
                     found=f"{len(places)} parts",
                     remedy=DAMAGE_REMEDY,
                 )
-            (self._own if key[0] in self.per_rank else self._shared)[key] = tuple(places)
+            self._places[key] = tuple(places)
 
     def _read_local_layouts(self) -> None:
         """Read the local layouts, which describe all ranks, and this rank's index if it has tensors
@@ -223,16 +222,15 @@ class Content:
             known, self.commit.layout_groups, self.commit.ranks, self.folder
         )
         for key, spread in zip(self.global_layout.keys, self.global_layout.spreads, strict=True):
-            self._specs[key] = TensorSpec(self.global_layout.dtypes[key], spread.layouts[0].shape)
-        has_own_tensors = bool(self.per_rank) and any(
-            stored_in(stored.layout, entry).item in self.per_rank
-            for stored in self._index(self._rank).layouts
-            for entry in stored.layout.tensors
-        )
-        if has_own_tensors:
+            item, tensor = key
+            if item not in self._specs:
+                raise _of_unknown_item(self.folder, tensor)
+            spec = TensorSpec(self.global_layout.dtypes[key], spread.layouts[0].shape)
+            self._specs[item][tensor] = spec
+        if self.per_rank:
             for key, place in self._placed(self._known(self._rank)):
                 if key[0] in self.per_rank:
-                    self._own[key] = (place,)
+                    self._places[key] = (place,)
 
     def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
         """Return the local layout of a group of ranks, checked against its digest; None if it is
@@ -253,21 +251,18 @@ class Content:
 
     def _placed(self, numbers: Iterable[int]) -> Iterator[tuple[Key, Place]]:
         """Yield the tensors in these files; of per-rank items only those of this rank."""
-        names = {record.name for record in self.commit.items}
         for number in numbers:
             file = self.files[number]
             for entry in file.layout.tensors:
                 stored = stored_in(file.layout, entry)
                 if stored.item in self.commit.omitted_items:
                     continue  # omitted, but in the same file as an item that is not
-                if stored.item not in names:
-                    raise CorruptError(
-                        "a tensor of an unknown item", where=file.where, found=repr(entry.name)
-                    )
-                if stored.item in self.per_rank and file.rank != self._rank:
+                if stored.item not in self._specs:
+                    raise _of_unknown_item(file.where, entry.name)
+                if stored.item in self.per_rank and file.reader.index.rank != self._rank:
                     continue
-                key, spec = (stored.item, stored.tensor), stored.spec
-                if (known := self._specs.setdefault(key, spec)) != spec:
+                spec = stored.spec
+                if (known := self._specs[stored.item].setdefault(stored.tensor, spec)) != spec:
                     raise CorruptError(
                         "the shards of a tensor differ",
                         where=file.where,
@@ -275,17 +270,17 @@ class Content:
                         found=str(spec),
                         remedy=DAMAGE_REMEDY,
                     )
-                yield key, Place(number, entry.start, entry.stop, stored.box)
+                place = Place(number, entry.start, entry.stop, stored.box)
+                yield (stored.item, stored.tensor), place
 
-    def _item(self, name: str, kind: str) -> StoredItem:
-        tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
-        rank = self._rank if name in self.per_rank else None
+    def _item(self, record: ItemRecord) -> StoredItem:
+        name, rank = record.name, self._rank if record.per_rank else None
         if rank is not None:
             self._index(rank)
         trees = list(self.values(name, rank))
         if not trees:
             raise CorruptError("the tree of an item is missing", where=self.folder, expected=name)
-        return decode_item(trees, name=name, kind=kind, tensors=tensors)
+        return decode_item(trees, name=name, kind=record.kind, tensors=self._specs[name])
 
     def values(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
         """Yield the plain values of that name, with their locations, from `rank` or from all
@@ -293,3 +288,7 @@ class Content:
         for number, index in self._indexes.items():
             if name in index.values and rank in (None, number):
                 yield index.values[name], f"{self.folder}, rank {number}, value {name}"
+
+
+def _of_unknown_item(where: str, tensor: str) -> CorruptError:
+    return CorruptError("a tensor of an unknown item", where=where, found=repr(tensor))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import queue
 import threading
 from collections import Counter, deque
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from concurrent.futures import Future
 
-    from laststep.read.blocks import Damage, Extent, LayoutBlocks
+    from laststep.read.blocks import BlockReader, Damage, Extent, LayoutBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ _LOOK_S = 0.2
 """Interval at which a waiting thread checks whether another has failed or everything is done."""
 
 Deliver = Callable[[Read, memoryview], None]
+_FILE = operator.attrgetter("file")
 
 
 def read_all(
@@ -70,20 +72,17 @@ def read_all(
     data)` is called on the reading threads with verified bytes, which are valid only until it
     returns. Raises the first error."""
     pipeline = _Pipeline(files, reads, room, deliver, threads)
-    # Reads from memory never wait, so `threads` threads are enough.
-    stored = any(not files[number].in_memory for number in {read.file for read in reads})
-    workers = [
-        Worker(f"read-{n}", pipeline.run) for n in range(min((1 + stored) * threads, len(reads)))
-    ]
+    workers: list[Worker] = []
     try:
-        for worker in workers:
-            worker.start()
+        for number in range(min(pipeline.threads, len(reads))):
+            workers.append(Worker(f"read-{number}", pipeline.run))
+            workers[-1].start()
         pipeline.wait()
     finally:
         pipeline.end(workers)
     if pipeline.errors:
         raise pipeline.errors[0]
-    return sum(read.stop - read.start for read in reads)
+    return pipeline.read_bytes
 
 
 class _Pipeline:
@@ -103,16 +102,23 @@ class _Pipeline:
         threads: int,
     ) -> None:
         self.errors: list[BaseException] = []
+        self.read_bytes = 0
+        self.threads = threads
+        """Number of threads: as many again if reads may wait, which those from memory never do."""
         self._files = files
         self._room = room
         self._deliver = deliver
         self._todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
+        self._left_of: Counter[BlockReader] = Counter()
         for read in reads:
             self._todo.put(read)
+            self._left_of[files[read.file].reader] += 1
+        for number in set(map(_FILE, reads)):
+            if not files[number].in_memory:
+                self.threads = 2 * threads
         self._reading = threading.Semaphore(threads)
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards all counters
         self._left = len(reads)
-        self._left_of = Counter(files[read.file].reader for read in reads)
         self._inside = 0
         self._stopped = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -174,6 +180,7 @@ class _Pipeline:
                 self._carry_out(read)
                 reader = self._files[read.file].reader
                 with self._lock:
+                    self.read_bytes += read.stop - read.start
                     self._left -= 1
                     self._left_of[reader] -= 1
                     is_over = not self._left_of[reader]

@@ -202,5 +202,5 @@ class _Check:
         per-rank items with the rank."""
         there = (e for e in layout.layout.tensors if e.start < stop and start < e.stop)
         boxes = [stored_in(layout.layout, e) for e in itertools.islice(there, _MAX_TOUCHED)]
-        of_rank = f" of rank {layout.rank}"
+        of_rank = f" of rank {layout.reader.index.rank}"
         return tuple(b.text + (of_rank if b.item in self._per_rank else "") for b in boxes)

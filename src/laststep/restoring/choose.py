@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import operator
 import os
 import time
 import weakref
@@ -69,6 +70,7 @@ _RECORDS_BYTES = 64 << 20
 """Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
 a job on several nodes uses no in-memory snapshots."""
 
+_ON_LINEAGE = operator.attrgetter("on_lineage")
 _Found = TypeVar("_Found")
 
 
@@ -232,11 +234,17 @@ def choosing_of(
     replicas = [] if near is None or not wanted.tiers else _look_at_replicas(near, wanted, ranks)
     if near is not None and in_memory:
         _look_into_memory(near, ranks)
-    # Record the last commit before listing checkpoints.
-    collective(ranks, lambda: saw(_seen_in(store)) if is_first else None)
+
+    def open_run() -> Run:
+        if not is_first:
+            return Run(store, None)
+        saw(_seen_in(store))
+        return Run.open(store)
+
     try:
-        run = open_run(store, ranks)
+        run = collective(ranks, open_run)
     except NotFoundError:
+        _refuse_hidden_run(store, ranks)
         if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
@@ -245,13 +253,11 @@ def choosing_of(
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
     """Raise `UsageError` on all ranks if their arguments differ."""
-    mine = f"{call} of " + ("the newest" if wanted.step is None else f"step {wanted.step}")
-    mine += "" if wanted.peeked is None else f", which is to be {wanted.peeked}"
-    mine += "" if wanted.only is None else f" with only={list(wanted.only)}"
-    mine += "" if wanted.strict else " with strict=False"
-    mine += " with exact=True" if wanted.exact else ""
-    mine += " with a tier in shared memory" if in_memory else ""
-    mine += f" with {len(wanted.tiers)} replicas" if wanted.tiers else ""
+    mine = (
+        f"{call} with step={wanted.step}, only={wanted.only and list(wanted.only)}, "
+        f"strict={wanted.strict}, exact={wanted.exact}, peeked at {wanted.peeked}, "
+        f"{len(wanted.tiers)} replicas, shared memory: {in_memory}"
+    )
     calls = [note.decode() for note in ranks.all_gather(mine.encode())]
     for rank, other in enumerate(calls):
         if other != calls[0]:
@@ -320,25 +326,20 @@ def _seen_in(store: Store) -> Seen:
     return newest_point(store.without_tiers() if isinstance(store, NearestStore) else store)
 
 
-def open_run(store: Store, ranks: Ranks) -> Run:
-    """Open the run on rank 0 only; raise `NotFoundError` if there is none. Raise `StorageError` if
-    rank 0 sees no run but another rank does: starting a new run would abandon that one."""
-    is_first = ranks.rank.is_first
-    try:
-        return collective(ranks, lambda: Run.open(store) if is_first else Run(store, None))
-    except NotFoundError:
-        if ranks.size == 1 or store.same_everywhere:
-            raise
-        seen = ranks.all_max(collective(ranks, lambda: _is_seen(store)) * ranks.rank.number)
-        if not seen:
-            raise
-    raise StorageError(
-        "rank 0 sees no run where another rank does",
-        where=store.url,
-        expected="all ranks to see the same folder",
-        found=f"a run on rank {seen}",
-        remedy="check that the filesystem is mounted on rank 0's machine",
-    )
+def _refuse_hidden_run(store: Store, ranks: Ranks) -> None:
+    """Raise `StorageError` if a rank sees a run that rank 0 does not: starting a new run would
+    abandon that one."""
+    if ranks.size == 1 or store.same_everywhere:
+        return
+    seen = ranks.all_max(collective(ranks, lambda: _is_seen(store)) * ranks.rank.number)
+    if seen:
+        raise StorageError(
+            "rank 0 sees no run where another rank does",
+            where=store.url,
+            expected="all ranks to see the same folder",
+            found=f"a run on rank {seen}",
+            remedy="check that the filesystem is mounted on rank 0's machine",
+        )
 
 
 def _is_seen(store: Store) -> bool:
@@ -386,22 +387,22 @@ class Choosing:
         """Monotonic time when a rank first missed a file that rank 0 sees; None if none does."""
         collective(ranks, self._list)
 
-    def until_one_succeeds(
-        self, attempt: Callable[[Chosen], _Found]
-    ) -> tuple[_Found, tuple[Skipped, ...]] | None:
-        """Call `attempt` with one checkpoint after the other until it succeeds. Return its result
-        and the checkpoints skipped before it; None if there is none to try."""
+    def skipped(self, chosen: Chosen) -> tuple[Skipped, ...]:
+        """Return the newer checkpoints that could not be restored."""
+        newer = (skipped for skipped in self._deleted if skipped.step > chosen.step)
+        return (*newer, *self._skipped)
+
+    def until_one_succeeds(self, attempt: Callable[[Chosen], _Found]) -> _Found | None:
+        """Call `attempt` with one checkpoint after the other until it succeeds, and return its
+        result; None if there is none to try."""
         last: LaststepError | None = None
         while (chosen := self._next()) is not None:
             signals.check_signals()
             try:
-                outcome = attempt(chosen)
+                return attempt(chosen)
             except (CorruptError, NotFoundError) as error:
                 self._go_on_after(chosen, error)
                 last = error
-                continue
-            newer = (skipped for skipped in self._deleted if skipped.step > chosen.step)
-            return outcome, (*newer, *self._skipped)
         if last is not None:
             raise self._none_left() from last
         return None
@@ -470,12 +471,35 @@ class Choosing:
         # A superseded checkpoint is on the lineage again if its replacement is newer than the
         # restored one.
         self._lineage = tuple(c for c in listed if c.on_lineage or c.superseded_by is not None)
-        to_try = [c for c in listed if c.on_lineage]
-        if self._wanted.peeked is not None:
-            to_try = [_peeked(listed, self._wanted.peeked, self._store.url)]
-        elif self._wanted.step is not None:
-            to_try = [_named(listed, self._wanted.step, self._store.url)]
-        self._left = [listed for listed in to_try if listed.folder not in self._passed]
+        to_try = [self._requested(listed)] if self._is_named else filter(_ON_LINEAGE, listed)
+        self._left = [entry for entry in to_try if entry.folder not in self._passed]
+
+    def _requested(self, listed: Sequence[Listed]) -> Listed:
+        """Return the peeked checkpoint, or that of the requested step: the one on the lineage, else
+        the last one committed off it. Raise `NotFoundError` if there is none."""
+        peeked, step, url = self._wanted.peeked, self._wanted.step, self._store.url
+        if peeked is not None:
+            for entry in listed:
+                if entry.folder == peeked:
+                    return entry
+            raise NotFoundError(
+                "the checkpoint that peek() returned is gone",
+                where=f"{url}/{peeked}",
+                remedy="call peek() again, and restore that checkpoint from the beginning",
+            )
+        of_step = [entry for entry in listed if entry.step == step]
+        if not of_step:
+            raise NotFoundError(
+                f"there is no checkpoint of step {step}",
+                where=url,
+                found=nearest_steps((entry.step for entry in listed), step or 0),
+                remedy="restore() without a step takes the newest",
+            )
+        for entry in reversed(of_step):
+            if entry.on_lineage:
+                return entry
+        log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
+        return of_step[-1]
 
     def _next(self) -> Chosen | None:
         """Return rank 0's next checkpoint to try, on all ranks; None after the last."""
@@ -485,11 +509,13 @@ class Choosing:
             self._passed.add(listed.folder)
             if self._near is not None and (url := self._near.tier_of(listed.folder)) is not None:
                 log.warning("%s is read at %s", listed.folder, url)
-            folders = [earlier.folder for earlier in self._lineage]
-            steps = [listed.step]
-            if listed.folder in folders:
-                upto = self._lineage[: folders.index(listed.folder) + 1]
-                steps = [earlier.step for earlier in upto]
+            steps: list[int] = []
+            for earlier in self._lineage:
+                steps.append(earlier.step)
+                if earlier.folder == listed.folder:
+                    break
+            else:
+                steps = [listed.step]
             chosen = Chosen(
                 step=listed.step,
                 term=listed.term,
@@ -597,32 +623,3 @@ def _is_there(store: Store, name: str) -> bool:
     folder, _, last = name.rpartition("/")
     is_listed = any(entry.name == last for entry in store.list(folder))
     return is_listed and exists(store, name)
-
-
-def _peeked(checkpoints: Sequence[Listed], folder: str, url: str) -> Listed:
-    """Return the checkpoint in that folder; raise `NotFoundError` if it is gone."""
-    for listed in checkpoints:
-        if listed.folder == folder:
-            return listed
-    raise NotFoundError(
-        "the checkpoint that peek() returned is gone",
-        where=f"{url}/{folder}",
-        remedy="call peek() again, and restore that checkpoint from the beginning",
-    )
-
-
-def _named(checkpoints: Sequence[Listed], step: int, url: str) -> Listed:
-    """Return the checkpoint of that step: the one on the lineage, else the last one committed off
-    it. Raise `NotFoundError` if there is none."""
-    of_step = [listed for listed in checkpoints if listed.step == step]
-    if not of_step:
-        raise NotFoundError(
-            f"there is no checkpoint of step {step}",
-            where=url,
-            found=nearest_steps((listed.step for listed in checkpoints), step),
-            remedy="restore() without a step takes the newest",
-        )
-    on_lineage = [listed for listed in of_step if listed.on_lineage]
-    if not on_lineage:
-        log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
-    return (on_lineage or of_step)[-1]

@@ -8,13 +8,16 @@ To read boxes, the ranks exchange their read requests, once per distinct request
 reads its share of the chunks, keeps the boxes that it needs itself and sends the others on, a few
 slots' worth at a time. A job of one rank runs the same code alone.
 
-Reading threads copy verified bytes into tensors through a placer, several at a time: parts of
-different reads never overlap. Boxes for other ranks are sent in messages.
+Reading threads copy verified bytes into tensors, several at a time: parts of different reads never
+overlap. Boxes for other ranks are sent in messages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+import operator
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,11 +48,11 @@ from laststep.state.boxes import Box, whole
 from laststep.state.tensors import TORCH_DTYPES, LocalBox, LocalShard, box_of, copy_tensors, held_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from laststep.plan.reads import Chunk
     from laststep.plan.who_reads import WriterSource
-    from laststep.ranks.group import Rank, RankMessage, Ranks
+    from laststep.ranks.group import RankMessage, Ranks
     from laststep.read.content import Content, Key
     from laststep.read.reader import Room
     from laststep.restoring.match import Match
@@ -57,6 +60,9 @@ if TYPE_CHECKING:
     from laststep.tiers.snapshots import Readers
 
 
+_COPIES = operator.attrgetter("copies")
+_DEVICE = operator.attrgetter("device")
+_INTO = operator.attrgetter("into")
 MANY = 16
 """With more small parts than this, a chunk is copied to the device whole and scattered there."""
 
@@ -96,7 +102,7 @@ def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy
     for copy in copies:
         by_device.setdefault(copy.into.device, []).append(copy)
     for device, onto in by_device.items():
-        into = [copy.into for copy in onto]
+        into = list(map(_INTO, onto))
         if memory.is_cuda:  # a message, received on the stream that copies it
             copy_each(into, [copy.source(memory) for copy in onto], non_blocking=True)
             continue
@@ -105,22 +111,6 @@ def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy
             if device.type == "cuda" and len(onto) > MANY:
                 source = memory.to(device, non_blocking=True)
             copy_each(into, [copy.source(source) for copy in onto], non_blocking=True)
-
-
-class Placer:
-    """Copies the byte ranges that are read into target tensors, which MUST be contiguous."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._bytes = [bytes_of(target) for target in targets]
-        self.streams = CopyStreams(target.device for target in targets)
-
-    def deliver(self, read: Read, data: memoryview) -> None:
-        """Copy the parts of a read into their targets; `data` may be reused afterwards."""
-        copies = [
-            _Copy(self._bytes[target][there : there + size], at, at + size)
-            for target, at, there, size in read.parts
-        ]
-        _copy_all(self.streams, tensor_over(data)[: read.stop - read.start], copies)
 
 
 _ALIGN_BYTES = 16
@@ -143,36 +133,102 @@ class _Move(NamedTuple):
     size_bytes: int
 
 
-class BoxPlacer:
-    """Copies the boxes that this rank reads or receives into its tensors, and fills messages with
+_PARCEL_BYTES = 64 << 20
+"""Bytes that a rank sends per turn, which bounds the memory for messages. A single chunk may exceed
+it."""
+
+
+class BoxTransfer:
+    """Reads the boxes that all ranks need from a checkpoint; each block is read once, by one rank.
+    Copies the boxes that this rank reads or receives into its tensors, and fills messages with
     those that other ranks need."""
 
     def __init__(
         self,
-        rank: Rank,
-        targets: Mapping[int, Sequence[LocalBox]],
-        dtypes: Sequence[str],
-        requests: ReadRequests,
+        content: Content,
+        matches: Sequence[Match],
+        ranks: Ranks,
+        readers: Readers | None = None,
     ) -> None:
-        self._rank = rank.number
-        self._targets = targets
-        self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
-        self._requests = requests
+        """Assign reads to ranks and open the files; the live state is not touched yet."""
+        self._content = content
+        self._ranks = ranks
+        self._rank = number = ranks.rank.number
+        self._keys = content.keys()
+        index = {key: at for at, key in enumerate(self._keys)}
+        specs = [content.items[item].tensors[name] for item, name in self._keys]
+        self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+        self._targets, rank_request = collective(ranks, lambda: _targets(matches, index, number))
+        self._requests = _wants_of_all(rank_request, [spec.shape for spec in specs], ranks)
+        self._chunks = collective(
+            ranks, lambda: _chunks(content, index, specs, self._requests, number, readers)
+        )
         self._moves: dict[tuple[int, int], list[tuple[_Move, torch.Tensor | None, int]]] = {}
         """The boxes of each expected chunk, each with its place in a message, if it has one."""
         self._placed: Counter[int] = Counter()
+        """Number of elements that each tensor has received."""
         self._lock = threading.Lock()
-        self._devices = {box.memory.device for held in targets.values() for box in held}
-        self.streams = CopyStreams(self._devices)
+        self._devices = {box.memory.device for held in self._targets.values() for box in held}
 
-    def device(self) -> torch.device:
+    def run(self, room: Room, threads: int) -> int:
+        """Read, send and receive; return the bytes that this rank read."""
+        ranks = self._ranks
+        turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
+        read_bytes = 0
+        error: Exception | None = None
+        with ranks.carrying(self._device(), passed_on_bytes) as device:
+            for turn in range(ranks.all_max(len(turns))):
+                mine = turns[turn] if turn < len(turns) and error is None else []
+                try:
+                    messages = self.expect(mine, device)
+                    reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in mine]
+                    read_bytes += read_all(
+                        self._content.files, reads, room, self._deliver, threads=threads
+                    )
+                except Exception as raised:  # noqa: BLE001 (raised after the last turn)
+                    error = raised
+                    messages = self.expect([], device)
+                for message in ranks.exchange(*messages):
+                    try:
+                        self._unpack(message)
+                    except Exception as raised:  # noqa: BLE001 (as above: other ranks wait)
+                        error = error or raised
+
+        def finish() -> None:
+            self._streams.lead()  # make the streams that training uses wait for all copies
+            if error is not None:
+                raise error
+
+        collective(ranks, finish)
+        # After the errors: a rank's failed read leaves gaps on other ranks, which are no damage.
+        collective(ranks, self._check_whole)
+        return read_bytes
+
+    def _prepare(self, room: Room) -> tuple[list[list[Chunk]], int]:
+        """Return the chunks that this rank reads in each turn, and the bytes that it sends. A turn
+        has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them; messages are
+        exchanged after each."""
+        self._streams = CopyStreams(self._devices)
+        turns: list[list[Chunk]] = [[]]
+        in_turn = passed_on = 0
+        cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
+        for chunk in cut:
+            need = self._passed_on_bytes(chunk)
+            if in_turn + need > _PARCEL_BYTES and turns[-1]:
+                turns.append([])
+                in_turn = 0
+            turns[-1].append(chunk)
+            in_turn, passed_on = in_turn + need, passed_on + need
+        return turns, passed_on
+
+    def _device(self) -> torch.device:
         """Return the device of all targets of this rank; the CPU if they are on several. Without
         targets, return the current CUDA device if there is one."""
         if not self._devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return next(iter(self._devices)) if len(self._devices) == 1 else torch.device("cpu")
 
-    def passed_on_bytes(self, chunk: Chunk) -> int:
+    def _passed_on_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk that are sent to other ranks; a box for all ranks counts
         once."""
         return sum(move.size_bytes for move in self._moves_of(chunk) if move.who != self._rank)
@@ -196,7 +252,7 @@ class BoxPlacer:
                     heads.setdefault(move.who, []).append(sent)
             wanted.append((chunk, placed))
         data = {who: torch.empty(sizes[who], dtype=torch.uint8, device=device) for who in heads}
-        self.streams.follow()  # an earlier user of this memory may still be copying it
+        self._streams.follow()  # an earlier user of this memory may still be copying it
         self._moves = {
             (chunk.file, chunk.start): [(move, data.get(move.who), at) for move, at in placed]
             for chunk, placed in wanted
@@ -205,7 +261,7 @@ class BoxPlacer:
         to_all = messages.pop(_ALL, None)
         return messages, to_all
 
-    def deliver(self, read: Read, data: memoryview) -> None:
+    def _deliver(self, read: Read, data: memoryview) -> None:
         """Copy the boxes of a chunk into this rank's tensors and into messages."""
         copies: list[_Copy] = []
         for move, message, at in self._moves[read.file, read.start]:
@@ -215,9 +271,9 @@ class BoxPlacer:
                 dtype = self._dtypes[move.tensor]
                 into = message[at : at + move.size_bytes].view(dtype).view(move.common.shape)
                 copies.append(self._copy(into, move.at, move.box, move.common))
-        _copy_all(self.streams, tensor_over(data)[: read.stop - read.start], copies)
+        _copy_all(self._streams, tensor_over(data)[: read.stop - read.start], copies)
 
-    def unpack(self, message: RankMessage) -> None:
+    def _unpack(self, message: RankMessage) -> None:
         """Copy the boxes of a received message into this rank's tensors."""
         head, data = message
         at = 0
@@ -226,15 +282,19 @@ class BoxPlacer:
             box = Box(start, stop)
             copies += self._into_targets(tensor, box, at, box)
             at += align_up(box.volume * self._dtypes[tensor].itemsize, _ALIGN_BYTES)
-        _copy_all(self.streams, data, copies)
+        _copy_all(self._streams, data, copies)
 
-    def lacking(self) -> int | None:
-        """Return a tensor that has not received every element this rank needs; None if all are
-        complete."""
+    def _check_whole(self) -> None:
+        """Raise `CorruptError` if a tensor has not received every element this rank needs."""
         for tensor, held in self._targets.items():
             if self._placed[tensor] != sum(target.box.volume for target in held):
-                return tensor
-        return None
+                name = "/".join(self._keys[tensor])
+                raise CorruptError(
+                    "the shards of a tensor do not cover it",
+                    where=self._content.folder,
+                    expected=f"every element of {name} once",
+                    remedy=DAMAGE_REMEDY,
+                )
 
     def _moves_of(self, chunk: Chunk) -> Iterator[_Move]:
         for stored, box, at in chunk.boxes():
@@ -260,99 +320,6 @@ class BoxPlacer:
 
     def _copy(self, into: torch.Tensor, at: int, box: Box, part: Box) -> _Copy:
         return _Copy(into, at, at + box.volume * into.itemsize, box.shape, part.within(box))
-
-
-_PARCEL_BYTES = 64 << 20
-"""Bytes that a rank sends per turn, which bounds the memory for messages. A single chunk may exceed
-it."""
-
-
-class BoxTransfer:
-    """Reads the boxes that all ranks need from a checkpoint; each block is read once, by one
-    rank."""
-
-    def __init__(
-        self,
-        content: Content,
-        matches: Sequence[Match],
-        ranks: Ranks,
-        readers: Readers | None = None,
-    ) -> None:
-        """Assign reads to ranks and open the files; the live state is not touched yet."""
-        self._content = content
-        self._ranks = ranks
-        number = ranks.rank.number
-        self._keys = content.keys()
-        index = {key: at for at, key in enumerate(self._keys)}
-        specs = [content.items[item].tensors[name] for item, name in self._keys]
-        self._dtypes = [spec.dtype for spec in specs]
-        self._targets, rank_request = collective(ranks, lambda: _targets(matches, index, number))
-        self._requests = _wants_of_all(rank_request, [spec.shape for spec in specs], ranks)
-        self._chunks = collective(
-            ranks, lambda: _chunks(content, index, specs, self._requests, number, readers)
-        )
-
-    def run(self, room: Room, threads: int) -> int:
-        """Read, send and receive; return the bytes that this rank read."""
-        ranks = self._ranks
-        placer, turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
-        read_bytes = 0
-        error: Exception | None = None
-        with ranks.carrying(placer.device(), passed_on_bytes) as device:
-            for turn in range(ranks.all_max(len(turns))):
-                mine = turns[turn] if turn < len(turns) and error is None else []
-                try:
-                    messages = placer.expect(mine, device)
-                    reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in mine]
-                    read_bytes += read_all(
-                        self._content.files, reads, room, placer.deliver, threads=threads
-                    )
-                except Exception as raised:  # noqa: BLE001 (raised after the last turn)
-                    error = raised
-                    messages = placer.expect([], device)
-                for message in ranks.exchange(*messages):
-                    try:
-                        placer.unpack(message)
-                    except Exception as raised:  # noqa: BLE001 (as above: other ranks wait)
-                        error = error or raised
-
-        def finish() -> None:
-            placer.streams.lead()  # make the streams that training uses wait for all copies
-            if error is not None:
-                raise error
-
-        collective(ranks, finish)
-        # After the errors: a rank's failed read leaves gaps on other ranks, which are no damage.
-        collective(ranks, lambda: self._check_whole(placer))
-        return read_bytes
-
-    def _prepare(self, room: Room) -> tuple[BoxPlacer, list[list[Chunk]], int]:
-        """Return the placer, the chunks that this rank reads in each turn, and the bytes that it
-        sends. A turn has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them;
-        messages are exchanged after each."""
-        placer = BoxPlacer(self._ranks.rank, self._targets, self._dtypes, self._requests)
-        turns: list[list[Chunk]] = [[]]
-        in_turn = passed_on = 0
-        cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
-        for chunk in cut:
-            need = placer.passed_on_bytes(chunk)
-            if in_turn + need > _PARCEL_BYTES and turns[-1]:
-                turns.append([])
-                in_turn = 0
-            turns[-1].append(chunk)
-            in_turn, passed_on = in_turn + need, passed_on + need
-        return placer, turns, passed_on
-
-    def _check_whole(self, placer: BoxPlacer) -> None:
-        lacking = placer.lacking()
-        if lacking is not None:
-            name = "/".join(self._keys[lacking])
-            raise CorruptError(
-                "the shards of a tensor do not cover it",
-                where=self._content.folder,
-                expected=f"every element of {name} once",
-                remedy=DAMAGE_REMEDY,
-            )
 
 
 def _targets(
@@ -456,21 +423,21 @@ class Transfer:
         for match in matches:
             is_own = match.item.name in content.per_rank
             if not is_own and ranks.size == 1 and not match.layouts:
-                places = [content.places(match.item.name, source) for source in match.reads]
-                is_own = max(map(len, places), default=1) == 1
+                places = functools.partial(content.places, match.item.name)
+                is_own = max(map(len, map(places, match.reads)), default=1) == 1
             (own if is_own else common).append(match)
-        self._whole = collective(ranks, lambda: _WholeTransfer(content, own))
+        self._whole = collective(ranks, functools.partial(_WholeTransfer, content, own))
         self._boxes = None
         if common or ranks.size > 1:
             self._boxes = BoxTransfer(content, common, ranks, readers)
 
     def run(self, room: Room, threads: int) -> int:
         """Read everything, then make the matches' copies; return the bytes that this rank read."""
-        done = collective(self._ranks, lambda: self._whole.run(room, threads))
+        done = collective(self._ranks, functools.partial(self._whole.run, room, threads))
         if self._boxes is not None:
             done += self._boxes.run(room, threads)
-        pairs = [pair for match in self._matches for pair in match.copies]
-        collective(self._ranks, lambda: copy_tensors(pairs))
+        pairs = list(itertools.chain.from_iterable(map(_COPIES, self._matches)))
+        collective(self._ranks, functools.partial(copy_tensors, pairs))
         return done
 
 
@@ -481,13 +448,14 @@ class _WholeTransfer:
         """Open the files; the live state is not touched yet."""
         self._content = content
         self._targets: list[torch.Tensor] = []
+        """Bytes of the tensors to read into, which MUST be contiguous."""
         self._requests: dict[int, list[ReadRequest]] = {}
         for match in matches:
             for source, tensor in match.reads.items():
                 (place,) = content.places(match.item.name, source)
                 request = ReadRequest(place.start, place.stop, len(self._targets))
                 self._requests.setdefault(place.file, []).append(request)
-                self._targets.append(tensor)
+                self._targets.append(bytes_of(tensor))
         content.open_files(self._requests)
 
     def run(self, room: Room, threads: int) -> int:
@@ -497,10 +465,18 @@ class _WholeTransfer:
         for number, wanted in self._requests.items():
             size_bytes = files[number].layout.tensor_bytes
             reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
-        placer = Placer(self._targets)
-        done = read_all(files, reads, room, placer.deliver, threads=threads)
-        placer.streams.lead()  # make the streams that training uses wait for all copies
+        streams = CopyStreams(map(_DEVICE, self._targets))
+        deliver = functools.partial(self._deliver, streams)
+        done = read_all(files, reads, room, deliver, threads=threads)
+        streams.lead()  # make the streams that training uses wait for all copies
         return done
+
+    def _deliver(self, streams: CopyStreams, read: Read, data: memoryview) -> None:
+        """Copy the parts of a read into their targets; `data` may be reused afterwards."""
+        copies: list[_Copy] = []
+        for target, at, there, size in read.parts:
+            copies.append(_Copy(self._targets[target][there : there + size], at, at + size))
+        _copy_all(streams, tensor_over(data)[: read.stop - read.start], copies)
 
 
 def state_of_rank(content: Content, item: str, room: Room, *, allow_pickle: bool) -> object:

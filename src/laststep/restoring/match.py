@@ -7,6 +7,7 @@ there afterwards.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -56,11 +57,15 @@ def newer_entries(stored: object, live: object, path: Path) -> list[Path]:
     stored, live = _state(stored), _state(live)
     theirs, newer = _entries(stored), []
     for key, inner in _entries(live).items():
-        if key in theirs:
+        if key not in theirs:
+            if isinstance(live, dict) and isinstance(stored, dict):
+                newer.append((*path, key))
+        elif isinstance(inner, _CONTAINERS):
             newer += newer_entries(theirs[key], inner, (*path, key))
-        elif isinstance(live, dict) and isinstance(stored, dict):
-            newer.append((*path, key))
     return newer
+
+
+_CONTAINERS: Final = (dict, list, tuple, deque, Tagged)
 
 
 def _entries(node: object) -> dict[object, object]:
@@ -168,7 +173,7 @@ class Match:
 
     def tree(self, *, allow_pickle: bool) -> object:
         """Return the loaded state; call it after the reads and copies."""
-        tree = without(self.item.tree, self.foreign)
+        tree = without(self.item.tree, self.foreign) if self.foreign else self.item.tree
         if not self.whole:
             tree = without_plain(tree, self.fresh)
         value = rebuild(
@@ -236,17 +241,16 @@ def match_item(
                 remedy=f"name the item itself: only=[{item.name!r}]",
             )
     fresh = _pair(match, names, state, live)
-    _allocate_fresh(match, fresh, provider, live)
+    if fresh:
+        _allocate_fresh(match, fresh, provider, live)
     if match.aliases:
         _place_aliases(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
         known = _replaced(live.tree).union(match.values)
-        match.missing = [
-            name
-            for name in live.tensors
-            if name not in known and not lies_under(path_of(name), not_paired)
-        ]
+        for name in itertools.filterfalse(known.__contains__, live.tensors):
+            if not lies_under(path_of(name), not_paired):
+                match.missing.append(name)
     if () not in not_paired:
         _find_newer(match, not_paired, state.things, live)
     return match
@@ -294,7 +298,8 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
                 match.unexpected.append(name)
         elif not _differs(match, name, target, live):
             in_place.setdefault(match.item.source_of(name), []).append((name, target))
-    _take_shared_once(match, in_place, live)
+    if live.ties or live.views:
+        _take_shared_once(match, in_place, live)
     for source, targets in in_place.items():
         _place_live(match, source, targets, live)
     return fresh
@@ -406,9 +411,13 @@ def _place_live(
     if live.layouts and any(name in live.layouts for name, _ in targets):
         _place_parts(match, source, targets, live)
         return
-    spec = match.item.tensors[source]
-    plain = [t for name, t in targets if match.item.view_of(name) is None and t.is_contiguous()]
-    buffers = plain[0] if plain else allocate(spec.dtype, spec.shape, str(targets[0][1].device))
+    for name, target in targets:
+        if match.item.view_of(name) is None and target.is_contiguous():
+            buffers = target
+            break
+    else:
+        spec = match.item.tensors[source]
+        buffers = allocate(spec.dtype, spec.shape, str(targets[0][1].device))
     match.reads[source] = buffers
     for name, target in targets:
         match.values[name] = target
@@ -443,7 +452,7 @@ def _place_parts(
 def _allocate_fresh(
     match: Match, names: list[str], provider: StateProvider, live: Collected
 ) -> None:
-    destinations = provider.destinations([path_of(name) for name in names])
+    destinations = provider.destinations(list(map(path_of, names)))
     replaced = _replaced(live.tree)
     devices: dict[str, str] = {}
     for name, to in zip(names, destinations, strict=True):
@@ -526,6 +535,8 @@ def _find_newer(
     its own are missing from the checkpoint and stay; the rest are newer than the checkpoint, and
     `exact` removes them."""
     paths = newer_entries(match.item.tree, live.tree, ())
+    if not paths:
+        return
     gone = [path for path in things if lies_under(path, tuple(paths))]
     match.newer = tuple(
         path

@@ -103,7 +103,7 @@ class RestorePlan:
             f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
             for text in match.mismatched
         ]
-        newer = match.newer_values() if match.whole else []
+        newer = match.newer_values() if match.whole and match.newer else []
         if not self.strict:
             self.missing += [f"{name}/{value}" for value in newer]
         elif newer and kind in PLAIN_KINDS:
@@ -126,30 +126,38 @@ def plan_restore(
     `where` (the checkpoint's folder) and `remedy` are for its message. If several ranks restore, a
     stored tensor is unexpected only if none of them needs it.
     """
-    plan = collective(
-        ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
+    plan = RestorePlan(strict, where)
+    collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
+    note = _PlanNote(
+        unexpected=plan.unexpected,
+        aliases=any(match.aliases for match in plan.matches),
+        lacks=bool(plan.missing or plan.mismatched),
+        takes=bool(plan.merged)
+        or any(match.reads or not match.item.names() for match in plan.matches),
     )
-    notes = _notes_of_all(plan, ranks)
-    common = set(notes[0].unexpected).intersection(*(note.unexpected for note in notes[1:]))
-    plan.have_aliases = any(note.aliases for note in notes)
+    common, lacks, takes = set(plan.unexpected), False, False
+    for data in ranks.all_gather(msgspec.msgpack.encode(note)):
+        note = msgspec.msgpack.decode(data, type=_PlanNote)
+        common.intersection_update(note.unexpected)
+        plan.have_aliases |= note.aliases
+        lacks |= note.lacks
+        takes |= note.takes
     plan.problems = problems = Problems(
         missing=tuple(plan.missing),
-        unexpected=tuple(text for text in plan.unexpected if text in common),
+        unexpected=tuple(filter(common.__contains__, plan.unexpected)),
         mismatched=tuple(plan.mismatched),
     )
-    lacks = any(note.lacks for note in notes)
     # Restoring nothing is only a problem if something is missing or mismatched.
-    is_useless = lacks and not any(note.takes for note in notes)
+    is_useless = lacks and not takes
 
     def judge() -> None:
         if problems:
             what = "the checkpoint does not fit the live state"
             if not strict:
                 what = "no part of the checkpoint fits the live state, which differs"
-            ways = _way_by_names(problems, content) + _way_by_hooks(
-                problems, content, providers, where
-            )
-            raise MismatchError.of(problems, where=where, what=what, remedy=remedy + ways)
+            told = _way_by_objects(content, providers) + remedy + _way_by_names(problems, content)
+            told += _way_by_hooks(problems, content, providers, where)
+            raise MismatchError.of(problems, where=where, what=what, remedy=told)
 
     if is_useless or (strict and (common or lacks)):
         collective(ranks, judge)
@@ -186,17 +194,37 @@ def compare_aliases(plan: RestorePlan, ranks: Ranks) -> None:
 
 
 def _look(
+    plan: RestorePlan,
     content: Content,
     providers: Mapping[str, StateProvider],
     only: Sequence[str] | None,
     rank: Rank,
-    *,
-    strict: bool,
-    where: str,
-) -> RestorePlan:
+) -> None:
     """Plan for this rank alone; nothing is touched."""
-    plan = RestorePlan(strict, where)
-    live_items = _Live(providers, only)
+
+    @functools.cache
+    def live_item(name: str) -> tuple[State, Collected]:
+        with naming(name):
+            state = providers[name].describe()
+            return state, collect(state.value, volatile=state.volatile, allow_pickle=True)
+
+    def live_modules() -> Modules:
+        """Return the live modules, whose ties show which names belong to one parameter. Groups that
+        take no part are left out: describing them may be expensive."""
+        modules: Modules = {}
+        for name, provider in providers.items():
+            takes_part, _ = selection(only, name)
+            if provider.kind == "module" or (provider.kind == "group" and takes_part):
+                live = live_item(name)[1]
+                modules |= modules_in(name, provider.kind, live.tree, live.ties)
+        return modules
+
+    def stored_modules() -> Modules:
+        modules: Modules = {}
+        for item in content.items.values():
+            modules |= modules_in(item.name, item.kind, item.tree, item.ties)
+        return modules
+
     for name, provider in providers.items():
         if not selection(only, name)[0]:
             continue
@@ -213,52 +241,15 @@ def _look(
             continue
         if selected is not None and not any(map(selected, item.names())):
             continue
-        state, live = live_items.item(name)
-        stored_modules = functools.partial(_stored_modules, content)
-        renamed = rename(item, live.tree, stored_modules, live_items.modules)
+        state, live = live_item(name)
+        renamed = rename(item, live.tree, stored_modules, live_modules)
         match = match_item(renamed, provider, state, live, selected)
-        match.exact = strict and selected is None
+        match.exact = plan.strict and selected is None
         plan.take(match, provider.kind)
     if only is None:
         plan.unexpected += [name for name in content.items if name not in providers]
     else:
-        _check_all_used(only, content, providers, where)
-    return plan
-
-
-class _Live:
-    """The live items, each described at most once."""
-
-    def __init__(self, providers: Mapping[str, StateProvider], only: Sequence[str] | None) -> None:
-        self._providers = providers
-        self._only = only
-        self._seen: dict[str, tuple[State, Collected]] = {}
-
-    def item(self, name: str) -> tuple[State, Collected]:
-        if name not in self._seen:
-            with naming(name):
-                state = self._providers[name].describe()
-                live = collect(state.value, volatile=state.volatile, allow_pickle=True)
-            self._seen[name] = state, live
-        return self._seen[name]
-
-    def modules(self) -> Modules:
-        """Return the live modules, whose ties show which names belong to one parameter. Groups that
-        take no part are left out: describing them may be expensive."""
-        modules: Modules = {}
-        for name, provider in self._providers.items():
-            takes_part, _ = selection(self._only, name)
-            if provider.kind == "module" or (provider.kind == "group" and takes_part):
-                live = self.item(name)[1]
-                modules |= modules_in(name, provider.kind, live.tree, live.ties)
-        return modules
-
-
-def _stored_modules(content: Content) -> Modules:
-    modules: Modules = {}
-    for item in content.items.values():
-        modules |= modules_in(item.name, item.kind, item.tree, item.ties)
-    return modules
+        _check_all_used(only, content, providers, plan.where)
 
 
 def _takes_over(
@@ -302,16 +293,15 @@ class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
     """True if it restores anything."""
 
 
-def _notes_of_all(plan: RestorePlan, ranks: Ranks) -> list[_PlanNote]:
-    note = _PlanNote(
-        unexpected=plan.unexpected,
-        aliases=any(match.aliases for match in plan.matches),
-        lacks=bool(plan.missing or plan.mismatched),
-        takes=bool(plan.merged)
-        or any(match.reads or not match.item.names() for match in plan.matches),
-    )
-    notes = ranks.all_gather(msgspec.msgpack.encode(note))
-    return [msgspec.msgpack.decode(note, type=_PlanNote) for note in notes]
+def _way_by_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
+    """Return a remedy for plain values passed as an item that was saved as a module or an
+    optimizer: only the object knows the names of its parameters."""
+    told = ""
+    for name, item in content.items.items():
+        is_value = name in providers and providers[name].kind == "value"
+        if is_value and item.kind in ("module", "optimizer"):
+            told += f"pass the {item.kind} itself as {name}, not its state_dict(); "
+    return told
 
 
 def _way_by_names(problems: Problems, content: Content) -> str:
@@ -399,22 +389,15 @@ def _check_all_used(
             for item, tensors in names.items()
         ):
             continue
-        if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
-            raise NotFoundError(
-                "no item of this Checkpointer matches",
-                where=where,
-                expected=pattern,
-                found=f"live items {', '.join(sorted(providers))}, and {items}",
-                remedy=f"pass {whose}=… to the Checkpointer to restore it"
-                if whose in content.items
-                else "name one of the live items",
-            )
+        remedy = "`laststep show --all` lists the names"
+        if whose in content.items and whose not in providers:
+            remedy = f"pass {whose}=… to the Checkpointer to restore it"
         raise NotFoundError(
-            "no part of the checkpoint matches",
+            "no part of the checkpoint, or no live item, matches",
             where=where,
             expected=pattern,
-            found=items,
-            remedy="`laststep show --all` lists the names",
+            found=f"live items {', '.join(sorted(providers))}, and {items}",
+            remedy=remedy,
         )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from laststep.catalog.listing import Listed
     from laststep.catalog.terms import Seen
-    from laststep.format.manifest import Commit
     from laststep.ranks.group import Rank, Ranks
     from laststep.read.content import Content
     from laststep.read.reader import Room
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
     from laststep.tiers.tier import Tier
-
-log = logging.getLogger(__name__)
 
 _REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a part"
 
@@ -143,7 +139,7 @@ def restore_into(
                 wanted.only,
                 strict=wanted.strict,
                 where=where,
-                remedy=pass_objects(content, providers) + _REMEDY,
+                remedy=_REMEDY,
                 ranks=ranks,
             )
             if wanted.exact:
@@ -172,6 +168,7 @@ def restore_into(
             step=chosen.step,
             next_step=chosen.step + 1,
             problems=plan.problems,
+            skipped=choosing.skipped(chosen),
             folder=chosen.folder,
             metrics=content.commit.metrics,
             metadata=content.commit.metadata,
@@ -185,11 +182,7 @@ def restore_into(
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
         )
 
-    found = choosing.until_one_succeeds(restore)
-    if found is None:
-        return None
-    outcome, skipped = found
-    return replace(outcome, restored=replace(outcome.restored, skipped=skipped))
+    return choosing.until_one_succeeds(restore)
 
 
 def peek_into(
@@ -201,37 +194,20 @@ def peek_into(
     if choosing is None:
         return None
 
-    def look(chosen: Chosen) -> tuple[str, Commit]:
+    def look(chosen: Chosen) -> Peeked:
         opened = choosing.open(chosen)
         with closing(opened.content) as content:
             refuse_partial(content.commit, None, opened.where)
-            return chosen.folder, content.commit
+            return Peeked(
+                step=chosen.step,
+                next_step=chosen.step + 1,
+                folder=chosen.folder,
+                skipped=choosing.skipped(chosen),
+                metrics=content.commit.metrics,
+                metadata=content.commit.metadata,
+            )
 
-    found = choosing.until_one_succeeds(look)
-    if found is None:
-        return None
-    (folder, commit), skipped = found
-    return Peeked(
-        step=commit.step,
-        next_step=commit.step + 1,
-        folder=folder,
-        skipped=skipped,
-        metrics=commit.metrics,
-        metadata=commit.metadata,
-    )
-
-
-def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
-    """Return the remedy for plain values passed as an item that was saved as a module or an
-    optimizer: only the object knows the names of its parameters. Empty if there is no such item."""
-    told = [
-        f"pass the {item.kind} itself as {name}, not its state_dict(); "
-        for name, item in content.items.items()
-        if item.kind in ("module", "optimizer")
-        and name in providers
-        and providers[name].kind == "value"
-    ]
-    return "".join(told)
+    return choosing.until_one_succeeds(look)
 
 
 def hand_over(

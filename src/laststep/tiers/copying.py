@@ -533,7 +533,8 @@ class _FileCopy:
         view = _buffer(stop - start)
         self._read(start, stop, view)
         for part in chunk.ranges:
-            refuse(part.verify(view[part.start - start : part.stop - start], self._reader))
+            stored = view[part.start - start : part.stop - start]
+            refuse(part.content.verify_stored(stored, self._reader))
         with self._mutex:
             if self._writer is None and self._open_writer is not None:
                 self._writer = self._open_writer()
