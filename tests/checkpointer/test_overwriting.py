@@ -124,7 +124,7 @@ def test_what_was_there_goes_after_the_new_one_is_on_the_disk(
 
     def unlink(self: Disk, path: str) -> None:
         calls.append("unlink")
-        unlinked(self, path)
+        unlinked(path)
 
     exchanged, unlinked = Disk.exchange, Disk.unlink
     monkeypatch.setattr(Disk, "exchange", exchange)

@@ -58,7 +58,7 @@ def in_the_tensors(place: Path, flush: str) -> None:
     write = Disk.write
 
     def counted(disk: Disk, fd: int, data: memoryview, offset: int) -> int:
-        count = write(disk, fd, data, offset)
+        count = write(fd, data, offset)
         written.append(count)
         return count
 

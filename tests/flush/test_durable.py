@@ -42,7 +42,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     link, sync_folder = Disk.link, Disk.sync_folder
 
     def linked(disk: Disk, path: str, new: str) -> None:
-        link(disk, path, new)
+        link(path, new)
         if new.endswith("manifest.json") and not folders:
             folders.append(os.path.dirname(new))  # noqa: PTH120 (a path as the store writes it)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -13,7 +14,6 @@ import pytest
 from disks import FailingDisk, Kind, RecordingDisk
 from expect import raises
 from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
-from laststep.storage import directory
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 from laststep.testing.stores import SharedStoreConformance, aligned, write_file, write_piece
@@ -68,9 +68,9 @@ class _RefusesDirectWrites(Disk):
             self.direct.add(fd)
         return fd
 
-    def set_buffered(self, fd: int) -> None:
-        super().set_buffered(fd)
+    def close(self, fd: int) -> None:
         self.direct.discard(fd)
+        super().close(fd)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         if fd in self.direct:
@@ -164,7 +164,7 @@ def test_short_writes_are_continued(tmp_path: Path, direct: bool) -> None:
     class Short(Disk):
         def write(self, fd: int, data: memoryview, offset: int) -> int:
             limit = 4096 if direct else 5000
-            return Disk.write(self, fd, data[: min(len(data), limit)], offset)
+            return Disk.write(fd, data[: min(len(data), limit)], offset)
 
     store = DirectoryStore(tmp_path, disk=Short(), direct=direct)
     data = os.urandom(100_000)
@@ -276,6 +276,7 @@ def test_create_makes_bytes_durable_before_the_name(tmp_path: Path) -> None:
     assert [change.kind for change in disk.changes] == [
         Kind.CREATE_FILE,
         Kind.WRITE,
+        Kind.TRUNCATE,
         Kind.SYNC,
         Kind.LINK,
         Kind.SYNC_FOLDER,
@@ -430,6 +431,6 @@ def test_an_entry_that_cannot_be_looked_at_is_a_storage_error(
         def is_symlink(self) -> bool:  # a system call where the filesystem tells no types
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(directory, "_scan", lambda path: [StaleEntry()])
+    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext([StaleEntry()]))
     with raises(StorageError, where=str(tmp_path)):
         getattr(DirectoryStore(tmp_path), call)("")

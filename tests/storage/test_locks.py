@@ -92,7 +92,7 @@ def test_who_was_handed_the_descriptor_holds_it_after_the_first_holder_died(
     there.close()
     assert store.is_locked("x.lock")  # by the message alone, which nobody has read
     _, (fd,), _, _ = socket.recv_fds(here, 1, 1)
-    lock = locks.adopt(fd, "x.lock")
+    lock = locks.FileLock(fd, "x.lock")
     assert store.marked("x.lock") == ((3, 3),)
     lock.clear(3)
     assert store.marked("x.lock") == ()
@@ -173,7 +173,7 @@ def test_a_child_forked_inside_of_a_lock_call_can_lock_on_other_threads(tmp_path
         thread.join(60)
         os._exit(int(thread.is_alive()))
 
-    with locks._held.mutex:  # as if a signal handler ran inside of `take` and forked
+    with locks._mutex:  # as if a signal handler ran inside of `take` and forked
         child = os.fork()
         if child == 0:
             lock_on_another_thread()

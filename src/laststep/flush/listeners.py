@@ -156,7 +156,7 @@ class LivenessLock(Listener):
         self, store: Store, name: str, descriptor: int, trainer_is_dead: Callable[[], bool]
     ) -> None:
         self._store, self._name, self._trainer_is_dead = store, name, trainer_is_dead
-        self._lock = locks.adopt(descriptor, name)
+        self._lock = locks.FileLock(descriptor, name)
 
     def committed(self, save: FlusherSave) -> None:
         with contextlib.suppress(LaststepError):  # the marker ends with this process at the latest

@@ -17,12 +17,17 @@ import mmap
 import operator
 import os
 import stat
+from typing import TYPE_CHECKING
 
 from laststep.constants import ALIGN_BYTES
-from laststep.errors import StorageError, UsageError
+from laststep.errors import CorruptError, StorageError, UsageError
+from laststep.process import system
 from laststep.storage import files, locks
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed, open_to_read, os_errors
 from laststep.storage.store import Store, StoreEntry, check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -31,19 +36,13 @@ TEMPORARY = ".tmp-"
 
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 
+_OF_ONE_MACHINE = frozenset(
+    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+)
+"""Filesystems that no other machine sees, so that all locks in them are visible here."""
+
 
 __all__ = ["DirectoryStore"]
-
-
-def _scan(path: str) -> list[os.DirEntry[str]]:
-    """Return the items of a folder by name; none if it does not exist."""
-    with os_errors("list", path):
-        try:
-            listing = os.scandir(path)
-        except FileNotFoundError:
-            return []
-        with listing:
-            return sorted(listing, key=operator.attrgetter("name"))
 
 
 class DirectoryStore(Store):
@@ -55,28 +54,39 @@ class DirectoryStore(Store):
         self._root = absolute(path)
         self._disk = Disk() if disk is None else disk
         # Detected capabilities; None: not tried yet. Racing threads find the same result.
-        self._direct: bool | None = None if direct and hasattr(os, "O_DIRECT") else False
+        self._direct: bool | None = None if direct else False
         self._links = True
         self._rooted = False
 
     @property
     def url(self) -> str:
-        """The absolute path."""
         return self._root
 
     def __repr__(self) -> str:
         return f"DirectoryStore({self._root!r})"
 
     def locks_tell(self) -> bool:
-        return locks.are_all_seen(self._root)
+        return system.filesystem_of(self._root) in _OF_ONE_MACHINE
 
     # Listing and reading
 
+    @contextlib.contextmanager
+    def _items(self, folder: str) -> Iterator[Sequence[os.DirEntry[str]]]:
+        """Provide the items of a folder by name, none if it does not exist, and translate the
+        errors of looking at them."""
+        path = self._path(folder) if folder else self._root
+        with os_errors("list", path):
+            try:
+                with os.scandir(path) as listing:
+                    items = sorted(listing, key=operator.attrgetter("name"))
+            except FileNotFoundError:
+                items = []
+            yield items
+
     def list(self, folder: str) -> list[StoreEntry]:
-        path = self._folder(folder)
         entries = []
-        for item in _scan(path):
-            with os_errors("list", path):
+        with self._items(folder) as items:
+            for item in items:
                 is_link = item.is_symlink()
                 try:
                     status = item.stat()
@@ -84,36 +94,36 @@ class DirectoryStore(Store):
                     if is_link or isinstance(error, FileNotFoundError):
                         continue  # it has just vanished, or is a dangling link
                     raise
-            entries.append(
-                StoreEntry(
-                    name=item.name,
-                    is_folder=stat.S_ISDIR(status.st_mode),
-                    size_bytes=status.st_size,
-                    modified_s=status.st_mtime,
-                    is_link=is_link,
+                entries.append(
+                    StoreEntry(
+                        name=item.name,
+                        is_folder=stat.S_ISDIR(status.st_mode),
+                        size_bytes=status.st_size,
+                        modified_s=status.st_mtime,
+                        is_link=is_link,
+                    )
                 )
-            )
         return entries
 
+    # Unlike `list`, the next two need a system call only for a link, where the filesystem tells
+    # types.
+
     def file_names(self, folder: str) -> tuple[str, ...]:
-        # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
-        path = self._folder(folder)
-        with os_errors("list", path):
+        with self._items(folder) as items:
             return tuple(
                 [
                     item.name
-                    for item in _scan(path)
+                    for item in items
                     if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
                 ]
             )
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        path = self._folder(folder)
-        with os_errors("list", path):
+        with self._items(folder) as items:
             return tuple(
                 [
                     item.name
-                    for item in _scan(path)
+                    for item in items
                     if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
                 ]
             )
@@ -121,7 +131,25 @@ class DirectoryStore(Store):
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
         with os_errors("read", path):
-            return files.read_whole(path, limit_bytes)
+            fd = open_to_read(path)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                if size_bytes > limit_bytes:
+                    raise CorruptError(
+                        "file too large",
+                        where=path,
+                        expected=f"at most {limit_bytes} bytes",
+                        found=f"{size_bytes} bytes",
+                        remedy="restore it from a copy, or take another checkpoint",
+                    )
+                content = b""
+                while data := os.read(fd, size_bytes + 1):
+                    content += data
+                    if len(content) == size_bytes:  # one more byte was requested: this is the end
+                        break
+                return content
+            finally:
+                os.close(fd)
 
     def free_bytes(self) -> int | None:
         """Return the free space for this user on the root's filesystem, even if the root does not
@@ -137,7 +165,7 @@ class DirectoryStore(Store):
     # Small files and folders
 
     def create(self, name: str, data: bytes) -> None:
-        """Create a small file atomically and durably.
+        """Create a small file.
 
         The bytes are durable under a temporary name before `link` makes the real name appear, which
         fails if that is taken. If the sync of the folder afterwards fails, the name exists but may
@@ -148,32 +176,27 @@ class DirectoryStore(Store):
         self._make_root()
         temporary = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
         with os_errors("create", path):
+            fd = self._disk.create_file(temporary, direct=False)
+            writer = files.FileWriter(self._disk, fd, path, direct=False)
             try:
-                self._write_whole(temporary, data)
+                writer.write_at(0, memoryview(data))
+                writer.finish(len(data))
                 self._publish(temporary, path)
-            except FileNotFoundError:
-                raise
-            except OSError:
+                self._disk.sync_folder(os.path.dirname(path))
+            finally:
+                writer.close()
                 self._discard(temporary)
-                raise
-        try:
-            self._disk.sync_folder(os.path.dirname(path))
-        except OSError as error:
-            raise failed("sync the folder after creating", path, error) from error
-        self._discard(temporary)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         path = self._path_to_change(name)
         self._make_root()
         with os_errors("make a folder", path):
-            parts = name.split("/") if parents else []
-            for count in range(1, len(parts)):
-                with contextlib.suppress(FileExistsError):
-                    self._make_one(os.path.join(self._root, *parts[:count]))
+            if parents:
+                self._make_missing(os.path.dirname(path))
             self._make_one(path)
 
     def sync_folder(self, name: str) -> None:
-        path = self._folder(name)
+        path = self._path(name) if name else self._root
         with os_errors("sync the folder", path):
             self._disk.sync_folder(path)
 
@@ -186,9 +209,9 @@ class DirectoryStore(Store):
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
         """Delete a folder and everything below it.
 
-        `first` is deleted durably before anything else. Then the folder is renamed to a temporary
-        name, so that a writer that still holds its path has nothing to write into. The files are
-        deleted only after the rename is durable: no crash leaves a part of them under the old name.
+        The folder is first renamed to a temporary name, so that a writer that still holds its path
+        has nothing to write into. The files are deleted only after the rename is durable: no crash
+        leaves a part of them under the old name.
         """
         path = self._path_to_change(name, and_itself=True)
         with os_errors("delete the folder", path), contextlib.suppress(FileNotFoundError):
@@ -208,6 +231,7 @@ class DirectoryStore(Store):
         self._make_root()
         with os_errors("create", path):
             fd, direct = self._create_for_writing(path)
+        writer = files.FileWriter(self._disk, fd, path, direct=direct)
         try:
             if expected_bytes > 0:
                 # Fail now rather than after half of the bytes are written. It costs nothing: on
@@ -216,11 +240,10 @@ class DirectoryStore(Store):
                 self._disk.allocate(fd, expected_bytes)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
-                with contextlib.suppress(OSError):
-                    self._disk.close(fd)
+                writer.close()
                 self._discard(path)
                 raise failed(f"get room for {expected_bytes} bytes", path, error) from error
-        return files.FileWriter(self._disk, fd, path, direct=direct)
+        return writer
 
     def link(self, name: str, new: str) -> bool:
         path, second = self._path(name), self._path_to_change(new)
@@ -238,9 +261,22 @@ class DirectoryStore(Store):
     def open_reader(self, name: str, *, cached: bool = False) -> files.FileReader:
         path = self._path(name)
         with os_errors("open", path):
-            fd = -1 if cached else self._open_direct(path)
-            direct = fd >= 0
-            return files.FileReader(fd if direct else open_to_read(path), path, direct=direct)
+            fd = -1
+            try:
+                if not cached and self._direct is not False:
+                    fd = open_to_read(path, os.O_DIRECT)
+                    if self._direct is None and os.fstat(fd).st_size > 0:
+                        with mmap.mmap(-1, ALIGN_BYTES) as page:
+                            os.preadv(fd, [page], 0)
+                        self._direct = True
+                    return files.FileReader(fd, path, direct=True)
+            except OSError as error:
+                if fd >= 0:
+                    os.close(fd)
+                if error.errno not in UNSUPPORTED:
+                    raise
+                self._cannot_direct()
+            return files.FileReader(open_to_read(path), path, direct=False)
 
     # Locks
 
@@ -250,29 +286,25 @@ class DirectoryStore(Store):
         return locks.take(self._disk, path)
 
     def is_locked(self, name: str) -> bool:
-        return locks.is_held(self._path(name))
+        return bool(locks.locked_places(self._path(name), 0, 0))
 
     def marked(self, name: str) -> tuple[tuple[int, int], ...]:
-        return locks.marked(self._path(name))
+        return locks.locked_places(self._path(name), 1, locks.LAST_PLACE)
 
     # Helpers of the methods above; they raise OSError
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, check_name(name))
 
-    def _folder(self, name: str) -> str:
-        return self._path(name) if name else self._root
-
     def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
         """Return the path of a name; raise `UsageError` if a parent folder is a link, because the
         target of a link does not belong to this store. The last part is checked only if
         `and_itself`, for callers that change the contents of the folder: calls that create or
         remove the name itself do not follow a link."""
-        path = self._root
-        parts = check_name(name).split("/")
-        for count, part in enumerate(parts, 1):
+        path, parts = self._root, check_name(name).split("/")
+        for part in parts if and_itself else parts[:-1]:
             path = os.path.join(path, part)
-            if (count < len(parts) or and_itself) and os.path.islink(path):
+            if os.path.islink(path):
                 raise UsageError(
                     "refused to write through a symbolic link",
                     where=path,
@@ -280,23 +312,20 @@ class DirectoryStore(Store):
                     found=f"a link to {os.readlink(path)}",
                     remedy="change the target directly, or remove the link",
                 )
-        return path
+        return os.path.join(self._root, name)
 
     def _make_root(self) -> None:
-        if self._rooted:
-            return
-        missing = []
-        path = self._root
-        while not os.path.isdir(path) and path != os.path.dirname(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        try:
-            for path in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    self._make_one(path)
-        except OSError as error:
-            raise failed("make the folder", path, error) from error
-        self._rooted = True
+        if not self._rooted:
+            with os_errors("make the folder", self._root):
+                self._make_missing(self._root)
+            self._rooted = True
+
+    def _make_missing(self, path: str) -> None:
+        """Make a folder and its parents, as far as they do not exist."""
+        if not os.path.isdir(path):
+            self._make_missing(os.path.dirname(path))
+            with contextlib.suppress(FileExistsError):
+                self._make_one(path)
 
     def _make_one(self, path: str) -> None:
         """Make a folder, with its name durable."""
@@ -308,19 +337,6 @@ class DirectoryStore(Store):
             with contextlib.suppress(OSError):
                 self._disk.remove_folder(path)
             raise
-
-    def _write_whole(self, path: str, data: bytes) -> None:
-        fd = self._disk.create_file(path, direct=False)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._disk.write(fd, rest, len(data) - len(rest)) :]
-            self._disk.sync(fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._disk.close(fd)
-            raise
-        self._disk.close(fd)
 
     def _publish(self, temporary: str, path: str) -> None:
         """Give a durable file its final name, only if that is free.
@@ -399,60 +415,33 @@ class DirectoryStore(Store):
 
     def _create_for_writing(self, path: str) -> tuple[int, bool]:
         """Create a file; return its descriptor, and True if it is written by direct I/O."""
-        if self._direct is False:
-            return self._disk.create_file(path, direct=False), False
-        if self._direct is None and os.path.lexists(path):
+        if self._direct is None and os.path.lexists(path):  # else `_discard` could hit that file
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        try:
-            fd = self._disk.create_file(path, direct=True)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-            # Some filesystems create the file before they refuse the flag.
-            self._discard(path)
-            self._found_direct(works=False)
-            return self._disk.create_file(path, direct=False), False
-        if self._direct is None:
-            # Some filesystems accept the flag and refuse the write. The page of zeros reads the
-            # same as the hole that was there before, and is overwritten or truncated later.
-            with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
-                try:
-                    self._disk.write(fd, view, 0)
-                    self._found_direct(works=True)
-                except OSError as error:
-                    if error.errno not in UNSUPPORTED:
-                        with contextlib.suppress(OSError):
-                            self._disk.close(fd)
-                        self._discard(path)
-                        raise
-                    self._found_direct(works=False)
-            if not self._direct:
-                self._disk.set_buffered(fd)
-        return fd, bool(self._direct)
-
-    def _open_direct(self, path: str) -> int:
-        """Return a descriptor for direct reads, or -1 if they are not supported."""
-        if self._direct is False:
-            return -1
-        fd = -1
-        try:
-            fd = open_to_read(path, os.O_DIRECT)
-            if self._direct is None and os.fstat(fd).st_size > 0:  # an empty file proves nothing
-                with mmap.mmap(-1, ALIGN_BYTES) as page:
-                    os.preadv(fd, [page], 0)
-                self._found_direct(works=True)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
+        if self._direct is not False:
+            fd = -1
+            try:
+                fd = self._disk.create_file(path, direct=True)
+                if self._direct is None:
+                    # Some filesystems accept the flag and refuse the write. The page of zeros reads
+                    # the same as the hole that was there before, and is overwritten or truncated
+                    # later.
+                    with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
+                        self._disk.write(fd, view, 0)
+                    self._direct = True
+                return fd, True
+            except OSError as error:
                 if fd >= 0:
-                    os.close(fd)
-                raise
-            self._found_direct(works=False)
-        if self._direct is not True and fd >= 0:
-            os.close(fd)
-            return -1
-        return fd
+                    with contextlib.suppress(OSError):
+                        self._disk.close(fd)
+                is_unsupported = error.errno in UNSUPPORTED
+                if fd >= 0 or is_unsupported:  # some filesystems create it, then refuse the flag
+                    self._discard(path)
+                if not is_unsupported:
+                    raise
+                self._cannot_direct()
+        return self._disk.create_file(path, direct=False), False
 
-    def _found_direct(self, *, works: bool) -> None:
-        if not works and self._direct is None:
+    def _cannot_direct(self) -> None:
+        if self._direct is None:
             _log.info("%s does not do direct I/O: buffered instead", self._root)
-        self._direct = works
+        self._direct = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
+import functools
 import mmap
 import os
 import re
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from laststep.constants import ALIGN_BYTES, align_up
 from laststep.errors import (
     AlreadyExistsError,
-    CorruptError,
+    LaststepError,
     NotFoundError,
     StorageError,
     UsageError,
@@ -39,7 +39,6 @@ _KEEP_SIZE = 0x01
 _RENAME_NOREPLACE = 0x01
 _RENAME_EXCHANGE = 0x02
 _AT_FDCWD = -100
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,20 +77,22 @@ _LOOK = "check `dmesg` and the mount; try again, or use another place"
 class Disk:
     """The system calls that change a disk. Paths are absolute; descriptors are close-on-exec."""
 
+    write = staticmethod(os.pwrite)
+    truncate = staticmethod(os.ftruncate)
+    """Set the file's size; this also frees space allocated beyond it."""
+    sync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    """Close a file that was opened for writing; may report a late write error."""
+    link = staticmethod(functools.partial(os.link, follow_symlinks=False))
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    make_folder = staticmethod(os.mkdir)
+    remove_folder = staticmethod(os.rmdir)
+
     def create_file(self, path: str, *, direct: bool) -> int:
         """Create a file and open it for reading and writing; never follows a symlink."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(path, flags | _O_DIRECT if direct else flags, 0o666)
-
-    def set_buffered(self, fd: int) -> None:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def truncate(self, fd: int, size_bytes: int) -> None:
-        """Set the file's size; this also frees space allocated beyond it."""
-        os.ftruncate(fd, size_bytes)
+        return os.open(path, flags | os.O_DIRECT if direct else flags, 0o666)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """Allocate space without changing the size.
@@ -99,15 +100,7 @@ class Disk:
         Not `os.posix_fallocate`: if the filesystem does not support it, glibc writes a byte into
         every block instead, and it changes the size.
         """
-        call = getattr(_libc, "fallocate", None)
-        if call is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        if call(fd, _KEEP_SIZE, 0, size_bytes) != 0:
-            raise _last_error()
-
-    def sync(self, fd: int) -> None:
-        os.fsync(fd)
+        _call("fallocate", fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
 
     def sync_folder(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -116,48 +109,22 @@ class Disk:
         finally:
             os.close(fd)
 
-    def link(self, path: str, new: str) -> None:
-        """Make a hard link; raise `FileExistsError` if the new name is taken."""
-        os.link(path, new, follow_symlinks=False)
-
-    def rename(self, path: str, new: str) -> None:
-        os.rename(path, new)
-
     def rename_new(self, path: str, new: str) -> None:
         """Rename atomically; raise `FileExistsError` if the new name is taken."""
-        _renameat2(path, new, _RENAME_NOREPLACE)
+        names = os.fsencode(path), os.fsencode(new)
+        _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE)
 
     def exchange(self, path: str, other: str) -> None:
         """Swap the names of two files or folders atomically."""
-        _renameat2(path, other, _RENAME_EXCHANGE)
-
-    def unlink(self, path: str) -> None:
-        """Remove one name of a file, or a symlink."""
-        os.unlink(path)
-
-    def make_folder(self, path: str) -> None:
-        os.mkdir(path)
-
-    def remove_folder(self, path: str) -> None:
-        os.rmdir(path)
-
-    def close(self, fd: int) -> None:
-        """Close a file that was opened for writing; may report a late write error."""
-        os.close(fd)
+        names = os.fsencode(path), os.fsencode(other)
+        _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
-def _renameat2(path: str, new: str, flags: int) -> None:
-    call = getattr(_libc, "renameat2", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    names = os.fsencode(path), os.fsencode(new)
-    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(flags)) != 0:
-        raise _last_error()
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library that Python does not have."""
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def open_to_read(path: str, flags: int = 0) -> int:
@@ -231,26 +198,18 @@ def absolute(path: object) -> str:
     """Return the absolute path, with `~`, `.` and `..` resolved textually: no link is followed.
     `file://…` is accepted too. Raise `UsageError` for anything that is not a path on this machine,
     such as `s3://…`."""
-    text: object = None
-    with contextlib.suppress(TypeError):  # from an invalid os.PathLike
-        text = os.fspath(path)  # type: ignore[call-overload]
-    if not isinstance(text, str) or not text or "\0" in text:
+    try:
+        text: str = os.fspath(path)  # type: ignore[call-overload]
+        str.encode(text)  # messages between processes and log lines are UTF-8
+    except (TypeError, UnicodeEncodeError):
+        text = ""
+    if not text or "\0" in text:
         raise UsageError(
             "this is not the path of a folder",
-            expected="a str or an os.PathLike",
+            expected="a str or an os.PathLike, of valid UTF-8",
             found=repr(path),
             remedy='pass a path, such as "runs/first"',
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Messages between processes and log lines are UTF-8.
-        raise UsageError(
-            "the path is not valid text",
-            expected="a path that is valid UTF-8",
-            found=ascii(text),
-            remedy="rename the folder, or make a link to it with another name",
-        ) from None
     if _ONE_SLASH.match(text):
         raise UsageError(
             "malformed URL",
@@ -260,9 +219,7 @@ def absolute(path: object) -> str:
         )
     scheme = scheme_of(text)
     if scheme == "file":
-        from urllib.parse import (
-            unquote,
-        )  # imported here: a flusher is given a path and needs no URLs
+        from urllib.parse import unquote  # late: a flusher is given a path and needs no URLs
 
         host, slash, rest = text.partition("://")[2].partition("/")
         text = unquote(slash + rest)
@@ -290,7 +247,6 @@ class FileWriter:
         self._path = path
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`."""
         if self._fd < 0:
             raise UsageError("cannot write a file that has been closed", where=self._path)
         # Release views explicitly: a traceback keeps the frames that hold them alive, and a caller
@@ -301,32 +257,19 @@ class FileWriter:
             done = 0
             while done < flat.nbytes:
                 with flat[done:] as rest:
-                    done += self._write_some(offset + done, rest)
-                if self.alignment_bytes > 1 and done < flat.nbytes:
-                    # The rest of a short direct write must start on a boundary again.
-                    done = done // ALIGN_BYTES * ALIGN_BYTES
-
-    def _write_some(self, offset: int, rest: memoryview) -> int:
-        """Make one write, which may be short but is never empty."""
-        try:
-            count = self._disk.write(self._fd, rest, offset)
-        except OSError as error:
-            if error.errno == errno.EINVAL and self.alignment_bytes > 1:
-                # If the process's file size limit is not a multiple of the alignment, the kernel
-                # shortens a direct write and then rejects the rest as misaligned.
-                limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-                if limit == resource.RLIM_INFINITY or offset + rest.nbytes <= limit:
-                    raise self._misaligned(offset, rest.nbytes) from error
-                error.errno, error.strerror = errno.EFBIG, os.strerror(errno.EFBIG)
-            raise failed("write", self._path, error) from error
-        if count <= 0:
-            raise StorageError(
-                "cannot write",
-                where=self._path,
-                found="a write of 0 bytes without an error",
-                remedy="check `dmesg`, and save to another place",
-            )
-        return count
+                    try:
+                        count = self._disk.write(self._fd, rest, offset + done)
+                    except OSError as error:
+                        raise self._write_error(error, offset + done, rest.nbytes) from error
+                if count <= 0:
+                    raise StorageError(
+                        "cannot write",
+                        where=self._path,
+                        found="a write of 0 bytes without an error",
+                        remedy="check `dmesg`, and save to another place",
+                    )
+                # The rest of a short direct write must start on a boundary again.
+                done += count // self.alignment_bytes * self.alignment_bytes
 
     def finish(self, size_bytes: int) -> None:
         """Truncate to the exact size, sync and close. A failed sync is final: a second one would
@@ -336,22 +279,28 @@ class FileWriter:
         try:
             self._disk.truncate(self._fd, size_bytes)
             self._disk.sync(self._fd)
+            fd, self._fd = self._fd, -1
+            self._disk.close(fd)
         except OSError as error:
             self.close()
             raise failed("make durable", self._path, error) from error
-        fd, self._fd = self._fd, -1
-        try:
-            self._disk.close(fd)
-        except OSError as error:
-            raise failed("close", self._path, error) from error
 
     def close(self) -> None:
-        """Close without making the file durable."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             # The file need not be durable, or another error is being raised.
             with contextlib.suppress(OSError):
                 self._disk.close(fd)
+
+    def _write_error(self, error: OSError, offset: int, length: int) -> LaststepError:
+        if error.errno == errno.EINVAL and self.alignment_bytes > 1:
+            # If the process's file size limit is not a multiple of the alignment, the kernel
+            # shortens a direct write and then rejects the rest as misaligned.
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if limit == resource.RLIM_INFINITY or offset + length <= limit:
+                return self._misaligned(offset, length)
+            error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return failed("write", self._path, error)
 
     def _misaligned(self, offset: int, length: int) -> UsageError:
         return UsageError(
@@ -383,7 +332,6 @@ class FileReader:
                 self._cached_hits = set()
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset`, up to the end of the file; return the number of bytes."""
         if self._fd < 0:
             raise UsageError("cannot read a file that has been closed", where=self._path)
         if offset < 0:
@@ -409,7 +357,6 @@ class FileReader:
             raise failed("read", self._path, error) from error
 
     def close(self) -> None:
-        """Close; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -434,7 +381,7 @@ class FileReader:
         return False
 
     def _read_direct(self, offset: int, flat: memoryview, want: int) -> int:
-        """Read the aligned part straight into place, and the rest through a bounce buffer."""
+        """Read whole aligned pages straight into place, the rest through a bounce buffer."""
         done = 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(flat))
         if offset % ALIGN_BYTES == 0 and address % ALIGN_BYTES == 0:
@@ -446,44 +393,16 @@ class FileReader:
                 done += count
         if done >= want:
             return want
-        return done + self._read_bounced(offset + done, flat[done:want])
-
-    def _read_bounced(self, offset: int, flat: memoryview) -> int:
-        start = offset // ALIGN_BYTES * ALIGN_BYTES
-        window = min(_BOUNCE_BYTES, align_up(offset + flat.nbytes - start, ALIGN_BYTES))
-        done = 0
+        start = (offset + done) // ALIGN_BYTES * ALIGN_BYTES
+        window = min(_BOUNCE_BYTES, align_up(offset + want - start, ALIGN_BYTES))
         with mmap.mmap(-1, window) as pages, memoryview(pages) as bounce:
-            while done < flat.nbytes:
+            while done < want:
                 start = (offset + done) // ALIGN_BYTES * ALIGN_BYTES
                 skip = offset + done - start
                 fresh = os.preadv(self._fd, [bounce], start) - skip
                 if fresh <= 0:
                     break
-                take = min(fresh, flat.nbytes - done)
+                take = min(fresh, want - done)
                 flat[done : done + take] = bounce[skip : skip + take]
                 done += take
         return done
-
-
-def read_whole(path: str, limit_bytes: int) -> bytes:
-    """Read a whole small file with few system calls; raise `CorruptError` if it exceeds
-    `limit_bytes`."""
-    fd = open_to_read(path)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes > limit_bytes:
-            raise CorruptError(
-                "file too large",
-                where=path,
-                expected=f"at most {limit_bytes} bytes",
-                found=f"{size_bytes} bytes",
-                remedy="restore it from a copy, or take another checkpoint",
-            )
-        content = b""
-        while data := os.read(fd, size_bytes + 1):
-            content += data
-            if len(content) == size_bytes:  # one more byte was requested: this is the end
-                break
-        return content
-    finally:
-        os.close(fd)

@@ -240,7 +240,7 @@ class Lock(Protocol):
 
     def fileno(self) -> int | None:
         """Return the descriptor of an open-file lock (`F_OFD_SETLK`): a process that receives a
-        copy of it holds the lock too (`locks.adopt`). Return None for any other kind of lock."""
+        copy of it holds the lock too (`locks.FileLock`). Return None for any other kind of lock."""
         return None
 
     @abstractmethod
