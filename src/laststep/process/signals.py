@@ -14,7 +14,7 @@ from laststep.process import system
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 
 Handler = Callable[[int, "FrameType | None"], Any]
@@ -24,28 +24,13 @@ LOOK_S = 0.05
 
 _STUCK_S = 1.0
 
-_NAMES = (
-    "INT",
-    "TERM",
-    "HUP",
-    "QUIT",
-    "ALRM",
-    "USR1",
-    "USR2",
-    "VTALRM",
-    "PROF",
-    "CHLD",
-    "CONT",
-    "TSTP",
-    "WINCH",
-    "XCPU",
-    "PWR",
-)
-_NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
+_FROM_OUTSIDE = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT", "WINCH", "PWR")
+_OF_THIS_PROCESS = ("ALRM", "VTALRM", "PROF", "XCPU", "CHLD")
+_NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in (*_FROM_OUTSIDE, *_OF_THIS_PROCESS))
 """Signals that people, launchers and timers send. Checking all signals would take five times as
 long."""
 
-_holding: DeferredHandlers | None = None
+_holding: defer_signals | None = None
 """Active deferral of the main thread, if any."""
 _limits: dict[int, Callable[[], bool]] = {}
 """Deadline checks by thread id; they return True once the deadline has passed."""
@@ -60,37 +45,33 @@ class DeadlineExceeded(Exception):
     """A wait did not end before its deadline."""
 
 
-class DeferredHandlers:
-    """Defer handlers until the outermost block ends: `with defer_signals(): …`."""
+class defer_signals:  # noqa: N801 (called like a function: `with defer_signals():`)
+    """Run handlers only in `check_signals` and at the end of the outermost block."""
 
     def __init__(self) -> None:
         self._before: dict[int, Handler] = {}
         self._came: dict[int, float] = {}
         """Deferred signals, with the time of arrival."""
-        self._holds = False
 
     def __enter__(self) -> None:
         global _holding  # noqa: PLW0603 (there is one main thread)
         if _holding is not None or not on_main_thread():
             return
-        self._before = _handlers()
-        for number in self._before:
-            signal.signal(number, self._note)
-        self._holds = True
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            # One that only records the signal never raises, so it runs at once.
+            if callable(handler) and not isinstance(handler, RecordedSignals):
+                self._before[number] = handler
+                signal.signal(number, self._note)
         _holding = self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _holding
-        if not self._holds:
+    def __exit__(self, *_: object) -> None:
+        global _holding  # noqa: PLW0603 (as above)
+        if _holding is not self:
             return
         # From here on `_note` forwards every signal, so that none is lost if a handler raises
         # before all handlers are restored.
-        _holding, self._holds = None, False
+        _holding = None
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:  # else another handler was installed inside
                 signal.signal(number, handler)
@@ -110,15 +91,10 @@ class DeferredHandlers:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._holds and now - self._came.setdefault(number, now) < _STUCK_S:
+        if _holding is self and now - self._came.setdefault(number, now) < _STUCK_S:
             return
         self._came.pop(number, None)
         self._before[number](number, frame)
-
-
-def defer_signals() -> DeferredHandlers:
-    """Return a context in which handlers run only in `check_signals`. May be nested."""
-    return DeferredHandlers()
 
 
 def check_signals() -> None:
@@ -175,17 +151,6 @@ def wait(event: threading.Event, timeout_s: float | None = None) -> bool:
             check_signals()
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-
-
-def _handlers() -> dict[int, Handler]:
-    """Return the Python handlers of signals that may raise, by number."""
-    found: dict[int, Handler] = {}
-    for number in _NUMBERS:
-        handler = signal.getsignal(number)
-        # One that only records the signal never raises, so it runs at once.
-        if callable(handler) and not isinstance(handler, RecordedSignals):
-            found[number] = handler
-    return found
 
 
 OF_SCHEDULERS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")

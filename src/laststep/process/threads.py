@@ -125,7 +125,11 @@ class WorkerPool:
         except StorageError:
             if not self._workers:  # else the running threads do it
                 raise
-        self._queue.put(functools.partial(call, *args))
+        if self._queue.room is not None:
+            self._queue.room.acquire()
+        with self._queue.changed:
+            self._queue.left += 1
+        self._queue.tasks.put(functools.partial(call, *args))
 
     def submit(self, call: Callable[[*_Args], _Result], *args: *_Args) -> Future[_Result]:
         """Queue a call; the future receives its result or its error."""
@@ -142,7 +146,9 @@ class WorkerPool:
 
     def wait(self) -> None:
         """Wait until no task is left, including those that tasks add."""
-        self._queue.wait()
+        with self._queue.changed:
+            while self._queue.left:
+                self._queue.changed.wait()
 
     def close(self) -> None:
         """Wait until no task is left, end the threads, and raise the first error of a task."""
@@ -176,26 +182,14 @@ class _TaskQueue:
     def __init__(self, limit: int) -> None:
         self.tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
-        self._room = threading.Semaphore(limit) if limit else None
-        self._left = 0
-        self._changed = threading.Condition()
-
-    def put(self, task: Callable[[], object]) -> None:
-        if self._room is not None:
-            self._room.acquire()
-        with self._changed:
-            self._left += 1
-        self.tasks.put(task)
-
-    def wait(self) -> None:
-        with self._changed:
-            while self._left:
-                self._changed.wait()
+        self.room = threading.Semaphore(limit) if limit else None
+        self.left = 0
+        self.changed = threading.Condition()
 
     def work(self) -> None:
         while (task := self.tasks.get()) is not None:
-            if self._room is not None:
-                self._room.release()
+            if self.room is not None:
+                self.room.release()
             try:
                 task()
             except BaseException as error:  # noqa: BLE001 (raised by `put` and `close`)
@@ -204,10 +198,10 @@ class _TaskQueue:
                     name = threading.current_thread().name
                     _log.error("a task failed on %s", name, exc_info=error)
             del task  # free the task's objects before waiting for the next one
-            with self._changed:
-                self._left -= 1
-                if not self._left:
-                    self._changed.notify_all()
+            with self.changed:
+                self.left -= 1
+                if not self.left:
+                    self.changed.notify_all()
 
 
 def _end(tasks: queue.SimpleQueue[Callable[[], object] | None], workers: Sequence[Worker]) -> None:
