@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _KIND: Final = operator.attrgetter("device", "dtype", "trained")
 _DTYPE: Final = operator.attrgetter("dtype")
 _SHAPE: Final = operator.attrgetter("shape")
+_NAME: Final = operator.attrgetter("name")
 _SIZE_BYTES: Final = operator.attrgetter("size_bytes")
 
 SHARED_FILE = "shared"
@@ -116,31 +117,36 @@ def plan_save(
     the trees of all items). `rank` is (number, count) and makes file names unique in a job."""
     mine = "" if rank is None else f"-r{rank[0]:05d}"
     where = "" if rank is None else folder_of(*rank)
-    pieces = tuple(chain.from_iterable(item.pieces for item in items))
+    pieces: list[Piece] = []
     names: list[str] = []  # of all pieces, as in their files
-    files: list[FilePlan] = []
+    own: list[tuple[str, str | None, Sequence[int]]] = []
     shared: list[int] = []
     for item in items:
-        numbers = range(len(names), len(names) + len(item.pieces))
-        if not (item.standalone and numbers) and item.size_bytes < OWN_FILE_BYTES:
+        numbers = range(len(pieces), len(pieces) + len(item.pieces))
+        pieces += item.pieces
+        if (item.standalone and numbers) or item.size_bytes >= OWN_FILE_BYTES:
+            own.append((item.name, item.name, numbers))
+            names += map(_NAME, item.pieces)
+        else:
             shared += numbers
             names += [f"{item.name}/{piece.name}" for piece in item.pieces]
-            continue
-        names += [piece.name for piece in item.pieces]
-        groups = _split(numbers, pieces)
+    files: list[FilePlan] = []
+    for stem, owner, together in (*own, (SHARED_FILE, None, shared)):
+        groups = _split(together, pieces)
         for number, group in enumerate(groups):
-            suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
-            name = f"{where}{item.name}{mine}{suffix}.safetensors"
-            files.append(_place(name, item.name, group, pieces, names))
-    for number, group in enumerate(_split(shared, pieces)):
-        suffix = f"-{number + 1:05d}" if number else ""
-        name = f"{where}{SHARED_FILE}{mine}{suffix}.safetensors"
-        files.append(_place(name, None, group, pieces, names))
-    stored = tuple(item.name for item in items) if values is None else values
-    return SavePlan(items=items, files=tuple(files), pieces=pieces, values=stored)
+            is_numbered = number or (owner is not None and len(groups) > 1)
+            suffix = f"-{number + 1:05d}" if is_numbered else ""
+            name = f"{where}{stem}{mine}{suffix}.safetensors"
+            files.append(_place(name, owner, group, pieces, names))
+    return SavePlan(
+        items=items,
+        files=tuple(files),
+        pieces=tuple(pieces),
+        values=tuple(map(_NAME, items)) if values is None else values,
+    )
 
 
-def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]:
+def _split(numbers: Sequence[int], pieces: Sequence[Piece]) -> list[list[int]]:
     """Cut a list of pieces so that no header exceeds its bound."""
     lengths = [len(pieces[number].name) for number in numbers]
     if numbers and 6 * sum(lengths) + _ENTRY_BYTES * len(lengths) <= MAX_HEADER_BYTES // 2:
@@ -158,7 +164,7 @@ def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]
 
 
 def _place(
-    name: str, item: str | None, numbers: list[int], pieces: tuple[Piece, ...], names: list[str]
+    name: str, item: str | None, numbers: list[int], pieces: Sequence[Piece], names: Sequence[str]
 ) -> FilePlan:
     alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for number in numbers:
@@ -166,8 +172,8 @@ def _place(
     kinds = sorted(alike, key=lambda kind: (-DTYPES[kind[1]].size_bytes, *kind))
     order = [number for kind in kinds for number in alike[kind]]
     # Process columns from here on: there may be 100,000 pieces, and training waits.
-    specs = [pieces[number] for number in order]
-    own = [names[number] for number in order]
+    specs = list(map(pieces.__getitem__, order))
+    own = list(map(names.__getitem__, order))
     bounds = list(accumulate(map(_SIZE_BYTES, specs), initial=0))
     dtypes, shapes = map(_DTYPE, specs), map(_SHAPE, specs)
     columns = zip(own, dtypes, shapes, bounds[:-1], bounds[1:], strict=True)

@@ -122,9 +122,12 @@ class Chunk:
     def cut(self, most_bytes: int) -> Iterator[Chunk]:
         """Cut into parts of at most `most_bytes`, which are whole blocks."""
         for start in range(self.start, self.stop, most_bytes):
-            stop = min(start + most_bytes, self.stop)
-            held = tuple(s for s in self.stored if s.start < stop and start < s.stop)
-            yield Chunk(self.file, start, stop, held)
+            yield self.within(start, min(start + most_bytes, self.stop))
+
+    def within(self, start: int, stop: int) -> Chunk:
+        """Return the part between these bytes, and the boxes that lie there."""
+        stored = tuple(box for box in self.stored if box.start < stop and start < box.stop)
+        return Chunk(self.file, start, stop, stored)
 
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """Return the boxes in it, each with the byte of the chunk at which it begins."""
@@ -220,9 +223,7 @@ def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) ->
     if start >= stop:
         return None
     start = start // BLOCK_BYTES * BLOCK_BYTES
-    stop = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, chunk.stop)
-    held = tuple(s for s in chunk.stored if s.start < stop and start < s.stop)
-    return Chunk(chunk.file, start, stop, held)
+    return chunk.within(start, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, chunk.stop))
 
 
 def _requested_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
