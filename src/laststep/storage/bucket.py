@@ -141,19 +141,8 @@ _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")
 _ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
-class _Clients:
-    """Records whether this process, or the parent it was forked from, has started obstore's
-    threads."""
-
-    used = False
-    left_in_parent = False
-
-    @classmethod
-    def in_child(cls) -> None:
-        cls.left_in_parent = cls.used
-
-
-os.register_at_fork(after_in_child=_Clients.in_child)
+_used_by: int | None = None
+"""The process that has started obstore's threads, which its forked children do not have."""
 
 
 class Missing(Exception):
@@ -286,7 +275,6 @@ class Bucket:
         return self._ask_there("begin to write", key, attempt)
 
     def where(self, key: str) -> str:
-        """Return the URL of a key, for messages."""
         return f"{self.scheme}://{self.name}/{key}"
 
     def front(self) -> str:
@@ -358,14 +346,15 @@ class Bucket:
 
     def _once(self, call: Callable[[], _Result]) -> _Result:
         """Make one try and translate obstore's errors into `Missing`, `_Refused` or `Trouble`."""
-        if _Clients.left_in_parent:
+        global _used_by  # noqa: PLW0603 (of the process)
+        _used_by = _used_by or os.getpid()
+        if _used_by != os.getpid():
             raise UsageError(
                 "cannot reach an object store in a forked process",
                 where=f"{self.scheme}://{self.name}",
                 expected="a spawned process, or one forked before its parent used an object store",
                 remedy="start it by the method `spawn` or `forkserver`",
             )
-        _Clients.used = True
         try:
             return call()
         except FileNotFoundError as error:
@@ -436,7 +425,6 @@ class Upload:
         )
 
     def write(self, data: bytes) -> None:
-        """Append data; blocks while `_PARTS_AT_ONCE` parts are in flight."""
         self._bucket.ask_once("write", self._key, lambda: self.file.write(data))
 
     def finish(self) -> None:

@@ -78,10 +78,6 @@ class ObjectLinks:
                 self.note(meta["path"])
         return self._found.get(key)
 
-    def target(self, link: ObjectLink) -> str | None:
-        """Return the key of a link's target; None if the link no longer exists."""
-        return self._follow(link.key)
-
     def create(self, key: str, target: str, size_bytes: int) -> ObjectLink | None:
         """Create a link and its back link; return None if the name is already linked."""
         folder, _, name = key.rpartition("/")
@@ -124,7 +120,7 @@ class ObjectLinks:
     def _release(self, link: str) -> None:
         """Delete the target of a link that is being removed if the target's folder is gone and no
         other link needs it; else only the back link."""
-        target = self._follow(link)
+        target = self.follow(link)
         if target is None or not target.startswith(self._bucket.prefix):
             return
         own = _back_key(link, target)
@@ -141,10 +137,10 @@ class ObjectLinks:
 
     def _is_alive(self, back: str) -> bool:
         """Return whether the link that a back link names still exists, in a folder that exists."""
-        link = self._follow(back)
+        link = self.follow(back)
         return link is not None and self._is_there(link) and self._bucket.head(link) is not None
 
-    def _follow(self, key: str) -> str | None:
+    def follow(self, key: str) -> str | None:
         """Return the key that a link or back link names; None if it does not exist or is
         invalid."""
         try:

@@ -109,7 +109,6 @@ class MemoryStore(Store):
 
     @property
     def url(self) -> str:
-        """The URL as it was opened."""
         return self._url
 
     def locks_tell(self) -> bool:

@@ -22,6 +22,8 @@ from laststep.storage.store import Store
 Opener = Callable[[str], Store]
 
 _ENTRY_POINTS = "laststep.stores"
+_OF_FOLDERS = (None, "file")
+"""Schemes of folders on this machine; None: a path."""
 _BUILT_IN = {
     **dict.fromkeys(("az", "gs", "s3"), "laststep.storage.objects:ObjectStore"),
     "shm": "laststep.storage.shared_memory:SharedMemoryStore",
@@ -36,7 +38,7 @@ def register_store(scheme: str, opener: Opener | str) -> None:
     `"package.module:function"` is imported by each process that needs it. A callable works in this
     process only: with `flush="thread"`, in a job of one rank.
     """
-    if scheme_of(f"{scheme}://") in (None, "file"):
+    if scheme_of(f"{scheme}://") in _OF_FOLDERS:
         raise UsageError(
             "cannot register a store under this scheme",
             found=repr(scheme),
@@ -56,7 +58,7 @@ def register_store(scheme: str, opener: Opener | str) -> None:
 def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
     """Open the store at a path or URL. Raise `UsageError` if its scheme is not registered, or if
     `shared` is set and other processes cannot open it."""
-    if local_path(place) is not None:
+    if scheme_of(place) in _OF_FOLDERS:
         return DirectoryStore(place)
     url = str(place).rstrip("/")
     opener = _opener(str(place))
@@ -97,7 +99,7 @@ def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
 
 def local_path(place: str | os.PathLike[str]) -> str | None:
     """Return the absolute path of a folder on this machine; None for any other URL."""
-    return absolute(place) if scheme_of(place) in (None, "file") else None
+    return absolute(place) if scheme_of(place) in _OF_FOLDERS else None
 
 
 def real_place(place: str | os.PathLike[str]) -> str:

@@ -43,7 +43,6 @@ class SharedMemoryStore(DirectoryStore):
 
     @property
     def url(self) -> str:
-        """The URL as it was opened."""
         return self._named
 
     def _make_root(self) -> None:

@@ -52,15 +52,15 @@ class _EarlyWrites:
     """Writes that came before their turn, by offset."""
 
     def __init__(self) -> None:
-        self._in_memory: dict[int, bytes] = {}
-        self._bytes = 0
-        self._on_disk: dict[int, int] = {}
+        self._kept: dict[int, bytes | int] = {}
+        """The bytes, or their number if they are on disk, at their own offset in a file."""
+        self._memory_bytes = 0
         self._file: IO[bytes] | None = None
 
     def add(self, offset: int, data: memoryview) -> None:
-        if self._bytes + data.nbytes <= EARLY_BYTES:
-            self._in_memory[offset] = bytes(data)
-            self._bytes += data.nbytes
+        if self._memory_bytes + data.nbytes <= EARLY_BYTES:
+            self._kept[offset] = bytes(data)
+            self._memory_bytes += data.nbytes
             return
         done = 0
         try:
@@ -72,24 +72,24 @@ class _EarlyWrites:
         except OSError as error:
             folder = tempfile.gettempdir()
             raise failed("keep bytes that are uploaded later", folder, error) from error
-        self._on_disk[offset] = data.nbytes
+        self._kept[offset] = data.nbytes
 
     def next(self) -> int | None:
         """Return the smallest offset; None if there are no early writes."""
-        return min((*self._in_memory, *self._on_disk), default=None)
+        return min(self._kept, default=None)
 
     def take(self, offset: int) -> bytes | None:
         """Remove and return the write at that offset; None if there is none."""
-        if offset in self._in_memory:
-            data = self._in_memory.pop(offset)
-            self._bytes -= len(data)
-            return data
-        if offset not in self._on_disk or self._file is None:
-            return None
-        return os.pread(self._file.fileno(), self._on_disk.pop(offset), offset)
+        kept = self._kept.pop(offset, None)
+        if isinstance(kept, int) and self._file is not None:
+            return os.pread(self._file.fileno(), kept, offset)
+        if isinstance(kept, bytes):
+            self._memory_bytes -= len(kept)
+            return kept
+        return None
 
     def clear(self) -> None:
-        self._in_memory.clear()
+        self._kept.clear()
         if self._file is not None:
             self._file.close()
 
@@ -251,7 +251,6 @@ class ObjectReader:
             ) from None
 
     def close(self) -> None:
-        """Close; a second call does nothing."""
         self._is_open = False
 
     def _check(self, offset: int) -> None:
