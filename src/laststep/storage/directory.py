@@ -316,8 +316,10 @@ class DirectoryStore(Store):
 
     def _make_root(self) -> None:
         if not self._rooted:
-            with os_errors("make the folder", self._root):
+            try:
                 self._make_missing(self._root)
+            except OSError as error:
+                raise failed("make the folder", self._root, error) from error
             self._rooted = True
 
     def _make_missing(self, path: str) -> None:
