@@ -385,7 +385,7 @@ class MemoryTier(Listener):
             places = sorted(place for place in kept.slots if place[0] == number)
             slots = [kept.slots[place] for place in places]
             digests = b"".join(kept.digests[place] for place in places)
-            stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded(number)))
+            stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded[number]))
         return SnapshotRecord(
             run=self._run_writer.run.id,
             at=save.at,

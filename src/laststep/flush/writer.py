@@ -9,16 +9,20 @@ written or published after it.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
+from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.constants import BLOCK_BYTES, align_up
 from laststep.errors import LaststepError, StorageError, drop_tracebacks
-from laststep.flush.base import MOST_CHANGED, Base, SharedFiles
+from laststep.flush.base import MOST_CHANGED, Base, BaseLayout, SharedFiles
 from laststep.flush.deriving import Deriving, Misses
-from laststep.flush.encoder import LayoutEncoder, TimedWriting
+from laststep.flush.encoder import LayoutEncoder, Rounding, TimedWriting
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED
 from laststep.format.index import (
@@ -34,21 +38,20 @@ from laststep.format.index import (
     pack_name,
     runs_of,
 )
+from laststep.format.layout import FileLayout
 from laststep.settings import Compression
-from laststep.storage.store import write_aligned
+from laststep.storage.store import FileWriting, write_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from laststep.catalog.attempt import Attempt
-    from laststep.flush.base import BaseLayout
-    from laststep.flush.encoder import Compressor, Rounding
+    from laststep.flush.encoder import Compressor
     from laststep.flush.protocol import CodingReport
+    from laststep.format.deriving import Master
     from laststep.format.index import BlockRun
-    from laststep.format.layout import FileLayout
     from laststep.format.manifest import WrittenIndexes
     from laststep.plan.files import MasterPair
-    from laststep.storage.store import FileWriting
 
 _NOTHING = memoryview(b"")
 _PIECE_BYTES = 4 << 20
@@ -66,7 +69,6 @@ class PackWriter:
         self._piece: mmap.mmap | None = None
         self._filled = 0
         self.size_bytes = 0
-        """Number of bytes appended."""
 
     def append(self, data: bytes | memoryview) -> int:
         """Append all of `data` and return its offset in the file."""
@@ -76,18 +78,17 @@ class PackWriter:
                 self._writer = self._open_writer()
             writer, start, left = self._writer, self.size_bytes, memoryview(data)
             while left:
-                piece = self._piece
-                if piece is None:
-                    piece = self._spare.pop() if self._spare else mmap.mmap(-1, _PIECE_BYTES)
-                    self._piece, self._filled = piece, 0
+                if self._piece is None:
+                    self._piece = self._spare.pop() if self._spare else mmap.mmap(-1, _PIECE_BYTES)
+                    self._filled = 0
                 count = min(len(left), _PIECE_BYTES - self._filled)
-                piece[self._filled : self._filled + count] = left[:count]
+                self._piece[self._filled : self._filled + count] = left[:count]
                 left = left[count:]
                 self._filled += count
                 self.size_bytes += count
                 if self._filled == _PIECE_BYTES:
-                    full.append((self.size_bytes - _PIECE_BYTES, piece))
-                    self._piece, self._filled = None, 0
+                    full.append((self.size_bytes - _PIECE_BYTES, self._piece))
+                    self._piece = None
         for offset, piece in full:
             _write_piece(writer, offset, piece, _PIECE_BYTES)
             with self._lock:
@@ -115,49 +116,39 @@ def _write_piece(writer: FileWriting, offset: int, piece: mmap.mmap, size: int) 
         writer.write_at(offset, used)
 
 
-class _LayoutWriter:
+class _LayoutWriter(msgspec.Struct, eq=False):
     """One layout of a save: how it is written, and how much of it has arrived."""
 
-    def __init__(
-        self,
-        number: int,
-        layout: FileLayout,
-        base: BaseLayout | None,
-        compressor: Compressor | None,
-    ) -> None:
-        """`base` is the same layout in the last checkpoint."""
-        self.number = number
-        self.layout = layout
-        self.base = base
-        self.rounding: Rounding | None = None
-        self.compresses = False
-        """True if compression or rounding was requested for it."""
-        if compressor is not None:
-            self.rounding = compressor.rounding(layout) or None
-            asked = self.rounding is not None or compressor.mode(layout) != Compression.NONE
-            self.compresses = asked and layout.tensor_bytes > 0
-        self.may_reuse = base is not None and base.is_usable()
-        """True if blocks of the base may be reused, possibly only if nothing has changed."""
-        self.choosing = threading.Lock()
-        self.file: FileWriting | None = None
-        """The plain data file, if it is written in place."""
-        self.refs: dict[int, BlockRef] | None = None
-        """The known block references, if it is written by block."""
-        self.reusable: frozenset[int] = frozenset()
-        """Blocks of the base that are reused if they have not changed."""
-        self.retired: frozenset[int] | None = None
-        """Files of the base whose blocks are not reused; None if nothing of the base is."""
-        self.encoder: LayoutEncoder | None = None
-        """None if compression was not requested and nothing is derived."""
-        known = bytes(layout.block_count * DIGEST_BYTES) if base is None else base.stored.digests
-        self.digests = bytearray(known)
-        self.written_bytes = 0
-        self.is_finished = False
+    number: int
+    layout: FileLayout
+    base: BaseLayout | None
+    """The same layout in the last checkpoint."""
+    rounding: Rounding | None
+    compresses: bool
+    """True if compression or rounding was requested for it."""
+    digests: bytearray
+    choosing: threading.Lock
+    is_chosen: bool = False
+    """True once it is known how it is written: to `file`, or by block as `refs`."""
+    may_reuse: bool = False
+    """True if blocks of the base may be reused, possibly only if nothing has changed."""
+    file: FileWriting | None = None
+    """The plain data file, if it is written in place."""
+    refs: dict[int, BlockRef] = {}
+    """The known block references, if it is written by block."""
+    reusable: frozenset[int] = frozenset()
+    """Blocks of the base that are reused if they have not changed."""
+    retired: frozenset[int] | None = None
+    """Files of the base whose blocks are not reused; None if nothing of the base is."""
+    encoder: LayoutEncoder | None = None
+    """None if compression was not requested and nothing is derived."""
+    written_bytes: int = 0
+    is_finished: bool = False
 
     def runs(self, numbers: Mapping[int, int] | None = None) -> tuple[BlockRun, ...]:
         """Return its block references as runs, if written by block; with file numbers mapped by
         `numbers`, if given."""
-        refs = [(self.refs or {})[number] for number in range(self.layout.block_count)]
+        refs = [self.refs[number] for number in range(self.layout.block_count)]
         return runs_of(refs if numbers is None else [ref.renumbered(numbers) for ref in refs])
 
 
@@ -191,17 +182,34 @@ class SaveWriter:
         self._index: Index | None = None
         # Reused blocks keep the numbers of their encodings.
         encodings = () if base is None else base.index.encodings
-        self._encodings = {encoding: number for number, encoding in enumerate(encodings, 1)}
+        self._encodings = dict(zip(encodings, itertools.count(1), strict=False))
         self._shared = None if base is None else SharedFiles(attempt.store, attempt.folder, base)
         # File numbers while the save is written: the base's files, then the pack, then data files.
         self._pack_number = 0 if base is None else len(base.index.files)
         name = pack_name(*rank)
         self._pack = PackWriter(lambda: self._open(name, BLOCK_BYTES))
-        self._names = [*(layout.name for layout in layouts), name, index_name(*rank)]
-        self._layouts = [
-            _LayoutWriter(number, layout, base.layout(layout) if base else None, compressor)
-            for number, layout in enumerate(layouts)
-        ]
+        self._names = [*map(attrgetter("name"), layouts), name, index_name(*rank)]
+        self._layouts: list[_LayoutWriter] = []
+        self.rounded: list[dict[str, str]] = []
+        """The rounded tensors of each layout, with the rounding of each."""
+        for number, layout in enumerate(layouts):
+            last = None if base is None else base.layout(layout)
+            known = layout.block_count * DIGEST_BYTES if last is None else last.stored.digests
+            rounding, compresses = None, False
+            if compressor is not None:
+                rounding = compressor.rounding(layout) or None
+                compresses = rounding is not None or compressor.mode(layout) != Compression.NONE
+            target = _LayoutWriter(
+                number,
+                layout,
+                last,
+                rounding,
+                compresses and layout.tensor_bytes > 0,
+                bytearray(known),
+                threading.Lock(),
+            )
+            self._layouts.append(target)
+            self.rounded.append({} if rounding is None else rounding.names)
         self._retired: frozenset[int] = frozenset()
         self._deriving: Deriving | None = None
         if derived:
@@ -213,7 +221,7 @@ class SaveWriter:
                 is_declared=is_declared,
             )
         try:
-            self._begin(frozenset(pair.file for pair in derived))
+            self._begin(frozenset(map(attrgetter("file"), derived)))
         except LaststepError as error:
             self.fail(error)
 
@@ -221,15 +229,14 @@ class SaveWriter:
         """Make the folders, and open the files whose way of writing does not depend on their
         contents."""
         self._attempt.make_folders(self._names)
-        usable = [target.base for target in self._layouts if target.base is not None]
+        is_roomy = False
         if self._base is not None:
-            self._retired = self._base.retired(usable)
-        is_roomy = not usable or self._has_room()
+            known = [target.base for target in self._layouts if target.base is not None]
+            self._retired, is_roomy = self._base.retired(known), self._has_room()
         for target in self._layouts:
-            target.may_reuse = target.may_reuse and is_roomy
-            waits = target.may_reuse or target.compresses or target.number in may_derive
-            if not waits:
-                target.file = self._open_in_place(target.layout)
+            target.may_reuse = is_roomy and target.base is not None and target.base.is_usable()
+            if not (target.may_reuse or target.compresses or target.number in may_derive):
+                target.file, target.is_chosen = self._open_in_place(target.layout), True
         if self._compressor is not None:
             self._compressor.begin_save()
 
@@ -273,7 +280,7 @@ class SaveWriter:
         """Decide how a layout is written, from the first bytes of it that arrive. `is_same`: none
         of it has changed."""
         with target.choosing:
-            if target.file is not None or target.refs is not None:
+            if target.is_chosen:
                 return
             base, compressor = target.base, self._compressor
             if compressor is not None and target.compresses:
@@ -295,9 +302,10 @@ class SaveWriter:
                 target.retired = retired
             if target.retired is None and (encoder is None or not encoder.encodes):
                 target.file = self._open_in_place(target.layout)
-                return
-            refs = {} if base is None else base.reusable(target.retired)
-            target.reusable, target.refs = frozenset(refs), refs
+            elif base is not None:
+                target.refs = base.reusable(target.retired)
+                target.reusable = frozenset(target.refs)
+            target.is_chosen = True
 
     def _retired_for(
         self, target: _LayoutWriter, start: int, sums: bytes, *, is_same: bool, has_bases: bool
@@ -344,60 +352,40 @@ class SaveWriter:
             self.fail(StorageError("a chunk cannot be digested", found=repr(error)))
             return b""
 
-    def rounded(self, file: int) -> dict[str, str]:
-        """Return the rounded tensors of a layout, with the rounding of each."""
-        rounding = self._layouts[file].rounding
-        return {} if rounding is None else rounding.names
-
     def write(self, file: int, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
         """Write `size_bytes` of `image`, which starts at byte `start` of the tensors of a layout;
         `sums` are its digests. `image` MUST extend to the next multiple of the alignment. Never
         raises."""
         if self.error is not None:
             return
-        target = self._layouts[file]
+        target, data = self._layouts[file], image[:size_bytes]
         try:
-            self._write(target, start, image, size_bytes, sums)
+            if self._deriving is not None:
+                self._deriving.take(file, start, data)
+            if not target.is_chosen:
+                self._choose(target, start, data, sums)
+            if target.file is not None:
+                whole = align_up(size_bytes, target.file.alignment_bytes)
+                target.file.write_at(target.layout.header_bytes + start, image[:whole])
+            else:
+                self._write_blocks(target, start, data, sums)
+            first = start // BLOCK_BYTES * DIGEST_BYTES
+            with self._lock:
+                target.digests[first : first + len(sums)] = sums
+                self.written_bytes += size_bytes
+                target.written_bytes += size_bytes
+                is_complete = target.written_bytes == target.layout.tensor_bytes
+            if is_complete:  # sync it while the other files are still being written
+                self._finish_layout(target)
         except LaststepError as error:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
-            self.fail(
-                StorageError(
-                    "a writer failed",
-                    where=target.layout.name,
-                    found=repr(error),
-                    remedy="check the log; the next save tries again",
-                )
-            )
-
-    def _write(
-        self, target: _LayoutWriter, start: int, image: memoryview, size_bytes: int, sums: bytes
-    ) -> None:
-        data = image[:size_bytes]
-        if self._deriving is not None:
-            self._deriving.take(target.number, start, data)
-        if target.file is None and target.refs is None:
-            self._choose(target, start, data, sums)
-        if target.file is not None:
-            whole = align_up(size_bytes, target.file.alignment_bytes)
-            target.file.write_at(target.layout.header_bytes + start, image[:whole])
-        else:
-            self._write_blocks(target, start, data, sums)
-        first = start // BLOCK_BYTES * DIGEST_BYTES
-        with self._lock:
-            target.digests[first : first + len(sums)] = sums
-            self.written_bytes += size_bytes
-            target.written_bytes += size_bytes
-            complete = target.written_bytes == target.layout.tensor_bytes
-        if complete:
-            # The layout is complete: sync it while the other files are still being written.
-            self._finish_layout(target)
+            self.fail(StorageError("a writer failed", where=target.layout.name, found=repr(error)))
 
     def _write_blocks(
         self, target: _LayoutWriter, start: int, data: memoryview, sums: bytes
     ) -> None:
         """Append the blocks that are not reused from the last checkpoint to the pack."""
-        assert target.refs is not None  # noqa: S101 (it is not written in place)
         first, same = start // BLOCK_BYTES, [False] * (len(sums) // DIGEST_BYTES)
         if target.base is not None and target.retired is not None:
             same = target.base.same(first, sums)
@@ -406,25 +394,20 @@ class SaveWriter:
             if is_same and number in target.reusable:
                 continue
             block = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
-            if target.encoder is None or not target.encoder.encodes:
-                target.refs[number] = BlockRef(
-                    self._pack_number, self._pack.append(block), len(block)
+            stored: bytes | memoryview = block
+            encoded_as, base = RAW, None
+            if target.encoder is not None and target.encoder.encodes:
+                digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
+                base = self._base_of(target, number)
+                stored, encoding, is_against_base = target.encoder.encode(
+                    number, block, digest, base
                 )
-                continue
-            digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
-            base = self._base_of(target, number)
-            stored, encoding, is_against_base = target.encoder.encode(number, block, digest, base)
-            encoded_as = RAW
-            if encoding is not None:
-                with self._lock:
-                    encoded_as = self._encodings.setdefault(encoding, len(self._encodings) + 1)
-            target.refs[number] = BlockRef(
-                self._pack_number,
-                self._pack.append(stored),
-                len(stored),
-                encoded_as,
-                base if is_against_base else None,
-            )
+                base = base if is_against_base else None
+                if encoding is not None:
+                    with self._lock:
+                        encoded_as = self._encodings.setdefault(encoding, len(self._encodings) + 1)
+            offset = self._pack.append(stored)
+            target.refs[number] = BlockRef(self._pack_number, offset, len(stored), encoded_as, base)
 
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
         """Return the block to encode this one against: that of the last checkpoint, or the base of
@@ -466,18 +449,16 @@ class SaveWriter:
     # The end
 
     def _finish_layout(self, target: _LayoutWriter) -> None:
-        if self.error is not None:
-            raise self.error
         if target.written_bytes != target.layout.tensor_bytes:
             raise StorageError(
                 "some bytes of a save are missing",
                 where=f"{self.folder}/{target.layout.name}",
                 expected=f"{target.layout.tensor_bytes} bytes",
                 found=f"{target.written_bytes} bytes",
-                remedy="the next save tries again",
             )
         if not target.is_finished:
-            self._choose(target, is_same=True)
+            if not target.is_chosen:
+                self._choose(target, is_same=True)
             if target.file is not None:
                 target.file.finish(target.layout.size_bytes)
             target.is_finished = True
@@ -485,10 +466,10 @@ class SaveWriter:
     def finish(self, values: Mapping[str, bytes]) -> WrittenIndexes:
         """Make every file durable, write the index and make the folder durable. All chunks MUST
         have been written. Raises the first error of the save."""
-        for target in self._layouts:
-            self._finish_layout(target)
         if self.error is not None:
             raise self.error
+        for target in self._layouts:
+            self._finish_layout(target)
         self._pack.finish()
         if self._deriving is not None:
             self._deriving.end()
@@ -507,7 +488,7 @@ class SaveWriter:
         """Files that hold blocks, each with the name of the layout that it equals, if any."""
         for number, target in enumerate(self._layouts, self._pack_number + 1):
             layout, refs = target.layout, target.refs
-            if refs is None:
+            if target.file is not None:
                 files[number] = StoredFile(name=layout.name, size_bytes=layout.size_bytes)
                 continue
             for ref in refs.values():
@@ -521,23 +502,25 @@ class SaveWriter:
             files[self._pack_number] = StoredFile(name=name, size_bytes=self._pack.size_bytes)
         if self._shared is not None:
             files |= self._shared.settle(needed)
-        numbers = {number: at for at, number in enumerate(files)}
+        numbers = dict(zip(files, range(len(files)), strict=True))
         layouts = []
         rounded = self._encodings.get(Encoding(*ROUNDED))
         for number, target in enumerate(self._layouts, self._pack_number + 1):
-            if target.refs is None:
+            used: dict[str, Master] = {}
+            if target.file is not None:
                 runs = in_place(target.layout, numbers[number])
             else:
                 runs = target.runs(numbers)
-            derived = None if target.encoder is None else target.encoder.derived
-            derives = any(run.encoding == rounded for run in runs)
+                derived = None if target.encoder is None else target.encoder.derived
+                if derived is not None and any(run.encoding == rounded for run in runs):
+                    used = derived.used()
             layouts.append(
                 StoredLayout(
                     layout=target.layout,
                     digests=bytes(target.digests),
                     runs=runs,
-                    lossy=self.rounded(target.number),
-                    derived=derived.used() if derives and derived is not None else {},
+                    lossy=self.rounded[target.number],
+                    derived=used,
                 )
             )
         return Index(
