@@ -203,8 +203,8 @@ class Pool:
         """Pending page population by slot; this and `_makers` are used only by the growing
         thread."""
         self._pinned_at_s = 0.0
-        self._wanted = 0
-        self._ready = 0
+        self._wanted = self._ready = 0
+        """Numbers of slots."""
         self._told_short: int | None = None
         """Number of ready slots when a lack of memory was last logged."""
         self.tell_slots: Callable[[int], None] = lambda _slots: None
@@ -354,7 +354,6 @@ class Pool:
 
             for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)
-            self._registered.clear()
         self._mapping.close()
         os.close(self.fd)
 
@@ -386,7 +385,10 @@ class Pool:
                         self._pin(slot)
                     else:
                         self._pageable.append(slot)
-                    self._add(slot)
+                    self.slots.add(range(slot, slot + 1))
+                    with self._changed:
+                        self._ready += 1
+                        self._changed.notify_all()
                 if self._told_short is not None:
                     self.tell_slots(first + count)
             except Exception as error:  # noqa: BLE001 (waiting saves must get any error)
@@ -398,9 +400,7 @@ class Pool:
 
     def _check_shared(self, slots: int) -> None:
         """Raise `MemoryError` if the limit does not allow that number of slots for now."""
-        if slots <= self._least:
-            return
-        taken = self._taken()
+        taken = self._taken() if slots > self._least else 0
         if slots > self.cap_bytes // CHUNK_BYTES - -(-taken // CHUNK_BYTES):
             raise MemoryError(f"an earlier job instance holds {taken} bytes until this one commits")
 
@@ -443,27 +443,19 @@ class Pool:
                 ),
                 left,
             )
-        self._register(self._mapping.address + slot * CHUNK_BYTES)
-        self._pinned_at_s = time.monotonic()
-
-    def _register(self, address: int) -> None:
         import torch
 
-        code = torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0)
-        if int(code) != 0:
+        address = self._mapping.address + slot * CHUNK_BYTES
+        code = int(torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0))
+        if code != 0:
             raise StorageError(
                 "cannot pin host memory for the device",
                 expected=f"{CHUNK_BYTES} more bytes",
-                found=f"CUDA error {int(code)} after {self.ready_bytes} bytes",
+                found=f"CUDA error {code} after {self.ready_bytes} bytes",
                 remedy="lower host_memory_bytes or raise the limit of locked memory",
             )
         self._registered.append(address)
-
-    def _add(self, slot: int) -> None:
-        self.slots.add(range(slot, slot + 1))
-        with self._changed:
-            self._ready += 1
-            self._changed.notify_all()
+        self._pinned_at_s = time.monotonic()
 
     def _give_up(self, error: Exception) -> None:
         """Stop growing and continue with the present memory; only a pool without any memory is an
