@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import Counter
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.blocks.registry import codec_named
@@ -211,14 +212,6 @@ _TOO_LARGE = 2.0**127
 """Larger numbers may be rounded to infinity."""
 
 
-class RoundedRange(NamedTuple):
-    """A byte range of a layout that is rounded."""
-
-    start: int
-    stop: int
-    how: str
-
-
 class Rounding:
     """The rounding to apply in one file."""
 
@@ -228,7 +221,8 @@ class Rounding:
         self.names: dict[str, str] = {}
         self.patterns: set[str] = set()
         """Patterns that match a tensor here."""
-        self._ranges: list[RoundedRange] = []
+        self._ranges: list[tuple[int, int, Callable[[memoryview, int], None]]] = []
+        """Start and stop of each rounded byte range, and its rounding."""
         for entry in layout.tensors if lossy else ():
             item, name = layout.item, entry.name
             if item is None:
@@ -241,20 +235,19 @@ class Rounding:
                 continue
             self.patterns.add(pattern)
             self.names[entry.name] = lossy[pattern]
-            self._ranges.append(RoundedRange(entry.start, entry.stop, lossy[pattern]))
+            self._ranges.append((entry.start, entry.stop, ROUNDERS[lossy[pattern]]))
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
 
     def apply(self, start: int, data: memoryview) -> None:
-        """Round in place the part of `data`, which starts at byte `start` of the layout, that is
-        lossy."""
-        first = bisect_right(self._ranges, start, key=lambda a_range: a_range.stop)
-        for a_range in self._ranges[first:]:
-            if a_range.start >= start + len(data):
+        """Round in place the lossy part of `data`, which starts at byte `start` of the layout."""
+        first = bisect_right(self._ranges, start, key=itemgetter(1))
+        for begin, stop, round_in_place in self._ranges[first:]:
+            if begin >= start + len(data):
                 break
-            low, high = max(a_range.start, start), min(a_range.stop, start + len(data))
-            ROUNDERS[a_range.how](data[low - start : high - start], low)
+            low, high = max(begin, start), min(stop, start + len(data))
+            round_in_place(data[low - start : high - start], low)
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -443,9 +436,14 @@ class LayoutEncoder:
         self._earlier = earlier or Earlier(0)
         self._why = why
         self._width_of = _widths(layout)
-        self._differences = _can_be_had("patches") and _can_be_had("subtract")
+        self._differences = True
+        try:
+            codec_named("patches"), codec_named("subtract")
+        except UsageError:  # not installed
+            self._differences = False
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
+        """By codec; this and the next two."""
         self._raw_bytes: Counter[str] = Counter()
         self._stored_bytes: Counter[str] = Counter()
         self._encode_s = 0.0
@@ -556,14 +554,6 @@ class LayoutEncoder:
                     )
                 )
         return reports
-
-
-def _can_be_had(name: str) -> bool:
-    try:
-        codec_named(name)
-    except UsageError:
-        return False
-    return True
 
 
 def sample_of(data: memoryview, width: int) -> memoryview:
