@@ -21,6 +21,7 @@ from laststep.format import index as index_format
 from laststep.format.index import Index, StoredLayout, index_name, plain_index
 from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
+from laststep.plan.files import plan_save
 from laststep.read.blocks import BlockReader
 from laststep.storage.directory import DirectoryStore
 
@@ -38,7 +39,9 @@ MODEL = "model.safetensors"
 def lone_save(step: int, **client: object) -> Save:
     """A save without a flusher; `client` are functions that do something in its place."""
     nothing = dict.fromkeys(("send", "announce", "release", "save_ends"), lambda *_: None)
-    return Save(SimpleNamespace(last_committed=0, bus=Bus(), **{**nothing, **client}), step)  # type: ignore[arg-type]
+    save = Save(SimpleNamespace(last_committed=0, bus=Bus(), **{**nothing, **client}), step)  # type: ignore[arg-type]
+    save.plan, save.seal = plan_save(()), capture_done
+    return save
 
 
 def capture_done(number: int) -> CaptureDone:
@@ -48,14 +51,8 @@ def capture_done(number: int) -> CaptureDone:
 
 def flush(save: Save, written: WrittenIndexes | None = None) -> None:
     """Have a save made durable."""
-    save.flushed(
-        Flushed(
-            save=save.number,
-            size_bytes=0,
-            written=written or WrittenIndexes(),
-            opened_s=0.0,
-            written_s=0.0,
-        )
+    save.hear(
+        Flushed(save=save.number, written=written or WrittenIndexes(), opened_s=0.0, written_s=0.0)
     )
 
 

@@ -31,6 +31,7 @@ from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundE
 from laststep.flush.client import Client, HelperProcess, HelperThread
 from laststep.flush.protocol import Continue, Orders
 from laststep.flush.saves import SaveState
+from laststep.flush.server import Setup
 from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import signals, system, threads
@@ -123,7 +124,6 @@ def _left_behind(segment: Segment, ranks_here: int) -> int:
 def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
     """Return the client of the flusher of a new job instance. The flusher is not started yet."""
     start, settings, rank = Start(context.store), context.settings, context.rank
-    run = context.store.url
     replicas = tuple(
         ReplicaOrder(
             url=local_path(tier.url) or tier.url,  # whatever a process's working directory is
@@ -146,17 +146,17 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
         replicas=replicas,
     )
 
+    in_thread = settings.flush is FlushIn.THREAD
+    setup = Setup(
+        run=context.store.url,
+        trainer=start.writer,
+        orders=orders,
+        pool_fd=-1 if in_thread else pool.fd,
+        pool_bytes=pool.cap_bytes,
+    )
+
     def launch(end: socket.socket) -> Helper:
-        if settings.flush is FlushIn.THREAD:
-            return HelperThread(end, pool.memory(), run=run, trainer=start.writer, orders=orders)
-        return HelperProcess(
-            end,
-            run=run,
-            trainer=start.writer,
-            pool_fd=pool.fd,
-            pool_bytes=pool.cap_bytes,
-            orders=orders,
-        )
+        return HelperThread(end, pool.memory(), setup) if in_thread else HelperProcess(end, setup)
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else records_in(segment)
@@ -290,10 +290,10 @@ class RunningParts:
         last = self.client.drains.newest_save()
         return last.handle if last is not None and last.step == step else None
 
-    def drain(self, handle: SaveHandle) -> None:
+    def drain(self) -> None:
         """Replicate the last checkpoint of a job, and wait until each replica has it or has failed
         once. Only rank 0 knows the replicas; other ranks do not wait."""
-        self.client.drain_last(handle)
+        self.client.drain_last()
         signals.wait(self.client.drains.settled)
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:

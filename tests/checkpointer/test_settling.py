@@ -14,10 +14,9 @@ from laststep.catalog.run import Run
 from laststep.commit.rounds import Member, Round
 from laststep.errors import AbortedError, LaststepError, StorageError
 from laststep.format.manifest import Commit, WrittenIndexes
-from laststep.plan.files import plan_save
 from laststep.ranks.group import Rank
 from laststep.storage.directory import DirectoryStore
-from saves_of import capture_done, flush, lone_save
+from saves_of import flush, lone_save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,6 @@ ERROR = AbortedError("rank 0 did not commit step 7 within 5 s", remedy="see its 
 
 def durable(lost: LaststepError | None) -> Save:
     save = lone_save(7)
-    save.start_capture(plan_save(()), capture_done)
     flush(save)
     save.lost = lost
     return save
@@ -40,10 +38,10 @@ def durable(lost: LaststepError | None) -> Save:
 def settled(
     path: Path, save: Save, error: LaststepError | None
 ) -> tuple[LaststepError | None, list[str]]:
-    member = Member(Rank(1, 2), None, None, None, DirectoryStore(path), 5.0)  # type: ignore[arg-type]
+    desk = Member(Rank(1, 2), None, None, None, DirectoryStore(path), 5.0)  # type: ignore[arg-type]
     one = Round(7, save, None)
     one.place = AttemptName(step=7, term=1, attempt=1)
-    found = member.settle(one, error)
+    found = desk.settle(one, error)
     assert save.over
     return found, [folder for folder in [save.report.folder] if folder is not None]
 

@@ -230,7 +230,7 @@ class Flusher:
             self._job.attempts += 1
             at = AttemptName(step=message.step, term=1, attempt=self._job.attempts)
             self._job.store.make_folder(at.folder)
-            save.begun(at)
+            save.hear(Begun(save=save.number, at=at))
             self._write(save)
         elif isinstance(message, Begun):
             save.at = message.at
@@ -250,7 +250,7 @@ class Flusher:
         error = StorageError("the flusher ended", found="it was killed by signal 9")
         save = self.save
         assert save is not None
-        if save.may_be_committed:
+        if save.handle.durable.done():
             save.lose_flusher(error)
         else:
             self._end(save, error)
@@ -405,9 +405,7 @@ class SimulatedRank:
             raise
         save = Save(self.flusher, step, role="first" if self.number == 0 else "member")
         item = ItemSpec(name="m", kind="value", standalone=False, pieces=())
-        save.start_capture(
-            SavePlan(items=(item,), files=(), pieces=(), values=("m",)), lambda: None
-        )
+        save.plan = SavePlan(items=(item,), files=(), pieces=(), values=("m",))
         self.flusher.save = save
         if self.number == 0:
             save.begin()

@@ -43,7 +43,7 @@ class SlowClient:
 def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     client = SlowClient()
     save = Save(client, 7)
-    save.start_capture(plan_save(()), lambda: None)
+    save.plan = plan_save(())
 
     def hand_over(number: int) -> None:
         client.there.release()

@@ -25,6 +25,7 @@ from laststep.flush.protocol import (
     Ended,
     Instruct,
     Orders,
+    in_trainer,
 )
 from laststep.format.manifest import WrittenIndexes
 from laststep.storage.directory import DirectoryStore
@@ -130,18 +131,15 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     flusher = serving.Flusher(
         Connection(theirs),
         memoryview(b""),
-        run=str(run_folder),
-        trainer=new_start(),
-        orders=Orders(writers=1),
+        serving.Setup(run=str(run_folder), trainer=new_start(), orders=Orders(writers=1)),
     )
-    flusher.start()
     thread = threading.Thread(target=flusher.serve)
     thread.start()
     trainer.send(Instruct(continues=Continue(seen=Seen())))
     trainer.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     trainer.send(CaptureDone(save=1, values={}, items=(), metrics=b"{}", metadata=b"null"))
     trainer.send(Decide(save=1, ranks=2, written=WrittenIndexes(indexes=bytes(32))))
-    while not isinstance(said := trainer.receive_in_trainer(), Ended):
+    while not isinstance(said := trainer.receive(in_trainer), Ended):
         assert said is not None
     assert (said.kind, said.fields["where"]) == ("StorageError", f"{run_folder}/step-00000001.1-1")
     trainer.send(Bye())

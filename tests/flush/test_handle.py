@@ -21,8 +21,7 @@ from expect import raises
 from laststep.capture.mover import CaptureTiming
 from laststep.errors import AbortedError, StorageError, UsageError
 from laststep.events import Captured, Committed
-from laststep.plan.files import plan_save
-from saves_of import capture_done, commit, lone_save
+from saves_of import commit, lone_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 def test_a_failure_reaches_every_stage_that_was_not_reached() -> None:
     save = lone_save(1)
     handle = save.handle
-    save.start_capture(plan_save(()), capture_done)
     save.captured(CaptureTiming())
     save.fail(AbortedError("gone"))
     assert handle.captured.done()

@@ -95,7 +95,7 @@ TO_FLUSHER = [
 ]
 TO_TRAINER = [
     Freed(slots=[1, 2]),
-    Flushed(save=1, size_bytes=5, written=WRITTEN, opened_s=0.1, written_s=0.2),
+    Flushed(save=1, written=WRITTEN, opened_s=0.1, written_s=0.2),
     Unchanged(save=1, of=0, chunks=((0, 8, 16),)),
     Begun(save=1, at=AT),
     Ended(save=1, at=AT),
@@ -120,10 +120,10 @@ def test_every_message_arrives_as_it_was_sent(pair: tuple[Connection, Connection
     trainer, flusher = pair
     for message in TO_FLUSHER:
         trainer.send(message)
-        assert flusher.receive_in_flusher() == message
+        assert flusher.receive(wire.in_flusher) == message
     for message in TO_TRAINER:
         flusher.send(message)
-        assert trainer.receive_in_trainer() == message
+        assert trainer.receive(wire.in_trainer) == message
 
 
 def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
@@ -148,7 +148,7 @@ def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
     ]
     for thread in threads:
         thread.start()
-    got = [flusher.receive_in_flusher() for _ in range(51)]
+    got = [flusher.receive(wire.in_flusher) for _ in range(51)]
     for thread in threads:
         thread.join()
     assert [m for m in got if isinstance(m, Decide)] == small
@@ -161,7 +161,7 @@ def test_the_end_of_the_other_side_is_none_even_in_the_midst_of_a_message() -> N
         left.sendall(sent)
         left.close()
         connection = Connection(right)
-        assert connection.receive_in_trainer() is None
+        assert connection.receive(wire.in_trainer) is None
         connection.close()
 
 
@@ -185,9 +185,9 @@ def test_nonsense_is_refused_while_it_is_parsed(data: bytes) -> None:
     connection = Connection(right)
     if known is None:
         with pytest.raises((ValueError, OSError)):
-            connection.receive_in_flusher()
+            connection.receive(wire.in_flusher)
     else:
-        assert connection.receive_in_flusher() == known
+        assert connection.receive(wire.in_flusher) == known
     left.close()
     connection.close()
 
@@ -197,7 +197,7 @@ def test_a_length_beyond_reason_is_refused_before_memory_is_taken() -> None:
     left.sendall(struct.pack("<Q", 1 << 60))
     connection = Connection(right)
     with pytest.raises(OSError, match=str(1 << 60)):
-        connection.receive_in_flusher()
+        connection.receive(wire.in_flusher)
     left.close()
     connection.close()
 
@@ -222,8 +222,8 @@ def test_a_peer_that_died_is_noticed_though_a_child_of_it_holds_its_end_open(
     left.close()
     assert not connection.peer_is_dead()
     peer.kill()
-    assert connection.receive_in_flusher() == Decide(save=1, reason="last words")
-    assert connection.receive_in_flusher() is None
+    assert connection.receive(wire.in_flusher) == Decide(save=1, reason="last words")
+    assert connection.receive(wire.in_flusher) is None
     assert connection.peer_is_dead()
     os.close(copy)
     os.close(pidfd)
@@ -239,13 +239,13 @@ def test_a_descriptor_travels_with_its_message_and_is_a_copy(
     trainer.send(BEGIN, descriptor=write)
     trainer.send(Bye())
     os.close(write)
-    assert flusher.receive_in_flusher() == Bye()
+    assert flusher.receive(wire.in_flusher) == Bye()
     assert flusher.take_descriptor() is None
-    assert flusher.receive_in_flusher() == BEGIN
+    assert flusher.receive(wire.in_flusher) == BEGIN
     copy = flusher.take_descriptor()
     assert copy is not None
     assert not os.get_inheritable(copy)
-    assert flusher.receive_in_flusher() == Bye()
+    assert flusher.receive(wire.in_flusher) == Bye()
     os.write(copy, b"x")
     assert os.read(read, 1) == b"x"
     os.close(copy)
@@ -258,7 +258,7 @@ def test_a_descriptor_that_nobody_took_goes_with_the_connection() -> None:
     trainer, flusher = Connection(left), Connection(right)
     trainer.send(BEGIN, descriptor=write)
     os.close(write)
-    flusher.receive_in_flusher()
+    flusher.receive(wire.in_flusher)
     flusher.close()
     assert os.read(read, 1) == b""  # nobody holds the other end
     os.close(read)

@@ -14,7 +14,7 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
 from laststep.events import Bus
 from laststep.flush.client import Client
-from laststep.flush.protocol import Connection, Continue, Instruct
+from laststep.flush.protocol import Connection, Continue, Instruct, in_flusher
 from laststep.flush.saves import Save, SaveState
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
@@ -85,7 +85,7 @@ class FirstRank:
 
     def continues(self) -> AttemptName | None:
         """What the newest flusher was told to continue."""
-        told = self.flushers[-1].connection.receive_in_flusher()
+        told = self.flushers[-1].connection.receive(in_flusher)
         assert isinstance(told, Instruct)
         assert told.continues is not None
         return told.continues.after
@@ -119,9 +119,9 @@ def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
     known, joined, receiver = threading.Event(), threading.Event(), rank.client._receiver
     join, fail = receiver.join, rank.pool.slots.lose_flusher
 
-    def note_and_join(timeout_s: float) -> None:
+    def note_and_join(timeout_s: float) -> bool:
         joined.set()
-        join(timeout_s)
+        return join(timeout_s)
 
     def fail_slowly(error: Exception) -> None:
         fail(error)  # type: ignore[arg-type]

@@ -12,8 +12,7 @@ from expect import raises
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Decide
 from laststep.flush.saves import Save, Saves, SaveState
-from laststep.plan.files import plan_save
-from saves_of import commit, lone_save
+from saves_of import commit, flush, lone_save
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -75,9 +74,9 @@ def test_whoever_hears_first_how_a_save_ended_ends_it_and_nobody_else() -> None:
 
 def test_a_save_does_not_go_back() -> None:
     save = lone_save(7)
-    save.start_capture(plan_save(()), lambda: None)  # type: ignore[arg-type, return-value]
+    flush(save)
     with pytest.raises(RuntimeError):
-        save.start_capture(plan_save(()), lambda: None)  # type: ignore[arg-type, return-value]
+        flush(save)
     commit(save)  # whatever was not heard before
     assert save.handle.captured.done()
     assert save.handle.durable.wait(0)
@@ -104,6 +103,5 @@ def test_a_save_that_is_called_off_before_it_began_is_announced_first() -> None:
     """The flusher ignores what is said of a save that it does not know."""
     sent: list[object] = []
     save = lone_save(7, send=sent.append, announce=sent.append)
-    save.start_capture(plan_save(()), lambda: None)  # type: ignore[arg-type, return-value]
     save.call_off("the job ends")
     assert [type(message) for message in sent] == [Begin, Decide]

@@ -17,7 +17,7 @@ from laststep.catalog.run import Run
 from laststep.catalog.terms import Seen, new_start
 from laststep.flush import listeners
 from laststep.flush import server as serving
-from laststep.flush.protocol import Begin, Connection, Continue, Ended, Instruct, Orders
+from laststep.flush.protocol import Begin, Connection, Continue, Ended, Instruct, Orders, in_trainer
 from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S, wait_until
 
@@ -37,15 +37,12 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
     flusher = serving.Flusher(
         Connection(theirs, peer=pidfd),
         memoryview(b""),
-        run=str(run_folder),
-        trainer=new_start(),
-        orders=Orders(writers=1),
+        serving.Setup(run=str(run_folder), trainer=new_start(), orders=Orders(writers=1)),
     )
-    flusher.start()
     flusher.serve()
     os.close(pidfd)
     assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == Seen()
-    while not isinstance(said := dead.receive_in_trainer(), Ended):
+    while not isinstance(said := dead.receive(in_trainer), Ended):
         assert said is not None
     assert said.kind == "AbortedError"
     dead.close()

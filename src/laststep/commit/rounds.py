@@ -237,7 +237,7 @@ class Participant:
         with contextlib.suppress(LaststepError):
             self._warn(round_, reason)
         save = round_.save
-        if save is not None and save.may_be_committed:
+        if save is not None and save.handle.durable.done():
             # The flusher finds out whether the save is committed after all.
             self.client.send(Decide(save=save.number, reason=reason))
             self._await_flusher(save)

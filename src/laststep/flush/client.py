@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,30 +34,20 @@ import msgspec
 import xxhash
 
 from laststep.catalog.terms import Seen
-from laststep.errors import StorageError, from_wire
-from laststep.events import (
-    Bus,
-    MetricMissing,
-    Preflight,
-    Pruned,
-    TierHolds,
-    TierLags,
-    WorkAtRisk,
-    Written,
-)
+from laststep.errors import StorageError
+from laststep.events import Bus, MetricMissing, Preflight, Pruned, TierHolds, TierLags, WorkAtRisk
 from laststep.flush.protocol import (
     Begin,
-    Begun,
     Bye,
     Connection,
     Continue,
-    Flushed,
+    DiskNeed,
     Freed,
     Instruct,
     News,
     ToFlusher,
     ToTrainer,
-    Unchanged,
+    in_trainer,
 )
 from laststep.flush.saves import Saves, SaveState
 from laststep.flush.server import NOT_FOR_THE_HELPER, Flusher, Setup
@@ -65,13 +56,11 @@ from laststep.storage.registry import import_path
 from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from laststep.catalog.attempt import AttemptName
     from laststep.catalog.instances import Start
-    from laststep.catalog.terms import Trainer
-    from laststep.flush.protocol import Orders
-    from laststep.flush.saves import Save, SaveHandle, Seal
+    from laststep.flush.saves import Save, Seal
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
     from laststep.tiers.replicating import ReplicaOrder
@@ -96,32 +85,18 @@ class HelperProcess:
     """A flusher in a helper process, which inherits only the pool, its end of the connection and a
     pidfd of the trainer."""
 
-    def __init__(
-        self,
-        end: socket.socket,
-        *,
-        run: str,
-        trainer: Trainer,
-        pool_fd: int,
-        pool_bytes: int,
-        orders: Orders,
-    ) -> None:
-        """Start it. Raise `StorageError` if that fails."""
+    def __init__(self, end: socket.socket, setup: Setup) -> None:
         # Opened here, where the pid certainly is the trainer's: the trainer may die, and its pid be
         # reused, before the helper runs. The helper still finishes the saves handed over by then.
         trainer_pidfd = os.pidfd_open(os.getpid())
-        opener = import_path(run)
+        opener, orders = import_path(setup.run), setup.orders
         foreign = any(tier.opener is not None for tier in orders.replicas)
         places = _places(foreign=opener is not None or orders.encodes or foreign)
-        setup = Setup(
-            run=run,
+        setup = msgspec.structs.replace(
+            setup,
             opener=opener,
-            pool_fd=pool_fd,
-            pool_bytes=pool_bytes,
             socket_fd=end.fileno(),
-            trainer=trainer,
             trainer_pidfd=trainer_pidfd,
-            orders=orders,
             rank=system.logging_rank(),
         )
         # Blocked signals are inherited: the helper ignores them from its first instruction on.
@@ -129,18 +104,11 @@ class HelperProcess:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *places],
-                pass_fds=(pool_fd, end.fileno(), trainer_pidfd),
+                pass_fds=(setup.pool_fd, end.fileno(), trainer_pidfd),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise StorageError(
-                "cannot start the flusher",
-                found=str(error),
-                remedy="free memory, processes or open files (`ulimit -n`), or pass "
-                "options=laststep.Options(flush='thread')",
-            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(trainer_pidfd)
@@ -186,13 +154,9 @@ class HelperThread:
     pid = None
     pidfd = None
 
-    def __init__(
-        self, end: socket.socket, pool: memoryview, *, run: str, trainer: Trainer, orders: Orders
-    ) -> None:
-        self._flusher = Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders)
-        self._thread = threads.Worker("flusher", self._flusher.serve)
-        self._flusher.start()
-        self._thread.start()
+    def __init__(self, end: socket.socket, pool: memoryview, setup: Setup) -> None:
+        self._flusher = Flusher(Connection(end), pool, setup)
+        self._thread = threads.Worker("flusher", self._flusher.serve).start()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; return False on timeout."""
@@ -241,7 +205,6 @@ class TierNews:
         self._saves: deque[tuple[AttemptName, Save]] = deque(maxlen=_REMEMBERED)
         self.heard_s = 0.0
         """Time at which a replication last reported progress."""
-        self._last: AttemptName | None = None
         self._owing: set[str] = set()
         """Tiers that have yet to receive the last committed checkpoint."""
         self.settled = threading.Event()
@@ -254,26 +217,25 @@ class TierNews:
         with self._lock:
             self._saves.append((at, save))
             newest = dict(self._newest)
-            self._owe(at, [order.url for order in self._orders if order.is_due(at)])
+            self._owe(filter(methodcaller("is_due", at), self._orders))
         for order in self._orders:
             step, since_s = newest.get(order.url, (None, self._began_s))
             seconds = time.perf_counter() - since_s
             risk = WorkAtRisk(tier=order.url, step=step, seconds=seconds, items=order.items)
             self._bus.emit(risk)
 
-    def owe_all(self, handle: SaveHandle) -> AttemptName | None:
-        """Expect this checkpoint on all tiers. Return its name if it is still remembered."""
+    def owe_all(self) -> AttemptName | None:
+        """Expect the last checkpoint on all tiers. Return its name, if there is one."""
         with self._lock:
-            for at, save in self._saves:
-                if save.handle is handle:
-                    held = save.report.tiers
-                    self._owe(at, [order.url for order in self._orders if order.url not in held])
-                    return at
-        return None
+            if not self._saves:
+                return None
+            at, save = self._saves[-1]
+            self._owe(order for order in self._orders if order.url not in save.report.tiers)
+            return at
 
-    def _owe(self, at: AttemptName, tiers: Sequence[str]) -> None:
-        self._last, self._owing = at, set(tiers)
-        (self.settled.clear if tiers else self.settled.set)()
+    def _owe(self, orders: Iterable[ReplicaOrder]) -> None:
+        self._owing = set(map(attrgetter("url"), orders))
+        (self.settled.clear if self._owing else self.settled.set)()
 
     def newest_save(self) -> Save | None:
         with self._lock:
@@ -297,7 +259,7 @@ class TierNews:
         else:
             self._bus.emit(TierLags(step=at.step, tier=tier, reason=message.reason))
         with self._lock:
-            if at == self._last:
+            if self._saves and at == self._saves[-1][0]:
                 self._owing.discard(tier)
             if not self._owing:
                 self.settled.set()
@@ -370,13 +332,19 @@ class Client:
         known in time: later saves continue from the last commit."""
         assert self._helper is not None  # noqa: S101 (it has died)
         deadline = time.monotonic() + within_s
-        self._receiver.join(within_s)
+        found = None if self._receiver.join(within_s) else "its exit is still being handled"
         for save in self.saves.all():
             left_s = max(deadline - time.monotonic(), 0.0)
             if save.role != "member" and not save.wait_for(SaveState.COMMITTED, left_s):
-                raise _not_over(f"step {save.step} is in progress", within_s)
-        if self._receiver.is_alive():
-            raise _not_over("its exit is still being handled", within_s)
+                found = f"step {save.step} is in progress"
+        if found is not None:
+            raise StorageError(
+                "cannot start a new flusher: the outcome of the old one's saves is unknown",
+                expected=f"their end within {within_s:g} s",
+                found=found,
+                remedy="a disk or a rank may hang: check `dmesg` and the logs of the other ranks; "
+                "the next save tries again",
+            )
         if not self._helper.end(_END_S):
             raise StorageError(
                 "cannot start a new flusher: the old one does not exit",
@@ -411,8 +379,8 @@ class Client:
         if self._continues is None and save.role != "member":
             self.continue_from(Continue(seen=self.instance.newest_point()))
         self.start()
+        save.plan, save.seal = plan, seal
         self.saves.enter(save)
-        save.start_capture(plan, seal)
 
     def announce(self, begin: Begin) -> None:
         """Send the announcement of a save, after marking the save as pending in the liveness
@@ -454,7 +422,7 @@ class Client:
             seen=Seen(term=at.term, commit=at.point),
             resumed_from=None if before is None else before.resumed_from,
         )
-        save.report.tiers[self.instance.url] = save.since_began_s()
+        save.report.tiers[self.instance.url] = time.perf_counter() - save.began_s
         self.drains.committed(at, save)
 
     def close(self) -> None:
@@ -463,8 +431,8 @@ class Client:
             was_closing, self._closing = self._closing, True
         if self._helper is not None:
             if not was_closing:  # else an interrupt ended an earlier wait
-                if self.drains_last and (last := self.drains.newest_save()) is not None:
-                    self.drain_last(last.handle)
+                if self.drains_last:
+                    self.drain_last()
                 self.send(Bye())
             while not (ended := signals.wait(self._heard_all, _END_S)):
                 if time.perf_counter() - self.drains.heard_s >= _END_S:
@@ -480,9 +448,9 @@ class Client:
                 self.instance.ended_well()
         self.instance.close()
 
-    def drain_last(self, handle: SaveHandle) -> None:
-        """Have that checkpoint, the last of a job, copied to all replicas."""
-        at = self.drains.owe_all(handle)
+    def drain_last(self) -> None:
+        """Have the last checkpoint of a job copied to all replicas."""
+        at = self.drains.owe_all()
         if at is not None:
             self.send(Instruct(replicate=at))
 
@@ -497,20 +465,20 @@ class Client:
             self._connection.detach()
 
     def _start(self) -> None:
-        ends: tuple[socket.socket, ...] = ()
-        try:
-            ends = ours, theirs = socket.socketpair()
-            helper = self._launch(theirs)
-        except (StorageError, OSError) as error:
-            for end in ends:
-                end.close()
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(
-                "cannot start the flusher",
-                found=str(error),
-                remedy="free memory, or raise the limit on open files (`ulimit -n`)",
-            ) from error
+        with contextlib.ExitStack() as failing:
+            try:
+                ours, theirs = socket.socketpair()
+                failing.callback(ours.close)
+                failing.callback(theirs.close)
+                helper = self._launch(theirs)
+            except OSError as error:
+                raise StorageError(
+                    "cannot start the flusher",
+                    found=str(error),
+                    remedy="free memory and processes, or raise the limit on open files "
+                    "(`ulimit -n`)",
+                ) from error
+            failing.pop_all()
         self._connection = Connection(ours, peer=helper.pidfd)
         self._has_liveness_lock = False
         self.last_committed = 0
@@ -531,67 +499,35 @@ class Client:
         why: str | None = "a message of it could not be handled"
         try:
             with threads.outlasting(log, "a message of the flusher could not be handled"):
-                why = self._listen()
+                while (message := self._connection.receive(in_trainer)) is not None:
+                    self._handle(message)
+                why = None  # it has hung up
             # This is the only receiving thread: wake every waiter, since no more messages follow.
             self._fail_pending(why)
         finally:
             self.drains.settled.set()
             self._heard_all.set()
 
-    def _listen(self) -> str | None:
-        """Receive until the flusher has hung up; return a reason if it has to be ended."""
-        while True:
-            try:
-                message = self._connection.receive_in_trainer()
-            except (OSError, ValueError) as error:
-                log.warning("the flusher sent an invalid message: %s", error)
-                return "it sent an invalid message"
-            if message is None:
-                return None
-            self._handle(message)
-
     def _handle(self, message: ToTrainer) -> None:
         if isinstance(message, Freed):
             self._pool.slots.release(message.slots)
-            return
-        if isinstance(message, TierStatus) and not message.save:
+        elif isinstance(message, TierStatus) and not message.save:
             self.drains.hear(message)
-            return
-        if isinstance(message, News) and message.kind != "written":
-            self._hear(message)
-            return
-        save = self.saves.find(message.save)
-        if save is None:
-            return
-        if isinstance(message, Begun):
-            save.begun(message.at)
-        elif isinstance(message, Unchanged):
-            save.granted(message.chunks)
-        elif isinstance(message, TierStatus):
-            save.held_by(message.tier)
-        elif isinstance(message, News):
-            size_bytes, done = save.plan.tensor_bytes, message.done_bytes
-            self.bus.emit(Written(step=save.step, done_bytes=done, size_bytes=size_bytes))
-        elif isinstance(message, Flushed):
-            save.flushed(message)
-        elif message.at is not None:
-            save.decided(message.at)
-        else:
-            save.fail(from_wire(message.kind, message.fields))
-
-    def _hear(self, message: News) -> None:
-        if message.kind == "ready":
-            self.up.set()
-        elif message.kind == "removed":
-            self.bus.emit(Pruned(step=message.step, folder=message.folder))
-        elif message.disk is not None:
+        elif isinstance(message, DiskNeed):
             if not self._told_disk:  # a restarted flusher sends it again
                 self._told_disk = True
-                needs = msgspec.structs.asdict(message.disk)
+                needs = msgspec.structs.asdict(message)
                 self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
-        elif not self._told_no_metric:  # sent after every commit until one has the metric
-            self._told_no_metric = True
-            self.bus.emit(MetricMissing(reason=message.reason))
+        elif isinstance(message, News) and message.kind == "ready":
+            self.up.set()
+        elif isinstance(message, News) and message.kind == "removed":
+            self.bus.emit(Pruned(step=message.step, folder=message.folder))
+        elif isinstance(message, News) and message.kind == "no metric":
+            if not self._told_no_metric:  # sent after every commit until one has the metric
+                self._told_no_metric = True
+                self.bus.emit(MetricMissing(reason=message.reason))
+        elif (save := self.saves.find(message.save)) is not None:
+            save.hear(message)
 
     def _fail_pending(self, why: str | None) -> None:
         """Fail every save that the flusher had not committed; the flusher is gone, or is ended for
@@ -614,7 +550,7 @@ class Client:
         for save in unended:
             # Messages after one that could not be handled were never read.
             unheard = why is not None and save.at is not None and save.role == "alone"
-            if not save.may_be_committed and not unheard:
+            if save.reached < SaveState.DURABLE and not unheard:
                 save.fail(error)
             elif save.role != "alone":
                 save.lose_flusher(error)
@@ -641,15 +577,3 @@ class Client:
                 remedy="`laststep ls` shows it if it is",
             )
         save.fail(error)
-
-
-def _not_over(found: str, within_s: float) -> StorageError:
-    return StorageError(
-        "cannot start a new flusher: the outcome of the old one's saves is unknown",
-        expected=f"their end within {within_s:g} s",
-        found=found,
-        remedy=(
-            "a disk or a rank may hang: check `dmesg` and the logs of the other ranks; the "
-            "next save tries again"
-        ),
-    )

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -52,7 +53,7 @@ class FlusherSave(msgspec.Struct):
     writer: SaveWriter | None = None
     attempt: Attempt | None = None
     """Set no later than `writer`."""
-    error: LaststepError | None = None
+    error: LaststepError | OSError | None = None
     """The reason why it could not be opened, or was given up."""
     pending: int = 0
     """Number of chunks that have arrived and are not written."""
@@ -77,11 +78,6 @@ class FlusherSave(msgspec.Struct):
     def at(self) -> AttemptName | None:
         """Name of its attempt; None before it is known."""
         return None if self.attempt is None else self.attempt.name
-
-    @property
-    def is_member(self) -> bool:
-        """True if rank 0 of its job decides about it."""
-        return self.begin.role == "member"
 
 
 class SlotHolds:
@@ -213,7 +209,7 @@ class DiskCheck(Listener):
         free_bytes = None
         with contextlib.suppress(LaststepError):  # then the free space is unknown
             free_bytes = self._store.free_bytes()
-        state_bytes = sum(file.tensor_bytes for file in save.begin.files)
+        state_bytes = sum(map(attrgetter("tensor_bytes"), save.begin.files))
         need = DiskNeed(
             state_bytes=state_bytes,
             free_disk_bytes=free_bytes,
@@ -222,7 +218,7 @@ class DiskCheck(Listener):
         )
         is_roomy = free_bytes is None or free_bytes > need.needed_disk_bytes + 2 * _PROBE_BYTES
         if state_bytes < CHUNK_BYTES or not is_roomy:
-            self._send(News(kind="disk", disk=need))
+            self._send(need)
         else:
             self._to_measure = need
 
@@ -250,7 +246,7 @@ class DiskCheck(Listener):
                 self._store.delete(name)
         except LaststepError as error:
             log.debug("the disk could not be measured: %s", error)
-        self._send(News(kind="disk", disk=need))
+        self._send(need)
 
 
 class Retention(Listener):
@@ -271,7 +267,7 @@ class Retention(Listener):
         self._continues = continues
 
     def committed(self, save: FlusherSave) -> None:
-        if save.is_member or (self._keep is None and not save.begin.overwrite):
+        if save.begin.role == "member" or (self._keep is None and not save.begin.overwrite):
             return
         assert save.at is not None  # noqa: S101 (a committed save has an attempt)
         run, term, continues = self._run_writer.run, save.at.term, self._continues

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import threading
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -27,6 +27,9 @@ from laststep.memory.pool import Filled
 from laststep.plan.files import MasterPair
 from laststep.settings import Compression
 from laststep.tiers.replicating import ReplicaOrder, TierStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -183,8 +186,6 @@ class Flushed(_Message, frozen=True, kw_only=True):
     """All files of a save are durable."""
 
     save: int
-    size_bytes: int
-    """Size of the state: tensors and plain values."""
     written: WrittenIndexes
     opened_s: float
     """Seconds from the announcement of the save until its files were open; `written_s` likewise
@@ -205,8 +206,8 @@ class Ended(_Message, frozen=True, kw_only=True):
     fields: dict[str, str | None] = {}
 
 
-class DiskNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Disk space that saves need, and the free space: fields of `events.Preflight`."""
+class DiskNeed(_Message, frozen=True, kw_only=True):
+    """Disk space that saves need, and the free space: fields of `events.Preflight`. Sent once."""
 
     state_bytes: int
     free_disk_bytes: int | None
@@ -218,27 +219,26 @@ class DiskNeed(msgspec.Struct, frozen=True, kw_only=True):
 class News(_Message, frozen=True, kw_only=True):
     """Information that nothing waits for; `kind` determines which of the other fields are set."""
 
-    kind: Literal["ready", "written", "removed", "no metric", "disk"]
+    kind: Literal["ready", "written", "removed", "no metric"]
     """ready: the flusher is running. written: progress of a save. removed: retention has deleted a
-    checkpoint. no metric: no checkpoint has the metric by which the best are kept. disk: the disk
-    space that saves need, sent once."""
+    checkpoint. no metric: no checkpoint has the metric by which the best are kept."""
     save: int = 0
     done_bytes: int = 0
     step: int = 0
     folder: str = ""
     reason: str = ""
-    disk: DiskNeed | None = None
 
 
 ToFlusher = Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct | Bye
-ToTrainer = Begun | Freed | Unchanged | TierStatus | Flushed | Ended | News
+ToTrainer = Begun | Freed | Unchanged | TierStatus | Flushed | Ended | DiskNeed | News
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30
 _DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _encode = msgspec.msgpack.Encoder().encode
-_decode_in_flusher = msgspec.msgpack.Decoder(ToFlusher).decode
-_decode_in_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
+in_flusher: Callable[[bytes], ToFlusher] = msgspec.msgpack.Decoder(ToFlusher).decode
+in_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrainer).decode
+_Received = TypeVar("_Received")
 
 
 class Connection:
@@ -268,14 +268,17 @@ class Connection:
         """Return the descriptor that came with the last message, if any; the caller closes it."""
         return self._descriptors.pop() if self._descriptors else None
 
-    def receive_in_flusher(self) -> ToFlusher | None:
-        """Return the next message; None if the trainer is gone."""
-        data = self._receive()
-        return None if data is None else _decode_in_flusher(data)
-
-    def receive_in_trainer(self) -> ToTrainer | None:
-        data = self._receive()
-        return None if data is None else _decode_in_trainer(data)
+    def receive(self, decode: Callable[[bytes], _Received]) -> _Received | None:
+        """Return the next message, decoded `in_flusher` or `in_trainer`; None if the other side is
+        gone."""
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (size,) = _LENGTH.unpack(head)
+        if size > _LIMIT_BYTES:
+            raise OSError(f"a message of {size} bytes is not one of ours")
+        data = self._exactly(size)
+        return None if data is None else decode(data)
 
     def peer_is_dead(self) -> bool:
         """Return True if the process on the other side has ended, even if it left messages."""
@@ -295,15 +298,6 @@ class Connection:
         self._socket.close()
         while (descriptor := self.take_descriptor()) is not None:
             os.close(descriptor)
-
-    def _receive(self) -> bytes | None:
-        head = self._exactly(_LENGTH.size)
-        if head is None:
-            return None
-        (size,) = _LENGTH.unpack(head)
-        if size > _LIMIT_BYTES:
-            raise OSError(f"a message of {size} bytes is not one of ours")
-        return self._exactly(size)
 
     def _exactly(self, size: int) -> bytes | None:
         buffer = bytearray(size)

@@ -1,10 +1,10 @@
 """One save of this process, from `save()` until its caller knows the outcome.
 
-Only `Save` holds the state of a save: planned, capturing, captured, durable, then committed or
-failed. The capture hands its chunks to it, the client's receiving thread forwards the flusher's
-messages to it, and in a job of several ranks the commit thread works with it. Each transition is
-checked, happens once and wakes its waiters. `SaveHandle`, which `save()` returns, and its stages
-are views of a `Save`. `Saves` holds all saves of one Checkpointer, and the committed steps.
+Only `Save` holds the state of a save: capturing, captured, durable, then committed or failed. The
+capture hands its chunks to it, the client's receiving thread forwards the flusher's messages to it,
+and in a job of several ranks the commit thread works with it. Each transition is checked, happens
+once and wakes its waiters. `SaveHandle`, which `save()` returns, and its stages are views of a
+`Save`. `Saves` holds all saves of one Checkpointer, and the committed steps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,28 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 from laststep.checks import seconds
-from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, StorageError
-from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, human
-from laststep.flush.protocol import Begin, CaptureDone, Chunks, Decide, Role, Unchanged
+from laststep.errors import AlreadyExistsError, LaststepError, from_wire
+from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, Written, human
+from laststep.flush.protocol import (
+    Begin,
+    Begun,
+    CaptureDone,
+    Chunks,
+    Decide,
+    Ended,
+    Flushed,
+    News,
+    Role,
+    Unchanged,
+)
 from laststep.format.manifest import WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
 from laststep.settings import MAX_UNCOMMITTED
+from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +48,7 @@ if TYPE_CHECKING:
     from laststep.capture.mover import CaptureTiming, Job
     from laststep.catalog.attempt import AttemptName
     from laststep.flush.client import Client
-    from laststep.flush.protocol import CodingReport, Flushed
+    from laststep.flush.protocol import CodingReport
     from laststep.memory.pool import Filled
     from laststep.plan.files import SavePlan
     from laststep.plan.frequency import IntervalEstimate
@@ -54,20 +66,20 @@ Seal = Callable[[int], CaptureDone]
 class SaveState(IntEnum):
     """The states of a save in order; the last three are final."""
 
-    PLANNED = 0
-    CAPTURING = 1
-    CAPTURED = 2
-    DURABLE = 3
-    COMMITTED = 4
-    FAILED = 5
-    SKIPPED = 6
+    CAPTURING = 0
+    CAPTURED = 1
+    DURABLE = 2
+    COMMITTED = 3
+    FAILED = 4
+    SKIPPED = 5
 
 
+@dataclass(frozen=True, eq=False)
 class Stage(OnlyOne):
     """A state that a save reaches, to wait for."""
 
-    def __init__(self, save: Save, state: SaveState) -> None:
-        self._save, self._state = save, state
+    _save: Save
+    _state: SaveState
 
     def done(self) -> bool:
         """Return True if the stage was reached; False while it is pending, or if it never will
@@ -99,7 +111,7 @@ class SaveReport:
 
     step: int
     size_bytes: int = 0
-    """Size of the state: its tensors and, once durable, its plain values."""
+    """Size of the state: its tensors and, once captured, its plain values."""
     written_bytes: int | None = None
     """Size of the files that were written for it; known once durable."""
     shared_bytes: int | None = None
@@ -224,7 +236,8 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is over
         already. The function must return quickly and must not call a Checkpointer; its exceptions
         are logged."""
-        self._save.check_process("add a callback")
+        if not self._save.over:
+            system.check_process("add a callback", self._save.pid)
 
         def call(_: object) -> None:
             what = "a callback for the end of the save of step %d failed"
@@ -255,12 +268,12 @@ class Save:
         self, client: Client, step: int, *, overwrite: bool = False, role: Role = "alone"
     ) -> None:
         self._client = client
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.began_s = time.perf_counter()
         self.step, self._overwrite, self.role = step, overwrite, role
         self.number = 0
         """Number that identifies it to the flusher; assigned by `Saves`."""
-        self.state = self.reached = SaveState.PLANNED
+        self.state = self.reached = SaveState.CAPTURING
         """`reached` is the last state before it failed."""
         self.events = {
             SaveState.CAPTURED: threading.Event(),
@@ -268,8 +281,6 @@ class Save:
             SaveState.COMMITTED: threading.Event(),
         }
         """Set when the state was reached or never will be."""
-        self.ending = False
-        """True once a thread is reporting, or has reported, its outcome."""
         self.error: LaststepError | None = None
         self.seen = False
         """True if a caller has received the error."""
@@ -285,20 +296,22 @@ class Save:
         """The error that ended the flusher after it had made everything durable. Other ranks may
         still commit the save, so the thread that takes part in the commit finds out the outcome and
         reports it."""
+        self.seal: Seal | None = None
+        """Set when its capture starts; None again when it is not needed, because it keeps the
+        state's trees alive."""
         self._news = threading.Event()
         self._granted: frozenset[tuple[int, int]] = frozenset()
         self._answered = threading.Event()
-        self._seal: Seal = _spent
         self._begun = False
         """True once it was announced to the flusher."""
         self._lock = threading.Lock()
-        """Guards `state` and `ending`."""
+        """Guards `state` and `_held`."""
         self._announcing = threading.Lock()
         self._telling = threading.Lock()
         """Held while it is reported as captured, which nothing may overtake."""
         self._held: SaveHandle | None = SaveHandle(self)
-        """Strong reference until the save is over, so that callbacks run even if the caller has
-        dropped the handle."""
+        """Strong reference until a thread reports the outcome, so that callbacks run even if the
+        caller has dropped the handle."""
         self._handle = weakref.ref(self._held)
 
     # -- states -----------------------------------------------------------------------------------
@@ -319,45 +332,20 @@ class Save:
         self._news.set()
         return True
 
-    def _claim_end(self) -> bool:
-        """Return True to the first caller only, which then reports how the save ended."""
+    def _claim_end(self) -> SaveHandle | None:
+        """Return the handle to the first caller only, which then reports how the save ended."""
         with self._lock:
-            is_first, self.ending = not self.ending, True
-            return is_first
-
-    def start_capture(self, plan: SavePlan, seal: Seal) -> None:
-        self.plan = plan
-        if self._enter(SaveState.CAPTURING):
-            self._seal = seal
-
-    def flushed(self, message: Flushed) -> None:
-        """Record that this rank's part is durable."""
-        with self._telling:
-            pass  # wait until "captured" has been reported
-        report, self.written = self.report, message.written
-        report.durable_s, report.size_bytes = self.since_began_s(), message.size_bytes
-        report.shared_bytes = message.written.shared_bytes
-        report.written_bytes = message.written.size_bytes - message.written.shared_bytes
-        report.coding = message.coding
-        report.opened_s, report.written_s = message.opened_s, message.written_s
-        if self._enter(SaveState.DURABLE):
-            self._client.bus.emit(
-                Durable(
-                    step=self.step,
-                    size_bytes=report.size_bytes,
-                    written_bytes=report.written_bytes,
-                    shared_bytes=report.shared_bytes,
-                    seconds=report.durable_s,
-                )
-            )
+            handle, self._held = self._held, None
+            return handle
 
     def decided(self, at: AttemptName) -> None:
         """End the save as committed; called when the flusher reports it, or when the commit was
         found in the run."""
-        if not self._claim_end():
+        handle = self._claim_end()
+        if handle is None:
             return
         report = self.report
-        report.committed_s, report.folder = self.since_began_s(), at.folder
+        report.committed_s, report.folder = time.perf_counter() - self.began_s, at.folder
         self._client.save_ends(self, at)  # before waking waiters, which ask for the last commit
         self._enter(SaveState.COMMITTED)
         self._client.bus.emit(
@@ -368,40 +356,36 @@ class Save:
                 seconds=report.committed_s,
             )
         )
-        self._resolve()
+        handle.resolve()
 
     def fail(self, error: LaststepError) -> None:
         """End the save as failed; called when the flusher reports it or is dead."""
-        if self._claim_end():
-            self._fail(error)
+        self._fail(self._claim_end(), error)
 
     def failed(self, error: LaststepError) -> None:
         """End the save as failed on this side, and have the flusher give it up."""
         with self._announcing:
-            is_first = self._claim_end()
-        if is_first:
-            if self._begun:
-                self._client.send(Decide(save=self.number, reason=str(error), by_all=False))
-            self._fail(error)
+            handle = self._claim_end()
+        if handle is not None and self._begun:
+            self._client.send(Decide(save=self.number, reason=str(error), by_all=False))
+        self._fail(handle, error)
 
-    def _fail(self, error: LaststepError) -> None:
-        self._seal = _spent
-        self._client.save_ends(self, None)
-        self.error = error.of_save(self.step)
-        self._enter(SaveState.FAILED)
-        self._client.bus.emit(SaveFailed(step=self.step, reason=error.without_remedy()))
-        self._resolve()
+    def _fail(self, handle: SaveHandle | None, error: LaststepError) -> None:
+        if handle is not None:
+            self.seal = None
+            self._client.save_ends(self, None)
+            self.error = error.of_save(self.step)
+            self._enter(SaveState.FAILED)
+            self._client.bus.emit(SaveFailed(step=self.step, reason=error.without_remedy()))
+            handle.resolve()
 
     def skip(self, reason: str) -> None:
         """End the save without saving anything and without an error."""
-        self.report.skipped = reason
-        self._enter(SaveState.SKIPPED)
-        self._resolve()
-
-    def _resolve(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.resolve()
+        handle = self._claim_end()
+        if handle is not None:
+            self.report.skipped = reason
+            self._enter(SaveState.SKIPPED)
+            handle.resolve()
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -420,29 +404,22 @@ class Save:
         """True if it is committed or never will be."""
         return self.events[SaveState.COMMITTED].is_set()
 
+    @property
+    def ending(self) -> bool:
+        """True once a thread is reporting, or has reported, its outcome."""
+        return self._held is None
+
     def wait_for(self, state: SaveState, timeout_s: float | None = None) -> bool:
-        """Wait until a state is reached or never will be; return False on timeout."""
-        self.check_process("wait for a save", state)
-        return signals.wait(self.events[state], seconds(timeout_s))
-
-    def check_process(self, what: str, state: SaveState = SaveState.COMMITTED) -> None:
-        """Raise `UsageError` in a forked process, unless the state was over before the fork: later
-        changes do not reach that process."""
+        """Wait until a state is reached or never will be; return False on timeout. Raise
+        `UsageError` in a forked process, which later changes do not reach."""
         if not self.events[state].is_set():
-            system.check_process(what, self._pid)
-
-    def since_began_s(self) -> float:
-        return time.perf_counter() - self.began_s
+            system.check_process("wait for a save", self.pid)
+        return signals.wait(self.events[state], seconds(timeout_s))
 
     @property
     def since(self) -> int:
         """Number of the last save committed by the running flusher; 0 if none."""
         return self._client.last_committed
-
-    @property
-    def may_be_committed(self) -> bool:
-        """True if everything that this rank has to write is durable."""
-        return self.reached >= SaveState.DURABLE
 
     # -- messages from the flusher ----------------------------------------------------------------
 
@@ -452,17 +429,47 @@ class Save:
         self._news.wait(timeout_s)
         self._news.clear()
 
-    def begun(self, at: AttemptName) -> None:
-        self.at = at
-        self._news.set()
+    def hear(self, message: Begun | Unchanged | TierStatus | News | Flushed | Ended) -> None:
+        """Process a message of the flusher about this save."""
+        if isinstance(message, Begun):
+            self.at = message.at
+            self._news.set()
+        elif isinstance(message, Unchanged):
+            self._granted = frozenset((file, start) for file, start, _ in message.chunks)
+            self._answered.set()
+        elif isinstance(message, TierStatus):
+            held_s = self.report.tiers[message.tier] = time.perf_counter() - self.began_s
+            self._client.bus.emit(TierHolds(step=self.step, tier=message.tier, seconds=held_s))
+        elif isinstance(message, News):
+            size_bytes, done = self.plan.tensor_bytes, message.done_bytes
+            self._client.bus.emit(Written(step=self.step, done_bytes=done, size_bytes=size_bytes))
+        elif isinstance(message, Flushed):
+            self.flushed(message)
+        elif message.at is not None:
+            self.decided(message.at)
+        else:
+            self.fail(from_wire(message.kind, message.fields))
 
-    def granted(self, chunks: Iterable[tuple[int, int, int]]) -> None:
-        self._granted = frozenset((file, start) for file, start, _ in chunks)
-        self._answered.set()
-
-    def held_by(self, tier: str) -> None:
-        self.report.tiers[tier] = held_s = self.since_began_s()
-        self._client.bus.emit(TierHolds(step=self.step, tier=tier, seconds=held_s))
+    def flushed(self, message: Flushed) -> None:
+        """Record that this rank's part is durable."""
+        with self._telling:
+            pass  # wait until "captured" has been reported
+        report, self.written = self.report, message.written
+        report.durable_s = time.perf_counter() - self.began_s
+        report.shared_bytes = message.written.shared_bytes
+        report.written_bytes = message.written.size_bytes - message.written.shared_bytes
+        report.coding = message.coding
+        report.opened_s, report.written_s = message.opened_s, message.written_s
+        if self._enter(SaveState.DURABLE):
+            self._client.bus.emit(
+                Durable(
+                    step=self.step,
+                    size_bytes=report.size_bytes,
+                    written_bytes=report.written_bytes,
+                    shared_bytes=report.shared_bytes,
+                    seconds=report.durable_s,
+                )
+            )
 
     def lose_flusher(self, error: LaststepError) -> None:
         """Record the flusher's death; the ranks of the job still decide about the save."""
@@ -513,16 +520,13 @@ class Save:
     def captured(self, timing: CaptureTiming) -> None:
         """Serialise the plain values once all chunks are handed over, send `CaptureDone` and report
         the stage."""
-        if self.ending:
+        seal, self.seal = self.seal, None
+        if seal is None or self.ending:
             return
         try:
-            done = self._seal(self.number)
+            done = seal(self.number)
         except LaststepError as error:
             self.failed(error)
-            return
-        except Exception as error:  # such as a device error that surfaces in a metric's value
-            log.exception("the objects of step %d cannot be serialised", self.step)
-            self.failed(StorageError("a capture failed", found=repr(error)))
             return
         self.begin()
         # Sent first: once "captured" is reported, the trainer's death must lose nothing. The lock
@@ -530,6 +534,7 @@ class Save:
         with self._telling:
             self._client.send(done)
             self.report.captured_s = timing.drained_s
+            self.report.size_bytes += sum(map(len, done.values.values()))
             if self._enter(SaveState.CAPTURED):
                 self._client.bus.emit(
                     Captured(
@@ -539,7 +544,6 @@ class Save:
                         blocked_s=timing.stall_s,
                     )
                 )
-        self._seal = _spent
 
     def call_off(self, reason: str) -> None:
         """Ask the flusher to give the save up, unless it is too late. The flusher reports the
@@ -547,12 +551,6 @@ class Save:
         self.seen = True
         self.begin()  # the flusher ignores messages about a save that it does not know
         self._client.send(Decide(save=self.number, reason=reason, by_all=False))
-
-
-def _spent(_: int) -> NoReturn:
-    """Placeholder for `_seal` of a save that is over: the original would keep the state's trees
-    alive."""
-    raise AbortedError("the save is over")
 
 
 class Saves:
@@ -611,7 +609,7 @@ class Saves:
         """Cancel all saves in progress but the first, which is being written, and that of `step`,
         the last save of the job: there is no time for the others before it, and they are useless
         after it."""
-        for save in [one for one in self.under_way() if one.step != step][1:]:
+        for save in [save for save in self.under_way() if save.step != step][1:]:
             save.call_off("it was cancelled so that the last save of the job finishes in time")
 
     # -- the next save ----------------------------------------------------------------------------
@@ -632,11 +630,11 @@ class Saves:
         """Wait until one more save may begin; return the seconds. The next call reports failures,
         as always."""
         began, uncommitted = time.perf_counter(), self.under_way()
-        # Saves finish in order: once one is over, so are those before it.
-        for save in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
+        for save in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)]:
             save.wait_for(SaveState.COMMITTED)
-        for job in [save.job for save in self.all() if save.job is not None][-1:]:
-            signals.wait(job.over)
+        for save in self.all():
+            if save.job is not None:
+                signals.wait(save.job.over)
         return time.perf_counter() - began
 
     def check_new(self, step: int, where: str, *, overwrite: bool) -> bool:
@@ -656,7 +654,7 @@ class Saves:
     def restored(self, step: int, steps: Iterable[int] = ()) -> None:
         """Continue from `step` of a lineage that has `steps`."""
         every = set(steps)
-        self._ahead = {one for one in every if one > step}
+        self._ahead = set(filter(step.__lt__, every))
         self._committed = every - self._ahead
 
     def newest_committed(self) -> int | None:
@@ -677,22 +675,13 @@ class Saves:
     def untold(self) -> list[LaststepError]:
         """Return the errors of removed saves that no caller has received, and count them as
         received."""
-        untold: list[LaststepError] = []
-        while self._failed:
-            save = self._failed.pop(0)
-            if save.error is not None and not save.seen:
-                untold.append(save.error)
-        return untold
+        failed, self._failed = self._failed, []
+        return [save.error for save in failed if save.error is not None and not save.seen]
 
     def raise_failed(self) -> None:
         """Raise the error of the first removed save that failed, with a note about the others."""
-        failed = self.untold()
-        steps: dict[str, list[str]] = {}
+        failed = self.untold() if self._failed else []
         for error in failed[1:]:
-            steps.setdefault(error.without_remedy(), []).append(str(error.step))
-        for reason, some in steps.items():
-            same = reason == failed[0].without_remedy()
-            why = "of the same" if same else f"too: {reason}"
-            failed[0].add_note(f"step{'s' if some[1:] else ''} {', '.join(some)} failed {why}")
+            failed[0].add_note(f"step {error.step} failed too: {error.without_remedy()}")
         if failed:
             raise failed[0]

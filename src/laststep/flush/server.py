@@ -22,6 +22,7 @@ import signal
 import socket
 import threading
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import msgspec
@@ -52,9 +53,9 @@ from laststep.flush.protocol import (
     Instruct,
     News,
     Orders,
-    ToFlusher,
     ToTrainer,
     Unchanged,
+    in_flusher,
 )
 from laststep.flush.writer import SaveWriter
 from laststep.format.manifest import Abort, Commit
@@ -88,24 +89,33 @@ _DIGESTERS = 8
 threads digested only 19 GB/s, so a save was complete in memory long after its capture."""
 
 
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a flusher needs to start; for a helper process, on its command line."""
+
+    run: str
+    trainer: Trainer
+    orders: Orders
+    # The others are for a helper process.
+    pool_fd: int = -1
+    pool_bytes: int = 0
+    opener: str | None = None
+    """Import path of the function that opens the run's store; None for a directory."""
+    socket_fd: int = -1
+    trainer_pidfd: int = -1
+    rank: int | None = None
+    """Rank of the trainer in a job of several ranks, for the log."""
+
+
 class Flusher:
     """Serves one trainer until it sends `Bye` or dies."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        pool: memoryview,
-        *,
-        run: str,
-        trainer: Trainer,
-        orders: Orders,
-        pool_fd: int = -1,
-    ) -> None:
+    def __init__(self, connection: Connection, pool: memoryview, setup: Setup) -> None:
+        orders = setup.orders
         self._connection = connection
         self._pool = pool
-        self._store = open_store(run)
+        self._store = open_store(setup.run)
         self._rank = (orders.rank, orders.ranks)
-        self._run_writer = RunWriter(self._store, trainer, connection.peer_is_dead)
+        self._run_writer = RunWriter(self._store, setup.trainer, connection.peer_is_dead)
         self._compressor = (
             Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
@@ -130,26 +140,26 @@ class Flusher:
         self._replication: Replication | None = None
         self._listeners: tuple[Listener, ...] = ()
         if orders.segment is not None:
-            self._keep_in_memory(orders, pool_fd)
+            self._keep_in_memory(orders.segment, orders.writers, setup.pool_fd)
         if orders.replicas:
             listener = listeners.ReplicationListener(self._store, orders, self._send)
             self._replication = listener.replication
             self._listeners += (listener,)
+            self._replication.start()
         in_use = frozenset if self._replication is None else self._replication.needed
         self._listeners += (
             listeners.Retention(self._run_writer, orders.keep, in_use, self._send),
             listeners.DiskCheck(self._store, orders.keep, self._writers, self._send),
         )
 
-    def _keep_in_memory(self, orders: Orders, pool_fd: int) -> None:
+    def _keep_in_memory(self, segment: str, writers: int, pool_fd: int) -> None:
         """Set up the memory tier. If the segment has been removed, continue without keeping
         saves."""
         from laststep.flush.memory_tier import MemoryTier  # late: every start waits for imports
 
-        assert orders.segment is not None  # noqa: S101 (the caller knows)
         try:
             self._memory = MemoryTier(
-                orders.segment,
+                segment,
                 self._store,
                 self._run_writer,
                 self._slots,
@@ -162,23 +172,17 @@ class Flusher:
             log.warning("saves are not kept in shared memory: %s", error)
             return
         self._listeners = (self._memory,)
-        count = max(orders.writers, min((os.cpu_count() or 1) // 2, _DIGESTERS))
+        count = max(writers, min((os.cpu_count() or 1) // 2, _DIGESTERS))
         self._digesters = WorkerPool("digest", count)
 
-    def start(self) -> None:
-        """Start the threads that do not wait for a save."""
-        if self._replication is not None:
-            self._replication.start()
-
     def serve(self) -> None:
-        """Receive until the trainer is gone, then finish complete saves. Call `start` first."""
+        """Receive until the trainer is gone, then finish complete saves."""
         self._send(News(kind="ready"))
         try:
             self._tell(Listener.started)
-            while True:
-                message = self._connection.receive_in_flusher()
-                if message is None or isinstance(message, Bye):
-                    self._was_told_bye = message is not None
+            while (message := self._connection.receive(in_flusher)) is not None:
+                if isinstance(message, Bye):
+                    self._was_told_bye = True
                     break
                 self._handle(message)
         finally:
@@ -191,17 +195,47 @@ class Flusher:
 
     # Receive
 
-    def _handle(self, message: ToFlusher) -> None:
+    def _handle(
+        self, message: Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct
+    ) -> None:
         if isinstance(message, Begin):
             self._begin(message)
-        elif isinstance(message, Instruct):
+            return
+        if isinstance(message, Instruct):
             self._follow(message)
-        elif not isinstance(message, Bye):
-            save = self._saves.get(message.save)
-            if save is not None:
-                self._go_on(save, message)
-            elif isinstance(message, Chunks):  # of a save that is over
+            return
+        save = self._saves.get(message.save)
+        if save is None:  # it is over
+            if isinstance(message, Chunks):
                 self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
+            return
+        if isinstance(message, Chunks):
+            self._slots.hold(map(attrgetter("slot"), message.filled))
+            with self._changed:
+                save.pending += len(message.filled)
+                if not save.is_open and save.error is None:
+                    save.early += message.filled
+                    return
+            self._queue(save, message.filled)
+        elif isinstance(message, Unchanged):
+            if save.is_open:
+                self._reuse(save, message)
+            else:
+                save.unchanged = message
+        elif isinstance(message, Begun):
+            self._open(save, message.at)
+        elif isinstance(message, CaptureDone):
+            save.captured = message
+            self._tell(Listener.captured, save)
+            with self._changed:
+                save.is_whole = True
+        elif message.reason is None or message.by_all:
+            with self._changed:
+                save.decision = message
+                self._changed.notify_all()
+        else:
+            self._drop(save, message.reason)
+        self._advance()
 
     def _follow(self, message: Instruct) -> None:
         if message.continues is not None:
@@ -236,41 +270,10 @@ class Flusher:
         with self._changed:
             self._saves[begin.save] = save
         self._tell(Listener.begun, save)
-        if not save.is_member:
+        if begin.role != "member":
             self._open(save, None)
             if save.at is not None and save.error is None:
                 self._send(Begun(save=begin.save, at=save.at))
-
-    def _go_on(
-        self, save: FlusherSave, message: Begun | Chunks | Unchanged | CaptureDone | Decide
-    ) -> None:
-        if isinstance(message, Chunks):
-            self._slots.hold(chunk.slot for chunk in message.filled)
-            with self._changed:
-                save.pending += len(message.filled)
-                if not save.is_open and save.error is None:
-                    save.early += message.filled
-                    return
-            self._queue(save, message.filled)
-        elif isinstance(message, Unchanged):
-            if save.is_open:
-                self._reuse(save, message)
-            else:
-                save.unchanged = message
-        elif isinstance(message, Begun):
-            self._open(save, message.at)
-        elif isinstance(message, CaptureDone):
-            save.captured = message
-            self._tell(Listener.captured, save)
-            with self._changed:
-                save.is_whole = True
-        elif message.reason is None or message.by_all:
-            with self._changed:
-                save.decision = message
-                self._changed.notify_all()
-        else:
-            self._drop(save, message.reason)
-        self._advance()
 
     def _open(self, save: FlusherSave, at: AttemptName | None) -> None:
         """Begin an attempt, or join that of rank 0; then queue the chunks that have arrived
@@ -300,11 +303,8 @@ class Flusher:
                 # Checked last: a fenced-off writer must get that error, not "step already saved".
                 self._run_writer.run.check_step_free(begin.step, term=attempt.name.term)
             save.opened_s = time.monotonic() - save.began_s
-        except LaststepError as error:
+        except (LaststepError, OSError) as error:
             save.error = error
-        except OSError as error:
-            found = str(error)
-            save.error = StorageError("cannot begin a save", where=self._store.url, found=found)
         if save.unchanged is not None:
             self._reuse(save, save.unchanged)
         with self._changed:
@@ -336,22 +336,23 @@ class Flusher:
 
     # Digest and write
 
-    def _queue(self, save: FlusherSave, filled: Iterable[Filled]) -> None:
-        for chunk in filled:
-            if self._digesters is None:
-                self._pass_on(save, chunk, None)
-            else:
+    def _queue(
+        self, save: FlusherSave, filled: Iterable[Filled], digests: bytes | None = None
+    ) -> None:
+        """Queue chunks for the writing threads, which process them in this order; with a memory
+        tier, only once they have been digested."""
+        if self._digesters is not None and digests is None:
+            for chunk in filled:
                 self._digesters.put(self._digest_ahead, save, chunk)
+            return
+        with self._passing:
+            for chunk in filled:
+                if save.writer is not None:
+                    save.writer.expect(chunk.file, chunk.start)
+                self._writers.put(self._write, save, chunk, digests)
 
     def _digest_ahead(self, save: FlusherSave, chunk: Filled) -> None:
-        self._pass_on(save, chunk, self._digest(save, chunk))
-
-    def _pass_on(self, save: FlusherSave, chunk: Filled, digests: bytes | None) -> None:
-        """Queue a chunk for the writing threads, which process chunks in this order."""
-        with self._passing:
-            if save.writer is not None:
-                save.writer.expect(chunk.file, chunk.start)
-            self._writers.put(self._write, save, chunk, digests)
+        self._queue(save, [chunk], self._digest(save, chunk))
 
     def _digest(self, save: FlusherSave, chunk: Filled) -> bytes:
         """Return the digests of a chunk's blocks; empty if its save has failed."""
@@ -424,12 +425,9 @@ class Flusher:
         assert attempt is not None  # noqa: S101 (as above)
         written_s = time.monotonic() - save.began_s
         written = writer.finish(captured.values)
-        size = sum(file.tensor_bytes for file in save.begin.files)
-        size += sum(map(len, captured.values.values()))
         self._send(
             Flushed(
                 save=save.begin.save,
-                size_bytes=size,
                 written=written,
                 opened_s=save.opened_s,
                 written_s=written_s,
@@ -439,7 +437,7 @@ class Flusher:
         decision = Decide(save=save.begin.save, items=captured.items, written=written)
         if save.begin.role != "alone":
             decision = self._decision_of(save)
-        if not save.is_member:
+        if save.begin.role != "member":
             at = attempt.name
             commit = Commit(
                 run=self._run_writer.run.id,
@@ -486,7 +484,7 @@ class Flusher:
                     return True
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
-                if save.is_member:
+                if save.begin.role == "member":
                     error = StorageError(
                         f"unknown whether step {save.begin.step} is committed",
                         where=attempt.folder,
@@ -507,7 +505,7 @@ class Flusher:
         the folder is left to rank 0 or its successor: other ranks may still be writing, and the
         decision in the folder gives them the reason.
         """
-        if not save.is_member:
+        if save.begin.role != "member":
             return attempt.abort(reason)
         if self._was_given_up(attempt):
             # A missing folder explains nothing: wait for the reason, which the trainer will send.
@@ -560,22 +558,6 @@ class Flusher:
             self._connection.close()  # after any failure: it unblocks the trainer
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings passed to the helper process on its command line."""
-
-    run: str
-    opener: str | None
-    """Import path of the function that opens the run's store; None for a directory."""
-    pool_fd: int
-    pool_bytes: int
-    socket_fd: int
-    trainer: Trainer
-    trainer_pidfd: int
-    orders: Orders
-    rank: int | None = None
-    """Rank of the trainer in a job of several ranks, for the log."""
-
-
 def main(text: str) -> None:
     """Serve as the helper process until the trainer is gone. `text` is a `Setup` as JSON. The
     process starts with the signals of `NOT_FOR_THE_HELPER` blocked."""
@@ -590,13 +572,5 @@ def main(text: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
     pool = Mapping(setup.pool_fd, setup.pool_bytes)  # kept: a forked child closes what still exists
-    flusher = Flusher(
-        Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd),
-        pool.view,
-        run=setup.run,
-        trainer=setup.trainer,
-        orders=setup.orders,
-        pool_fd=setup.pool_fd,
-    )
-    flusher.start()
-    flusher.serve()
+    trainer = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
+    Flusher(trainer, pool.view, setup).serve()

@@ -212,7 +212,7 @@ class Work(Protocol):
 
     def committed(self, step: int) -> SaveHandle | None: ...
 
-    def drain(self, handle: SaveHandle) -> None: ...
+    def drain(self) -> None: ...
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]: ...
 
@@ -294,7 +294,7 @@ class Preempting:
                     error = None if handle is None else handle.exception()
                     problem = "" if error is None else brief(error)
                     if handle is not None and not problem:
-                        work.drain(handle)
+                        work.drain()
         except signals.DeadlineExceeded:
             is_primary = handle is not None and handle.committed.done()
             problem = problem or ("" if is_primary else _LATE)
