@@ -93,10 +93,10 @@ def test_what_retention_takes_in_mid_restore_is_listed_again_by_all(
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("step", ("step 1 on rank 0", "step 2 on rank 1")),
-        ("newest", ("rank 0", "step 1 on rank 1")),
-        ("only", ("rank 0", "only=['model/weight'] on rank 1")),
-        ("strict", ("strict=False on rank 0", "rank 1")),
+        ("step", ("step=1", "rank 0", "step=2", "rank 1")),
+        ("newest", ("step=None", "rank 0", "step=1", "rank 1")),
+        ("only", ("only=None", "rank 0", "only=['model/weight']", "rank 1")),
+        ("strict", ("strict=False", "rank 0", "strict=True", "rank 1")),
     ],
 )
 def test_ranks_that_ask_for_different_things_are_named(
