@@ -14,7 +14,7 @@ import torch
 import laststep
 from cases import long
 from laststep.codecs.blocks import registry
-from laststep.codecs.blocks.raw import Raw
+from laststep.codecs.blocks.codec import Raw
 from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
 from laststep.flush import writer

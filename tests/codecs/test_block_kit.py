@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from expect import raises
-from laststep.codecs.blocks.raw import Raw
+from laststep.codecs.blocks.codec import Raw
 from laststep.errors import CorruptError
 from laststep.testing.codecs import check_codec
 

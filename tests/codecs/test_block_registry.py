@@ -11,7 +11,7 @@ import pytest
 
 from expect import raises
 from laststep.codecs.blocks import registry
-from laststep.codecs.blocks.raw import Raw
+from laststep.codecs.blocks.codec import Raw
 from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere, register
 from laststep.errors import UsageError
 

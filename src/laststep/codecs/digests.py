@@ -14,9 +14,8 @@ DIGEST_NAME = "xxh3-128"
 DIGEST_BYTES = 16
 
 
-def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the 16-byte digest of `data`, which MUST be contiguous."""
-    return xxhash.xxh3_128_digest(data)
+digest = xxhash.xxh3_128_digest
+"""Returns the 16-byte digest of its argument, which MUST be contiguous."""
 
 
 def digest_text(data: bytes | bytearray | memoryview) -> str:
@@ -27,6 +26,8 @@ def digest_text(data: bytes | bytearray | memoryview) -> str:
 
 def block_digests(data: memoryview) -> bytes:
     """Return the concatenated digests of the blocks of `data`; the last block may be short."""
+    digests = bytearray()
     flat = data.cast("B") if data.nbytes else memoryview(b"")
-    starts = range(0, flat.nbytes, BLOCK_BYTES)
-    return b"".join(digest(flat[start : start + BLOCK_BYTES]) for start in starts)
+    for start in range(0, flat.nbytes, BLOCK_BYTES):
+        digests += digest(flat[start : start + BLOCK_BYTES])
+    return bytes(digests)

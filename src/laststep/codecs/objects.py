@@ -22,7 +22,7 @@ import keyword
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -104,8 +104,6 @@ def namedtuple_class(name: str, fields: tuple[str, ...]) -> type[tuple[object, .
 
 def is_utf8(text: str) -> bool:
     """Return True if `text` can be encoded as UTF-8: it has no lone surrogates."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -113,88 +111,65 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-class EncodedDicts:
-    """Cache of encoded large dicts, for the next walk that meets the same dict objects. Only for
-    values that are never changed."""
+EncodedDicts = dict[int, tuple[object, object]]
+"""The large dicts that the last walk met, by id, each with its encoded form. Holds the dicts, so
+that no other object can get their ids. Only for values that are never changed."""
 
-    LEAST = 16
-    """The minimum length of a cached dict; smaller ones are encoded again just as quickly."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[object, object]] = {}
-        self._now: dict[int, tuple[object, object]] = {}
-
-    def begin(self) -> None:
-        """Start another walk. Entries that it does not meet are dropped when the next one
-        starts."""
-        self._before, self._now = self._now, {}
-
-    def find(self, value: object) -> object:
-        """Return the encoded form of a dict, or None. The cache holds the dict, so that no other
-        object can get its id."""
-        known = self._now.get(id(value)) or self._before.get(id(value))
-        return None if known is None else self.note(value, known[1])
-
-    def note(self, value: object, encoded: object) -> object:
-        self._now[id(value)] = value, encoded
-        return encoded
+_LEAST_KEPT = 16
+"""The minimum length of a dict in `EncodedDicts`; smaller ones are encoded again just as
+quickly."""
 
 
-class TypedEncoder:
-    """One walk over a value. `path` is the current position, for error messages."""
+class _Refused(Exception):
+    """A value that cannot be encoded. Its path is collected on the way to the root: keys as tuples
+    of one, and text for what is no key."""
 
-    __slots__ = ("active", "classes", "kept", "path")
-
-    def __init__(self, kept: EncodedDicts | None = None) -> None:
-        self.kept = kept
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
         self.path: list[str | tuple[object]] = []
+
+
+class _Encoder:
+    """One walk over a value. `kept` is what the last walk met, `met` what this one does."""
+
+    __slots__ = ("active", "classes", "kept", "met")
+
+    def __init__(self, kept: EncodedDicts) -> None:
+        self.kept = kept
+        self.met: EncodedDicts = {}
         self.active: set[int] = set()
         self.classes: set[tuple[str, tuple[str, ...]]] = set()
 
     def value(self, value: object) -> object:
-        encoder = _encoders.get(type(value))
-        if encoder is not None:
-            return encoder(self, value)
+        encode = _encoders.get(type(value))
+        if encode is not None:
+            return encode(self, value)
         if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
             return _encode_namedtuple(self, value)
-        raise self.refusal(f"a value of type {_type_name(value)}")
+        raise _Refused(f"a value of type {_type_name(value)}")
 
-    def enter(self, container: object) -> int:
+    def enter(self, container: object) -> None:
         """Record that the walk is inside `container`; the caller removes it from `active`."""
-        key = id(container)
-        if key in self.active:
-            raise self.refusal(f"a {_type_name(container)} that contains itself")
+        if id(container) in self.active:
+            raise _Refused(f"a {_type_name(container)} that contains itself")
         if len(self.active) == MAX_DEPTH:
-            raise self.refusal(f"containers nested more than {MAX_DEPTH} deep")
-        self.active.add(key)
-        return key
+            raise _Refused(f"containers nested more than {MAX_DEPTH} deep")
+        self.active.add(id(container))
 
-    def items(self, container: object, values: Iterable[object]) -> list[object]:
-        """Encode all `values` of a container in a plain loop, because trees have 100,000 leaves."""
-        entered, path = self.enter(container), self.path
+    def items(self, container: Any, values: Iterable[object] | None = None) -> list[object]:
+        """Encode the values of a container, by default those that it iterates over, in a plain
+        loop, because trees have 100,000 leaves."""
+        self.enter(container)
         encoded: list[object] = []
-        for index, value in enumerate(values):
-            path.append((index,))
-            encoder = _encoders.get(type(value))
-            encoded.append(encoder(self, value) if encoder is not None else self.value(value))
-            path.pop()
-        self.active.remove(entered)
+        try:
+            for value in container if values is None else values:
+                encode = _encoders.get(type(value))
+                encoded.append(encode(self, value) if encode is not None else self.value(value))
+        except _Refused as refused:
+            refused.path.append((len(encoded),))
+            raise
+        self.active.remove(id(container))
         return encoded
-
-    def text(self, text: str) -> str:
-        """Return a string inside a tag, which has no other form for invalid UTF-8."""
-        if not is_utf8(text):
-            raise self.refusal("a name that is not valid Unicode")
-        return text
-
-    def refusal(self, found: str) -> UsageError:
-        return UsageError(
-            "cannot express a value as typed JSON",
-            where=_path_text(self.path),
-            expected="plain Python values (docs/format.md lists them)",
-            found=found,
-            remedy="pass allow_pickle=True at save and at load, or keep the value out of the state",
-        )
 
 
 def _type_name(value: object) -> str:
@@ -204,8 +179,6 @@ def _type_name(value: object) -> str:
 
 
 def _path_text(path: list[str | tuple[object]]) -> str:
-    if not path:
-        return "its root"
     text = ""
     for part in path:
         if isinstance(part, str):
@@ -218,217 +191,182 @@ def _path_text(path: list[str | tuple[object]]) -> str:
             text += f"[{repr(part[0])[:200]}]"
         else:
             text += f"[<{_type_name(part[0])}>]"
-    return text
+    return text or "its root"
 
 
-def _encode_int(_: TypedEncoder, number: Any) -> object:
+def _encode_int(_: _Encoder, number: int) -> object:
     return number if INT_MIN <= number <= INT_MAX else {"$": "int", "hex": f"{number:x}"}
 
 
-def _encode_float(_: TypedEncoder, number: Any) -> object:
+def _encode_float(_: _Encoder, number: float) -> object:
     if number - number == 0:  # false for inf and nan only
         return number
     return {"$": "float", "bits": struct.pack(">d", number).hex()}
 
 
-def _encode_complex(encoder: TypedEncoder, number: Any) -> object:
+def _encode_complex(encoder: _Encoder, number: complex) -> object:
     re, im = _encode_float(encoder, number.real), _encode_float(encoder, number.imag)
     return {"$": "complex", "re": re, "im": im}
 
 
-def _encode_str(_: TypedEncoder, text: Any) -> object:
+def _encode_str(_: _Encoder, text: str) -> object:
     if text.isascii() or is_utf8(text):
         return text
-    data = text.encode("utf-8", "surrogatepass")
-    return {"$": "str", "base64": base64.b64encode(data).decode("ascii")}
+    return {"$": "str", "base64": _base64(text.encode("utf-8", "surrogatepass"))}
 
 
-def _encode_bytes(_: TypedEncoder, data: Any) -> object:
-    return {"$": type(data).__name__, "base64": base64.b64encode(data).decode("ascii")}
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
-def _encode_list(encoder: TypedEncoder, value: Any) -> object:
-    return encoder.items(value, value)
-
-
-def _encode_tuple(encoder: TypedEncoder, value: Any) -> object:
-    return {"$": "tuple", "items": encoder.items(value, value)}
-
-
-def _encode_set(encoder: TypedEncoder, value: Any) -> object:
-    entered = encoder.enter(value)
-    encoder.path.append("{}")
-    items = list(map(encoder.value, value))  # map adds no stack frame
-    encoder.path.pop()
-    encoder.active.remove(entered)
-    # Sorted, because the order of a set of strings differs between processes.
-    return {"$": type(value).__name__, "items": sorted(items, key=json_bytes)}
-
-
-def _encode_dict(encoder: TypedEncoder, mapping: Any) -> object:
-    kept = encoder.kept if len(mapping) >= EncodedDicts.LEAST else None
-    if kept is not None and (known := kept.find(mapping)) is not None:
-        return known
+def _encode_dict(encoder: _Encoder, mapping: dict[object, object]) -> object:
+    known = encoder.kept.get(id(mapping))
+    if known is not None:
+        encoder.met[id(mapping)] = known
+        return known[1]
     for key in mapping:
         if type(key) is not str or not (key.isascii() or is_utf8(key)):
             return _encode_pairs(encoder, mapping)
     if "$" in mapping:
         return _encode_pairs(encoder, mapping)
-    entered, path = encoder.enter(mapping), encoder.path
+    encoder.enter(mapping)
     encoded: dict[object, object] = {}
-    for key, item in mapping.items():
-        path.append((key,))
-        handler = _encoders.get(type(item))
-        encoded[key] = handler(encoder, item) if handler is not None else encoder.value(item)
-        path.pop()
-    encoder.active.remove(entered)
-    return encoded if kept is None else kept.note(mapping, encoded)
+    try:
+        for key, item in mapping.items():
+            encode = _encoders.get(type(item))
+            encoded[key] = encode(encoder, item) if encode is not None else encoder.value(item)
+    except _Refused as refused:
+        refused.path.append((key,))
+        raise
+    encoder.active.remove(id(mapping))
+    if len(mapping) >= _LEAST_KEPT:
+        encoder.met[id(mapping)] = mapping, encoded
+    return encoded
 
 
-def _encode_pairs(encoder: TypedEncoder, mapping: Any) -> object:
-    entered, path = encoder.enter(mapping), encoder.path
+def _encode_pairs(encoder: _Encoder, mapping: dict[object, object]) -> object:
+    encoder.enter(mapping)
     items: list[object] = []
-    for key, item in mapping.items():
-        path.extend(((key,), " (a key)"))
-        items.append(encoder.value(key))
-        path.pop()
-        items.append(encoder.value(item))
-        path.pop()
-    encoder.active.remove(entered)
+    try:
+        for key, item in mapping.items():
+            items.append(encoder.value(key))
+            items.append(encoder.value(item))
+    except _Refused as refused:
+        if len(items) % 2 == 0:
+            refused.path.append(" (a key)")
+        refused.path.append((key,))
+        raise
+    encoder.active.remove(id(mapping))
     return {"$": "dict" if type(mapping) is dict else "ordereddict", "items": items}
 
 
-def _encode_deque(encoder: TypedEncoder, value: Any) -> object:
-    return {"$": "deque", "maxlen": value.maxlen, "items": encoder.items(value, value)}
+def _encode_set(encoder: _Encoder, members: set[object] | frozenset[object]) -> object:
+    # Sorted, because the order of a set of strings differs between processes.
+    return {"$": type(members).__name__, "items": sorted(encoder.items(members), key=json_bytes)}
 
 
-def _encode_bounds(encoder: TypedEncoder, span: Any) -> object:
+def _encode_bounds(encoder: _Encoder, span: Any) -> object:
     items = encoder.items(span, (span.start, span.stop, span.step))
     return {"$": type(span).__name__, "items": items}
 
 
-def _encode_namedtuple(encoder: TypedEncoder, value: tuple[object, ...]) -> object:
+def _encode_namedtuple(encoder: _Encoder, value: tuple[object, ...]) -> object:
     name, fields = type(value).__name__, cast("tuple[str, ...]", getattr(value, "_fields", ()))
     if not all(type(field) is str for field in fields) or namedtuple_class(name, fields) is None:
-        raise encoder.refusal(f"a {_type_name(value)} with invalid field names")
+        raise _Refused(f"a {_type_name(value)} with invalid field names")
     if len(fields) != len(value) or getattr(value, "__dict__", None):
-        raise encoder.refusal(f"a {_type_name(value)} that holds more than its fields")
+        raise _Refused(f"a {_type_name(value)} that holds more than its fields")
     encoder.classes.add((name, fields))
     if len(encoder.classes) > MAX_NAMEDTUPLES:
-        raise encoder.refusal(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
-    items = encoder.items(value, value)
-    return {"$": "namedtuple", "type": name, "fields": list(fields), "items": items}
+        raise _Refused(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
+    return {"$": "namedtuple", "type": name, "fields": list(fields), "items": encoder.items(value)}
 
 
-def _encode_tensor(encoder: TypedEncoder, ref: Any) -> object:
-    return {"$": "tensor", "name": encoder.text(ref.name)}
-
-
-def _encode_tagged(encoder: TypedEncoder, tagged: Any) -> object:
-    entered = encoder.enter(tagged)
+def _encode_tagged(encoder: _Encoder, tagged: Tagged) -> object:
+    encoder.enter(tagged)
     encoded = encoder.value(tagged.value)
-    encoder.active.remove(entered)
-    return {"$": "ext", "tag": encoder.text(tagged.tag), "value": encoded}
+    encoder.active.remove(id(tagged))
+    return {"$": "ext", "tag": tagged.tag, "value": encoded}
 
 
-_encoders: dict[type, Callable[[TypedEncoder, Any], object]] = {
+_encoders: dict[type, Callable[[_Encoder, Any], object]] = {
     type(None): lambda _, value: value,
     bool: lambda _, value: value,
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,
     str: _encode_str,
-    bytes: _encode_bytes,
-    bytearray: _encode_bytes,
-    list: _encode_list,
-    tuple: _encode_tuple,
+    bytes: lambda _, data: {"$": "bytes", "base64": _base64(data)},
+    bytearray: lambda _, data: {"$": "bytearray", "base64": _base64(data)},
+    list: _Encoder.items,
+    tuple: lambda encoder, value: {"$": "tuple", "items": encoder.items(value)},
     dict: _encode_dict,
     collections.OrderedDict: _encode_pairs,
     set: _encode_set,
     frozenset: _encode_set,
-    collections.deque: _encode_deque,
+    collections.deque: lambda encoder, value: {
+        "$": "deque",
+        "maxlen": value.maxlen,
+        "items": encoder.items(value),
+    },
     range: _encode_bounds,
     slice: _encode_bounds,
-    TensorRef: _encode_tensor,
+    TensorRef: lambda _, ref: {"$": "tensor", "name": ref.name},
     Tagged: _encode_tagged,
 }
 
 
-_Mapping = dict[str, object]
-"""A tagged object: its tag under "$", and its fields."""
-_Field = TypeVar("_Field")
-_HEX = re.compile(r"-?[0-9a-f]+")
-_BITS = re.compile(r"[0-9a-f]{16}")
-
-
-class Malformed(Exception):
+class _Malformed(Exception):
     """A malformed document; `from_parsed` adds its location."""
 
 
-def _decoded(plain: object) -> object:
-    """Return the value of parsed JSON, which is consumed. The walk keeps its own stack, so that the
-    depth of the call stack does not decide whether data is readable. Tagged objects are listed from
-    the outside in, and then replaced by their values from the inside out; in place, because nothing
-    else uses the parsed JSON."""
-    root = [plain]
+def _decode_in_place(root: list[object]) -> None:
+    """Replace all tagged objects by their values, from the inside out. The walk keeps its own
+    stack, so that the depth of the call stack does not decide whether data is readable."""
     classes: set[type] = set()
     for place, key, mapping in reversed(_tagged_objects(root)):
-        tag = cast("str", mapping["$"])
-        decoder, fields = _decoders[tag]
-        if len(mapping) != len(fields) + 1 or not all(field in mapping for field in fields):
-            raise Malformed(f"the fields {sorted(mapping)!r:.200} in a {tag}")
-        place[key] = value = decoder(mapping)
+        tag = cast("str", mapping.pop("$"))
+        decoder, kinds = _decoders[tag]
+        if mapping.keys() != kinds.keys():
+            raise _Malformed(f"the fields {sorted(mapping)!r:.200} in a {tag}")
+        for field, kind in kinds.items():
+            if kind is not object and type(mapping[field]) is not kind:
+                raise _Malformed(f"{_shown(mapping[field])} as the {field} of a {tag}")
+        place[key] = value = decoder(*map(mapping.__getitem__, kinds))
         if tag == "namedtuple":
             classes.add(type(value))
             if len(classes) > MAX_NAMEDTUPLES:
-                raise Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
-    return root[0]
+                raise _Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
 
 
-def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
+def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object]]]:
     """Return every tagged object with its position (container, key), outer ones before inner
     ones."""
-    tagged: list[tuple[Any, Any, _Mapping]] = []
+    tagged: list[tuple[Any, Any, dict[str, object]]] = []
     todo: list[tuple[Any, Any, object, int]] = [(root, 0, root[0], 0)]
     while todo:
         place, key, plain, depth = todo.pop()
-        if type(plain) is list:
-            depth = _deeper(depth)
-            todo.extend((plain, i, item, depth) for i, item in enumerate(plain))
-        elif type(plain) is dict:
-            tag = plain.get("$", plain)  # a dict is never a tag, so `plain` itself means no tag
-            if tag is plain:
-                depth = _deeper(depth)
-                todo.extend((plain, name, item, depth) for name, item in plain.items())
-                continue
+        if depth > MAX_DEPTH:
+            raise _Malformed(f"containers nested more than {MAX_DEPTH} deep")
+        if type(plain) is dict and "$" in plain:
+            tag = plain["$"]
             if type(tag) is not str or tag not in _decoders:
-                raise Malformed(f"the unknown tag {_shown(tag)}")
+                raise _Malformed(f"the unknown tag {_shown(tag)}")
             tagged.append((place, key, plain))
-            if tag in _CONTAINERS:
-                inner = "value" if tag == "ext" else "items"
-                if tag == "ext":
-                    depth = _deeper(depth)  # for the others the list of items counts
-                todo.append((plain, inner, plain.get(inner), depth))
-            elif tag == "complex":
-                todo.extend((plain, part, plain.get(part), depth) for part in ("re", "im"))
+            for field, value in plain.items():
+                if field in ("items", "re", "im"):
+                    todo.append((plain, field, value, depth))  # a list of items counts by itself
+                elif field == "value":
+                    todo.append((plain, field, value, depth + 1))
+        elif type(plain) is dict:
+            for name, item in plain.items():
+                todo.append((plain, name, item, depth + 1))
+        elif type(plain) is list:
+            for number, item in enumerate(plain):
+                todo.append((plain, number, item, depth + 1))
         elif type(plain) is int and not INT_MIN <= plain <= INT_MAX:
-            raise Malformed("an int beyond 64 bits that is not written in hex")
+            raise _Malformed("an int beyond 64 bits that is not written in hex")
     return tagged
-
-
-def _deeper(depth: int) -> int:
-    if depth == MAX_DEPTH:
-        raise Malformed(f"containers nested more than {MAX_DEPTH} deep")
-    return depth + 1
-
-
-def _distinct(items: list[object]) -> set[object]:
-    distinct: set[object] = set()
-    for item in items:
-        if _hashed(item) in distinct:
-            raise Malformed("an item twice in a set")
-        distinct.add(item)
-    return distinct
 
 
 def _shown(value: object) -> str:
@@ -441,151 +379,132 @@ def _hashed(key: object) -> object:
     try:
         hash(key)
     except TypeError:
-        raise Malformed(f"a {type(key).__name__}, which cannot be hashed, as a key") from None
+        raise _Malformed(f"a {type(key).__name__}, which cannot be hashed, as a key") from None
     return key
 
 
-def _field(mapping: _Mapping, field: str, kind: type[_Field]) -> _Field:
-    """Return a field of a tagged object. Raise `Malformed` if it is of another type."""
-    value = mapping[field]
-    if type(value) is not kind:
-        raise Malformed(f"{_shown(value)} as the {field} of a {mapping['$']}")
-    return value
-
-
-def _items(mapping: _Mapping) -> list[object]:
-    return _field(mapping, "items", list)
-
-
-def _from_base64(mapping: _Mapping) -> bytes:
-    try:
-        return base64.b64decode(_field(mapping, "base64", str), validate=True)
-    except ValueError:
-        raise Malformed(f"invalid base64 in a {mapping['$']}") from None
-
-
-def _decode_int(mapping: _Mapping) -> object:
-    text = _field(mapping, "hex", str)
-    if _HEX.fullmatch(text) is None:
-        raise Malformed("an int that is not lower-case hex")
-    return int(text, 16)  # linear time, and without the digit limit of decimals
-
-
-def _decode_float(mapping: _Mapping) -> float:
-    text = _field(mapping, "bits", str)
-    if _BITS.fullmatch(text) is None:
-        raise Malformed("a float that is not 16 hex digits")
-    return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
-
-
-def _decode_complex(mapping: _Mapping) -> object:
-    re, im = mapping["re"], mapping["im"]
-    if type(re) is not float or type(im) is not float:
-        raise Malformed("a complex number whose parts are not floats")
-    return complex(re, im)
-
-
-def _decode_str(mapping: _Mapping) -> object:
-    try:
-        return _from_base64(mapping).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        raise Malformed("a str that is not valid UTF-8") from None
+def _distinct(items: list[object]) -> set[object]:
+    distinct: set[object] = set()
+    for item in items:
+        if _hashed(item) in distinct:
+            raise _Malformed("an item twice in a set")
+        distinct.add(item)
+    return distinct
 
 
 def _fill(into: dict[object, object], items: list[object]) -> dict[object, object]:
     if len(items) % 2:
-        raise Malformed("a key without a value")
+        raise _Malformed("a key without a value")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if _hashed(key) in into:
-            raise Malformed("a key twice in a dict")
+            raise _Malformed("a key twice in a dict")
         into[key] = value
     return into
 
 
-def _decode_deque(mapping: _Mapping) -> object:
-    items, limit = _items(mapping), mapping["maxlen"]
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise _Malformed("invalid base64") from None
+
+
+def _decode_int(text: str) -> int:
+    if re.fullmatch(r"-?[0-9a-f]+", text) is None:
+        raise _Malformed("an int that is not lower-case hex")
+    return int(text, 16)  # linear time, and without the digit limit of decimals
+
+
+def _decode_float(text: str) -> float:
+    if re.fullmatch(r"[0-9a-f]{16}", text) is None:
+        raise _Malformed("a float that is not 16 hex digits")
+    return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _decode_str(text: str) -> str:
+    try:
+        return _from_base64(text).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise _Malformed("a str that is not valid UTF-8") from None
+
+
+def _decode_deque(items: list[object], limit: object) -> collections.deque[object]:
     if limit is None:
         return collections.deque(items)
     if type(limit) is not int or not len(items) <= limit <= sys.maxsize:
-        raise Malformed(f"{_shown(limit)} as the maxlen of a deque of {len(items)}")
+        raise _Malformed(f"{_shown(limit)} as the maxlen of a deque of {len(items)}")
     return collections.deque(items, limit)
 
 
-def _decode_range(mapping: _Mapping) -> object:
-    items = _items(mapping)
-    numbers = [item for item in items if type(item) is int]
-    if len(items) != 3 or len(numbers) != 3 or numbers[2] == 0:
-        raise Malformed("a range that is not three ints with a step")
-    return range(*numbers)
+def _decode_range(items: list[Any]) -> range:
+    if list(map(type, items)) != [int, int, int] or items[2] == 0:
+        raise _Malformed("a range that is not three ints with a step")
+    return range(*items)
 
 
-def _decode_slice(mapping: _Mapping) -> object:
-    items = _items(mapping)
+def _decode_slice(items: list[Any]) -> slice:
     if len(items) != 3:
-        raise Malformed("a slice without three parts")
+        raise _Malformed("a slice without three parts")
     return slice(*items)
 
 
-def _decode_namedtuple(mapping: _Mapping) -> object:
-    items, name = _items(mapping), _field(mapping, "type", str)
-    names = _field(mapping, "fields", list)
-    fields = tuple(field for field in names if type(field) is str)
-    if not len(fields) == len(names) == len(items):
-        raise Malformed("a namedtuple whose fields are not one string for each item")
-    made = namedtuple_class(name, fields)
+def _decode_namedtuple(name: str, names: list[Any], items: list[object]) -> tuple[object, ...]:
+    if not all(type(field) is str for field in names) or len(names) != len(items):
+        raise _Malformed("a namedtuple whose fields are not one string for each item")
+    made = namedtuple_class(name, tuple(names))
     if made is None:
-        raise Malformed("a namedtuple with names that Python would not take")
+        raise _Malformed("a namedtuple with names that Python would not take")
     return tuple.__new__(made, items)
 
 
-_decoders: dict[str, tuple[Callable[[_Mapping], object], tuple[str, ...]]] = {
-    "int": (_decode_int, ("hex",)),
-    "float": (_decode_float, ("bits",)),
-    "complex": (_decode_complex, ("re", "im")),
-    "str": (_decode_str, ("base64",)),
-    "bytes": (_from_base64, ("base64",)),
-    "bytearray": (lambda mapping: bytearray(_from_base64(mapping)), ("base64",)),
-    "tuple": (lambda mapping: tuple(_items(mapping)), ("items",)),
-    "dict": (lambda mapping: _fill({}, _items(mapping)), ("items",)),
-    "ordereddict": (lambda m: _fill(collections.OrderedDict(), _items(m)), ("items",)),
-    "set": (lambda mapping: _distinct(_items(mapping)), ("items",)),
-    "frozenset": (lambda mapping: frozenset(_distinct(_items(mapping))), ("items",)),
-    "deque": (_decode_deque, ("items", "maxlen")),
-    "range": (_decode_range, ("items",)),
-    "slice": (_decode_slice, ("items",)),
-    "namedtuple": (_decode_namedtuple, ("type", "fields", "items")),
-    "tensor": (lambda mapping: TensorRef(_field(mapping, "name", str)), ("name",)),
-    "ext": (lambda m: Tagged(_field(m, "tag", str), m["value"]), ("tag", "value")),
+_decoders: dict[str, tuple[Callable[..., object], dict[str, type]]] = {
+    "int": (_decode_int, {"hex": str}),
+    "float": (_decode_float, {"bits": str}),
+    "complex": (complex, {"re": float, "im": float}),
+    "str": (_decode_str, {"base64": str}),
+    "bytes": (_from_base64, {"base64": str}),
+    "bytearray": (lambda text: bytearray(_from_base64(text)), {"base64": str}),
+    "tuple": (tuple, {"items": list}),
+    "dict": (lambda items: _fill({}, items), {"items": list}),
+    "ordereddict": (lambda items: _fill(collections.OrderedDict(), items), {"items": list}),
+    "set": (_distinct, {"items": list}),
+    "frozenset": (lambda items: frozenset(_distinct(items)), {"items": list}),
+    "deque": (_decode_deque, {"items": list, "maxlen": object}),
+    "range": (_decode_range, {"items": list}),
+    "slice": (_decode_slice, {"items": list}),
+    "namedtuple": (_decode_namedtuple, {"type": str, "fields": list, "items": list}),
+    "tensor": (TensorRef, {"name": str}),
+    "ext": (Tagged, {"tag": str, "value": object}),
 }
-"""Tag → the function that creates its value, and the fields that it has besides "$"."""
-
-_CONTAINERS = frozenset(
-    tag for tag, (_, fields) in _decoders.items() if "items" in fields or tag == "ext"
-)
-
-
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_NAMEDTUPLES",
-    "EncodedDicts",
-    "Tagged",
-    "TensorRef",
-    "decode",
-    "encode",
-    "from_parsed",
-]
+"""Tag → the function that creates its value from its fields, and these fields with their types;
+`object` is any type."""
 
 
 def encode(value: object, kept: EncodedDicts | None = None) -> bytes:
     """Encode `value` as typed JSON. Raise `UsageError` with the path of the first value that cannot
     be encoded. Parts that the last call with the same `kept` encoded are not walked again."""
-    if kept is not None:
-        kept.begin()
-    encoder = TypedEncoder(kept)
+    encoder = _Encoder({} if kept is None else kept)
+    path: list[str | tuple[object]] = []
     try:
-        return json_bytes(encoder.value(value))
+        encoded = json_bytes(encoder.value(value))
+    except _Refused as refused:
+        path, found = refused.path[::-1], str(refused)
     except RecursionError:
-        raise encoder.refusal("nesting too deep for the call stack") from None
+        found = "nesting too deep for the call stack"
+    except UnicodeEncodeError:  # other strings have a form for that
+        found = "the name of a tensor or of a type that is not valid Unicode"
+    else:
+        if kept is not None:
+            kept.clear()
+            kept.update(encoder.met)
+        return encoded
+    raise UsageError(
+        "cannot express a value as typed JSON",
+        where=_path_text(path),
+        expected="plain Python values (docs/format.md lists them)",
+        found=found,
+        remedy="pass allow_pickle=True at save and at load, or keep the value out of the state",
+    )
 
 
 def decode(data: bytes, *, where: str) -> object:
@@ -595,7 +514,9 @@ def decode(data: bytes, *, where: str) -> object:
 
 def from_parsed(plain: object, *, where: str) -> object:
     """Decode a part of a document that `parse` has parsed; `plain` is consumed."""
+    root = [plain]
     try:
-        return _decoded(plain)
-    except Malformed as error:
+        _decode_in_place(root)
+    except _Malformed as error:
         raise CorruptError("cannot read typed JSON", where=where, found=str(error)) from None
+    return root[0]

@@ -1,4 +1,5 @@
-"""The interface of block codecs, and the parts that all of them share: limits and the one error.
+"""The interface of block codecs, the parts that all of them share (limits and the one error), and
+the codec `raw`.
 
 A block is at most 1 MiB. Its elements have 1, 2, 4, 8 or 16 bytes. Bytes at its end that are
 shorter than an element are the tail, which is stored unchanged.
@@ -76,3 +77,27 @@ def joined(parts: Sequence[Part], *, below_bytes: int) -> bytes | None:
 def broken(expected: str, found: str) -> CorruptError:
     """Return the error that every codec raises."""
     return CorruptError("cannot decode a block", expected=expected, found=found)
+
+
+class Raw:
+    """Stores a block unchanged."""
+
+    name = "raw"
+    lossless = True
+    needs = None
+
+    def encode(
+        self, data: memoryview, element_bytes: int, before: memoryview | None
+    ) -> bytes | None:
+        return bytes(data) if takes(data.nbytes, element_bytes) else None
+
+    def decode(
+        self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
+    ) -> bytes:
+        check_declared(size_bytes, element_bytes)
+        if data.nbytes != size_bytes:
+            raise broken(f"{size_bytes} bytes", f"{data.nbytes}")
+        return bytes(data)
+
+
+CODECS: dict[str, BlockCodec] = {"raw": Raw()}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["codec_named", "register"]
 
-OURS = ("patches", "planes", "raw", "subtract")
+OURS = {"patches": "planes", "planes": "planes", "raw": "codec", "subtract": "planes"}
+"""Our own codecs, each with its module."""
 _RESERVED = ("rounded",)
 """Names in files for blocks that no codec decodes (`format.deriving`)."""
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
@@ -61,7 +62,8 @@ def codec_named(name: str) -> BlockCodec:
     """Return the codec with this name. Raise `UsageError` if it, or a module that it requires, is
     missing."""
     if name in OURS:
-        codec: BlockCodec | None = importlib.import_module(f"{__package__}.{name}").CODEC
+        module = importlib.import_module(f"{__package__}.{OURS[name]}")
+        codec: BlockCodec | None = module.CODECS[name]
     else:
         codec = _registered.get(name) or _installed(name)
     if codec is None:
