@@ -44,7 +44,13 @@ class LaststepError(Exception):
         self.expected = expected
         self.found = found
         self.remedy = self.usual_remedy if remedy is None else remedy
-        super().__init__(self._message())
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = self._message()
+        if self.step is None or re.search(rf"\bstep {self.step}\b", text):
+            return text
+        return f"the save of step {self.step} failed: {text}"
 
     def without_remedy(self) -> str:
         """Return the message without remedy and step, for readers who know or cannot apply them."""
@@ -55,16 +61,12 @@ class LaststepError(Exception):
         saves may fail for the same reason."""
         mine = copy.copy(self)
         mine.__cause__, mine.step = self.__cause__, step
-        text = str(self.args[0])
-        named = re.search(rf"\bstep {step}\b", text)
-        mine.args = (text if named else f"the save of step {step} failed: {text}",)
         return mine
 
     def amended(self, **fields: str | None) -> Self:
         """Return a copy of the error with other parts of the message."""
         mine = copy.copy(self)
         vars(mine).update(fields)
-        mine.args = (mine._message(),)  # noqa: SLF001 (a copy of this object)
         return mine
 
     def lacking(self, name: str) -> Self:
@@ -129,9 +131,6 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
     """One text for each entry that both have but that differs in shape, dtype, class or
     structure."""
 
-    def __bool__(self) -> bool:
-        return len(self) > 0
-
     def __len__(self) -> int:
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
@@ -159,23 +158,17 @@ class MismatchError(LaststepError):
         remedy: str,
         what: str = "the checkpoint does not fit the live state",
     ) -> MismatchError:
-        count = len(problems)
-        places = "1 place" if count == 1 else f"{count} places"
+        places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
         error = cls(f"{what} in {places}", where=where, remedy=remedy)
         error.problems = problems
         return error
 
-    def __str__(self) -> str:
-        return super().__str__() + self._lines()
-
-    def without_remedy(self) -> str:
-        return super().without_remedy() + self._lines()
-
-    def _lines(self) -> str:
-        lines = [f"\n  {line}" for line in self.problems.lines()[:_SHOWN_PROBLEMS]]
-        if len(self.problems) > _SHOWN_PROBLEMS:
-            lines.append(f"\n  … and {len(self.problems) - _SHOWN_PROBLEMS} more (see .problems)")
-        return (":" if lines else "") + "".join(lines)
+    def _message(self, *, with_remedy: bool = True) -> str:
+        text, lines = super()._message(with_remedy=with_remedy), self.problems.lines()
+        shown = "".join(f"\n  {line}" for line in lines[:_SHOWN_PROBLEMS])
+        if len(lines) > _SHOWN_PROBLEMS:
+            shown += f"\n  … and {len(lines) - _SHOWN_PROBLEMS} more (see .problems)"
+        return f"{text}:{shown}" if lines else text
 
 
 class StorageError(LaststepError):

@@ -294,116 +294,100 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
         bus.subscribe(ProgressBar())
 
 
-def log_event(event: Event) -> None:
+def log_event(event: Event) -> None:  # noqa: C901 (one case per kind of event)
     """Log one line per change of state, with step, bytes and seconds."""
-    if isinstance(event, Preflight):
-        _log_preflight(event)
-        return
-    level, text = _about_save(event) or _about_run(event) or (logging.NOTSET, "")
-    if text:
-        log.log(level, "%s", text)
-
-
-_Line = tuple[int, str]
-"""A level of the log, and the text."""
-
-
-def _about_save(event: Event) -> _Line | None:
+    level = logging.INFO
     match event:
+        case Preflight():
+            text = _about_preflight(event)
         case SaveStarted():
-            return logging.INFO, f"step {event.step}: saving {human(event.size_bytes)}"
+            text = f"step {event.step}: saving {human(event.size_bytes)}"
         case Captured():
-            return logging.INFO, (
+            text = (
                 f"step {event.step}: captured {human(event.size_bytes)} in {event.seconds:.3f} s, "
                 f"training was held for {event.blocked_s:.4f} s"
             )
         case Durable():
             rate = human(int(event.written_bytes / max(event.seconds, 1e-9)))
             shared = f", {human(event.shared_bytes)} shared" if event.shared_bytes else ""
-            return logging.INFO, (
+            text = (
                 f"step {event.step}: durable after {event.seconds:.3f} s: "
                 f"{human(event.written_bytes)} written ({rate}/s){shared}"
             )
         case Committed():
-            return logging.INFO, (
-                f"step {event.step}: committed as {event.folder} after {event.seconds:.3f} s"
-            )
+            text = f"step {event.step}: committed as {event.folder} after {event.seconds:.3f} s"
         case SaveFailed():
-            return logging.ERROR, f"step {event.step}: the save failed: {event.reason}"
+            level, text = logging.ERROR, f"step {event.step}: the save failed: {event.reason}"
         case SaveSkipped():
-            return logging.WARNING, f"step {event.step}: not saved: {event.reason}"
+            level, text = logging.WARNING, f"step {event.step}: not saved: {event.reason}"
         case TierHolds():
             what = "it" if event.items is None else f"{', '.join(event.items)} of it"
-            return logging.INFO, (
-                f"step {event.step}: {event.tier} has {what} after {event.seconds:.3f} s"
-            )
+            text = f"step {event.step}: {event.tier} has {what} after {event.seconds:.3f} s"
         case TierLags():
-            return logging.WARNING, (
-                f"step {event.step}: {event.tier} does not have it yet: {event.reason}"
-            )
-        case _:
-            return None
-
-
-def _about_run(event: Event) -> _Line | None:
-    match event:
+            level = logging.WARNING
+            text = f"step {event.step}: {event.tier} does not have it yet: {event.reason}"
         case Restored():
-            return logging.INFO, (
+            text = (
                 f"restored step {event.step} from {event.folder}: {human(event.size_bytes)} read "
                 f"in {event.seconds:.3f} s"
             )
         case PassedOver():
-            return logging.WARNING, f"skipped step {event.step} ({event.folder}): {event.reason}"
+            level = logging.WARNING
+            text = f"skipped step {event.step} ({event.folder}): {event.reason}"
         case Pruned():
-            return logging.INFO, f"pruned step {event.step} ({event.folder})"
+            text = f"pruned step {event.step} ({event.folder})"
         case MetricMissing():
-            return logging.WARNING, f"{event.reason}; until one has it, all are kept"
+            level, text = logging.WARNING, f"{event.reason}; until one has it, all are kept"
         case ReplicasDiffer():
+            level = logging.WARNING
             ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
             more = f" and {event.more_ranks} more" if event.more_ranks else ""
-            return logging.WARNING, (
+            text = (
                 f"step {event.step}: {listed(event.tensors) or 'tensors'} differ on {ranks}{more} "
                 f"from rank {event.stored}, whose copy is stored: replicas have diverged"
             )
         case PreemptionSeen():
-            return logging.WARNING, (
-                f"the job will be preempted: {event.cause}, within {event.grace_s:g} s"
-            )
+            level = logging.WARNING
+            text = f"the job will be preempted: {event.cause}, within {event.grace_s:g} s"
         case PreemptionEnded():
-            after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
-            held = listed(event.tiers)
-            if event.committed:
-                return logging.WARNING, (
-                    f"the job ends: step {event.step} is committed, {after}; it is at {held}; "
-                    "nothing is lost"
-                )
-            return logging.ERROR, (
-                f"the job ends: step {event.step} is not committed, {after}: {event.problem}; "
-                f"it is at {held or 'no tier'}; at risk: {event.at_risk}"
-            )
+            level = logging.WARNING if event.committed else logging.ERROR
+            text = _about_end(event)
         case _:
-            return None
+            return
+    log.log(level, "%s", text)
 
 
-def _log_preflight(event: Preflight) -> None:
+def _about_end(event: PreemptionEnded) -> str:
+    after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
+    held = listed(event.tiers)
+    if event.committed:
+        return (
+            f"the job ends: step {event.step} is committed, {after}; it is at {held}; "
+            "nothing is lost"
+        )
+    return (
+        f"the job ends: step {event.step} is not committed, {after}: {event.problem}; "
+        f"it is at {held or 'no tier'}; at risk: {event.at_risk}"
+    )
+
+
+def _about_preflight(event: Preflight) -> str:
+    """Return a line about all saves; log a warning first if the disk is short."""
     kept, needed = event.kept_checkpoints, human(event.needed_disk_bytes)
     free = "free room unknown"
     if event.free_disk_bytes is not None:
         free = f"{human(event.free_disk_bytes)} free"
+        if event.free_disk_bytes < event.needed_disk_bytes:
+            count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
+            log.warning(
+                "the disk is short: %s, %s needed for %s and one on its way", free, needed, count
+            )
     room = "stored bytes grow with the run" if kept is None else f"{needed} needed to keep {kept}"
-    log.info(
-        "every save: %s; host memory up to %s; disk: %s, %s%s",
-        human(event.state_bytes),
-        human(event.host_memory_bytes),
-        free,
-        room,
-        "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s",
+    estimated = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
+    return (
+        f"every save: {human(event.state_bytes)}; host memory up to "
+        f"{human(event.host_memory_bytes)}; disk: {free}, {room}{estimated}"
     )
-    if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
-        count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
-        log.warning(
-            "the disk is short: %s, %s needed for %s and one on its way", free, needed, count
-        )
 
 
 class ProgressBar:
