@@ -12,12 +12,12 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
-from msgspec import structs
+from msgspec import Meta, structs
 
 from laststep.catalog.retention import Keep
-from laststep.checks import checked, plain, shown
+from laststep.checks import checked, did_you_mean, plain, shown
 from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere
 from laststep.constants import with_article
 from laststep.errors import UsageError
@@ -30,9 +30,9 @@ from laststep.settings import (
     Options,
     Preemption,
     Settings,
-    is_words,
+    Words,
 )
-from laststep.state.tensors import is_tensor
+from laststep.state.tensors import is_module, is_optimizer, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,9 +113,9 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
     if values:
         first = type(values[0])
         name = first.__name__.lower()
-        if any(kind.__module__ == "torch.nn.modules.module" for kind in first.__mro__):
+        if is_module(values[0]):
             name = "model"
-        elif any(kind.__module__ == "torch.optim.optimizer" for kind in first.__mro__):
+        elif is_optimizer(values[0]):
             name = "optimizer"
         raise UsageError(
             "only the run may be passed without a name",
@@ -212,17 +212,18 @@ def all_settings(options: object, items: Iterable[str], **own: object) -> Settin
     return Settings(**structs.asdict(rare), **own, compression=modes)  # type: ignore[arg-type]
 
 
+_CompressionModes = Annotated[
+    str | Words,
+    Meta(description="a word such as 'adaptive', or a word for each item, {'optimizer': 'max'}"),
+]
+
+
 def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dict[str, str]:
     """Return the compression per item, or for all items. `here` tells that this process encodes,
     and not the flusher, which knows only codecs of entry points."""
-    modes: Any = dict(asked) if isinstance(asked, Mapping) else plain(asked)
-    if not isinstance(modes, str) and not is_words(modes):
-        raise UsageError(
-            "invalid value of compression",
-            expected="a word such as 'adaptive', or a word for each item, {'optimizer': 'max'}",
-            found=shown(asked),
-            remedy="see docs/guides/smaller.md",
-        )
+    modes: str | dict[str, str] = checked(
+        "compression", asked, _CompressionModes, remedy="see docs/guides/smaller.md"
+    )
     names = [*items, ALL_ITEMS]
     for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
         if item not in names:
@@ -282,13 +283,9 @@ def _check_mode(word: str, *, here: bool) -> None:
 
 
 def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller") -> UsageError:
-    near = difflib.get_close_matches(found.lower(), known, n=1)
-    return UsageError(
-        what,
-        expected=f"one of {', '.join(known)}",
-        found=repr(found),
-        remedy=f"did you mean '{near[0]}'?" if near else f"see docs/guides/{guide}.md",
-    )
+    remedy = did_you_mean(found, known, f"see docs/guides/{guide}.md")
+    expected = f"one of {', '.join(known)}"
+    return UsageError(what, expected=expected, found=repr(found), remedy=remedy)
 
 
 def patterns(only: object) -> tuple[str, ...] | None:

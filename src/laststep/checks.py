@@ -64,9 +64,9 @@ class Checked(msgspec.Struct, metaclass=CheckedMeta, frozen=True, kw_only=True):
         return _ADVICE
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out") -> str:
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f"did you mean '{near[0]}'?" if near else "leave it out"
+    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 def plain(value: object) -> object:

@@ -6,7 +6,6 @@ This module does not know what the settings do, and reads nothing from the envir
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from laststep.errors import UsageError
 from laststep.process.signals import OF_SCHEDULERS
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
+    from collections.abc import Mapping
 
 WAIT_FOR_OTHERS_S = 120.0
 """Longest time that a restore waits for a save that another process has not finished."""
@@ -95,6 +94,7 @@ Every = (
     | Annotated[str, Meta(pattern=f"^(auto|{DURATION})$", description=_OFTEN)]
     | None
 )
+Words = dict[Annotated[str, Meta(min_length=1)], Annotated[str, Meta(min_length=1)]]
 Duration = Annotated[str, Meta(pattern=f"^{DURATION}$", description="a duration such as '6 h'")]
 
 
@@ -172,12 +172,19 @@ class Options(Checked, frozen=True, kw_only=True):
     """The reaction of save() while earlier saves are in the way, an `OnBusy` or its text."""
     progress: bool | None = None
     """Show a progress bar on stderr; None means only if stderr is a terminal."""
-    subscribers: tuple[Any, ...] = ()
+    subscribers: Annotated[
+        tuple[Any, ...], Meta(description="functions that take an event, [on_event]")
+    ] = ()
     """Functions that are called with every event; see `laststep.events`."""
-    lossy: dict[str, str] | None = None
+    lossy: (
+        Annotated[Words, Meta(description="a dict such as {'optimizer/*exp_avg': 'int8'}")] | None
+    ) = None
     """Tensors to round when they are saved: glob patterns over `item/tensor` names, mapped to
     "bf16" or "int8", for example {"optimizer/*exp_avg": "int8"}."""
-    derived: bool | dict[str, str] = False
+    derived: (
+        bool
+        | Annotated[Words, Meta(description="a dict such as {'model/*': 'optimizer/*/master'}")]
+    ) = False
     """Do not store bf16 and fp16 weights that are the rounding of fp32 masters: True to detect
     them, or patterns mapped to those of their masters, {"model/*": "optimizer/state/*/master"}."""
     mtbf: Duration | None = None
@@ -197,15 +204,22 @@ class Options(Checked, frozen=True, kw_only=True):
     """Device memory that captures leave free, in addition to the measured peak of training."""
 
     def __post_init__(self) -> None:
-        given: tuple[object, ...] = (self.lossy, self.derived, self.subscribers)
-        lossy, derived, subscribers = given
-        for name, value in (
-            ("lossy", _words(lossy) if lossy is not None else None),
-            ("derived", derived if isinstance(derived, bool) else _derived(derived)),
-            ("subscribers", _callables(subscribers)),
-        ):
-            msgspec.structs.force_setattr(self, name, value)
         super().__post_init__()
+        if not all(map(callable, self.subscribers)):
+            raise UsageError(
+                "a subscriber cannot be called",
+                expected="functions that take an event",
+                found=shown(self.subscribers),
+                remedy="pass subscribers=[on_event]",
+            )
+        for name, master in self.derived.items() if isinstance(self.derived, dict) else ():
+            if name.count("*") != master.count("*"):
+                raise UsageError(
+                    "derived maps names of tensors to those of their masters",
+                    expected="as many '*' on both sides",
+                    found=f"{name!r}: {master!r}",
+                    remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
+                )
 
     @classmethod
     def unknown(cls, name: str) -> str:
@@ -219,7 +233,7 @@ class Settings(Options, frozen=True, kw_only=True):
     which `Checkpointer` describes."""
 
     every: Every = None
-    compression: str | dict[str, str] = Compression.NONE.value
+    compression: str | Words = Compression.NONE.value
     allow_pickle: bool = False
     new_lineage: bool = False
     host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
@@ -245,57 +259,6 @@ class Settings(Options, frozen=True, kw_only=True):
         cores."""
         cores = max(os.cpu_count() or 1, _READERS_OF_SERVERS if remote else 1)
         return max(min(4 * self.writers, cores) // ranks_here, _READERS_OF_ONE)
-
-
-def _words(value: object) -> dict[str, str]:
-    pairs = dict(value) if isinstance(value, Mapping) else value
-    if is_words(pairs):
-        return pairs
-    raise UsageError(
-        "invalid value of lossy",
-        found=shown(value),
-        expected="patterns of tensors and what they are rounded to",
-        remedy="pass lossy={'optimizer/*exp_avg': 'int8'}, or leave it out",
-    )
-
-
-def is_words(value: object) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and all(
-        isinstance(text, str) and text for pair in value.items() for text in pair
-    )
-
-
-def _derived(asked: object) -> dict[str, str]:
-    """Return patterns of derived tensors and of their masters as a dict."""
-    pairs = dict(asked) if isinstance(asked, Mapping) else asked
-    if not is_words(pairs):
-        raise UsageError(
-            "invalid value of derived",
-            found=shown(asked),
-            expected="True, False, or names of tensors and those of their masters",
-            remedy="pass derived=True, or derived={'model/*': 'optimizer/state/*/master'}",
-        )
-    for name, master in pairs.items():
-        if name.count("*") != master.count("*"):
-            raise UsageError(
-                "derived maps names of tensors to those of their masters",
-                expected="as many '*' on both sides",
-                found=f"{name!r}: {master!r}",
-                remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
-            )
-    return pairs
-
-
-def _callables(subscribers: object) -> tuple[Any, ...]:
-    found = tuple(subscribers) if isinstance(subscribers, Iterable) else None
-    if found is None or not all(map(callable, found)):
-        raise UsageError(
-            "invalid value of subscribers",
-            expected="functions that take an event",
-            found=shown(subscribers),
-            remedy="pass subscribers=[on_event]",
-        )
-    return found
 
 
 def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
