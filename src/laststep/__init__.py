@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `as` exports a name to type checkers
     from laststep import accelerate as accelerate
     from laststep import dcp as dcp
     from laststep import deepspeed as deepspeed
@@ -21,37 +21,57 @@ if TYPE_CHECKING:
     from laststep import megatron as megatron
     from laststep import ray as ray
     from laststep import torchtitan as torchtitan
-    from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
-    from laststep.catalog.retention import Keep
-    from laststep.checkpointer import Checkpointer
-    from laststep.errors import (
-        AbortedError,
-        AlreadyExistsError,
-        CorruptError,
-        LaststepError,
-        MismatchError,
-        NotFoundError,
-        Problems,
-        StorageError,
-        TornCaptureError,
-        UsageError,
-    )
-    from laststep.flush.saves import SaveHandle, SaveReport
-    from laststep.oneoff import load, save
-    from laststep.plan.frequency import IntervalEstimate
-    from laststep.restoring.choose import Skipped
-    from laststep.restoring.restore import Peeked, Restored
-    from laststep.saving.preempting import Preempted
-    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Options, Preemption
-    from laststep.state.items import Deferred
-    from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
-    from laststep.state.modules import trainable
-    from laststep.state.provider import ABSENT, RNG, PerRank, State, StateProvider
-    from laststep.state.tensors import LocalShard, register_tensor_type
-    from laststep.storage.registry import register_store
-    from laststep.tiers.recovery import RecoverReport, recover
-    from laststep.tiers.runs import CopyReport, copy
-    from laststep.tiers.tier import Tier
+    from laststep.browse import Catalog as Catalog
+    from laststep.browse import Checkpoint as Checkpoint
+    from laststep.browse import StoredTensor as StoredTensor
+    from laststep.browse import open as open  # noqa: A004
+    from laststep.catalog.retention import Keep as Keep
+    from laststep.checkpointer import Checkpointer as Checkpointer
+    from laststep.errors import AbortedError as AbortedError
+    from laststep.errors import AlreadyExistsError as AlreadyExistsError
+    from laststep.errors import CorruptError as CorruptError
+    from laststep.errors import LaststepError as LaststepError
+    from laststep.errors import MismatchError as MismatchError
+    from laststep.errors import NotFoundError as NotFoundError
+    from laststep.errors import Problems as Problems
+    from laststep.errors import StorageError as StorageError
+    from laststep.errors import TornCaptureError as TornCaptureError
+    from laststep.errors import UsageError as UsageError
+    from laststep.flush.saves import SaveHandle as SaveHandle
+    from laststep.flush.saves import SaveReport as SaveReport
+    from laststep.oneoff import load as load
+    from laststep.oneoff import save as save
+    from laststep.plan.frequency import IntervalEstimate as IntervalEstimate
+    from laststep.restoring.choose import Skipped as Skipped
+    from laststep.restoring.restore import Peeked as Peeked
+    from laststep.restoring.restore import Restored as Restored
+    from laststep.saving.preempting import Preempted as Preempted
+    from laststep.settings import Capture as Capture
+    from laststep.settings import CompareReplicas as CompareReplicas
+    from laststep.settings import FlushIn as FlushIn
+    from laststep.settings import OnBusy as OnBusy
+    from laststep.settings import Options as Options
+    from laststep.settings import Preemption as Preemption
+    from laststep.state.items import Deferred as Deferred
+    from laststep.state.layouts import Flat as Flat
+    from laststep.state.layouts import Mesh as Mesh
+    from laststep.state.layouts import Replicate as Replicate
+    from laststep.state.layouts import Shard as Shard
+    from laststep.state.layouts import Sharded as Sharded
+    from laststep.state.modules import trainable as trainable
+    from laststep.state.provider import ABSENT as ABSENT
+    from laststep.state.provider import RNG as RNG
+    from laststep.state.provider import PerRank as PerRank
+    from laststep.state.provider import State as State
+    from laststep.state.provider import StateProvider as StateProvider
+    from laststep.state.tensors import LocalShard as LocalShard
+    from laststep.state.tensors import register_tensor_type as register_tensor_type
+    from laststep.storage.registry import register_store as register_store
+    from laststep.tiers.recovery import RecoverReport as RecoverReport
+    from laststep.tiers.recovery import recover as recover
+    from laststep.tiers.runs import CopyReport as CopyReport
+    from laststep.tiers.runs import copy as copy
+    from laststep.tiers.tier import Tier as Tier
 
 _WHERE = {
     "laststep.checkpointer": ("Checkpointer",),
@@ -99,60 +119,8 @@ _ADAPTERS = frozenset(
 )
 """Modules that import another framework, which the extra of the same name installs."""
 
-__all__ = [
-    "ABSENT",
-    "RNG",
-    "AbortedError",
-    "AlreadyExistsError",
-    "Capture",
-    "Catalog",
-    "Checkpoint",
-    "Checkpointer",
-    "CompareReplicas",
-    "CopyReport",
-    "CorruptError",
-    "Deferred",
-    "Flat",
-    "FlushIn",
-    "IntervalEstimate",
-    "Keep",
-    "LaststepError",
-    "LocalShard",
-    "Mesh",
-    "MismatchError",
-    "NotFoundError",
-    "OnBusy",
-    "Options",
-    "Peeked",
-    "PerRank",
-    "Preempted",
-    "Preemption",
-    "Problems",
-    "RecoverReport",
-    "Replicate",
-    "Restored",
-    "SaveHandle",
-    "SaveReport",
-    "Shard",
-    "Sharded",
-    "Skipped",
-    "State",
-    "StateProvider",
-    "StorageError",
-    "StoredTensor",
-    "Tier",
-    "TornCaptureError",
-    "UsageError",
-    "__version__",
-    "copy",
-    "load",
-    "open",
-    "recover",
-    "register_store",
-    "register_tensor_type",
-    "save",
-    "trainable",
-]
+__all__ = ["__version__"]
+__all__ += list(_HOME)
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
+import torch
 from msgspec import Meta, structs
 
 from laststep.catalog.retention import Keep
@@ -32,12 +33,10 @@ from laststep.settings import (
     Settings,
     Words,
 )
-from laststep.state.tensors import is_module, is_optimizer, is_tensor
+from laststep.state.tensors import is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from laststep.tiers.tier import Tier
 
@@ -113,9 +112,9 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
     if values:
         first = type(values[0])
         name = first.__name__.lower()
-        if is_module(values[0]):
+        if isinstance(values[0], torch.nn.Module):
             name = "model"
-        elif is_optimizer(values[0]):
+        elif isinstance(values[0], torch.optim.Optimizer):
             name = "optimizer"
         raise UsageError(
             "only the run may be passed without a name",

@@ -48,12 +48,9 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.flush.protocol import Role
     from laststep.flush.saves import SaveHandle
-    from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
     from laststep.restoring.restore import Peeked, Restored
-    from laststep.saving.describe import TakenState
     from laststep.settings import Options, Preemption
-    from laststep.state.collecting import CollectCache
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +123,6 @@ class Checkpointer(single.OnlyOne):
             lossy=settings.lossy,
             partial_tiers=arguments.partial_tiers(places.replicas, named, settings.derived),
         )
-        self._caches: dict[str, CollectCache] = {}
-        """Per item, the description of the last save, to recognise unchanged state."""
         self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()
@@ -141,6 +136,9 @@ class Checkpointer(single.OnlyOne):
             bus=Bus(),
         )
         self.path = context.store.url
+        self._take = functools.partial(
+            take_state, context.providers, {}, allow_pickle=settings.allow_pickle
+        )
         self._deferred = [one for one in context.providers.values() if isinstance(one, Deferred)]
         teaming.check_own(context.providers, rank)
         if rank.is_first or not context.store.same_everywhere:
@@ -149,33 +147,26 @@ class Checkpointer(single.OnlyOne):
         asked = arguments.preemption(preemption)
         self._ending = None if asked is None else Preempting(asked, rank, context.bus)
         with signals.defer_signals():
-            self._start()
+            self._work = work = start_parts(context)
+            self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
+            self._team, self._saves = work.team, work.saves
+            self._capturer.at_optimizer_step(1, work.start_early)
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, system.weakly(self._rehearse))
+            self._dropped = work.outlive(self)
+            self._resuming = Resuming(context, work)
+            past = self._client.instance.past
+            self._schedule = scheduling.Schedule(
+                settings, rank, past, may_only_end=self._ending is not None
+            )
+            choose.enter(work, self.path, RunningParts.under_way)
         if self._ending is not None:
             self._ending.install()  # not inside `defer_signals`, which replaces handlers
-
-    def _start(self) -> None:
-        self._work = work = start_parts(self._context)
-        self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
-        self._team, self._saves = work.team, work.saves
-        self._capturer.at_optimizer_step(1, self._work.start_early)
-        self._capturer.at_optimizer_step(_REHEARSAL_STEP, system.weakly(self._rehearse))
-        self._dropped = self._work.outlive(self)
-        self._resuming = Resuming(self._context, work)
-        self._schedule = scheduling.Schedule(
-            self._context.settings,
-            self._context.rank,
-            self._client.instance.past,
-            may_only_end=self._ending is not None,
-        )
-        choose.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<Checkpointer of {self.path}: {', '.join(self._context.providers)}{state}>"
 
-    @staticmethod
-    def _who() -> Rank:
-        return this_rank()
+    _who = staticmethod(this_rank)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -246,6 +237,8 @@ class Checkpointer(single.OnlyOne):
             early = self._capturer.start_early(last.copies)
         try:
             self._resuming.saves()
+            if self._team is not None:
+                teaming.refuse_mixed(self._context.providers)
             taken = self._take(asked.metrics, asked.metadata)
             if self._deferred:
                 self._look_at_late()
@@ -340,7 +333,9 @@ class Checkpointer(single.OnlyOne):
     def _meet_to_stop(self) -> KeyValueStore:
         """Connect several ranks, so that they agree on the step at which they stop. Collective."""
         with signals.defer_signals():
-            return teaming.kv_to_stop(self._team, self._resuming.all_ranks("step()"))
+            ranks = self._resuming.all_ranks("step()")
+            assert self._team is not None  # noqa: S101 (only with several ranks)
+            return self._team.new_kv(ranks, "stop")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed and return True; return False after `timeout_s`
@@ -543,14 +538,6 @@ class Checkpointer(single.OnlyOne):
             self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
             self._capturer.prepare(prepared.copies, sources)
         return True
-
-    def _take(self, metrics: Mapping[str, object], metadata: object) -> TakenState:
-        if self._team is not None:
-            teaming.refuse_mixed(self._context.providers)
-        allow_pickle = self._context.settings.allow_pickle
-        return take_state(
-            self._context.providers, self._caches, metrics, metadata, allow_pickle=allow_pickle
-        )
 
 
 class Turn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -62,9 +63,7 @@ _QUIET = Options(flush=FlushIn.THREAD, progress=False)
 class _SoleCheckpointer(Checkpointer):
     """A Checkpointer for this process only, even if its job has other ranks."""
 
-    @staticmethod
-    def _who() -> Rank:
-        return Rank(0, 1)
+    _who = staticmethod(functools.partial(Rank, 0, 1))
 
 
 def save(
@@ -112,8 +111,10 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
             found="a checkpoint of a run" if parse_folder(name) else "something else",
             remedy="choose another path, or remove it",
         )
+    ours = (MANIFEST_NAME, index_name(0), PIN_NAME)
+    ends = (".safetensors", ".pack", ".lock")
     names = sorted(entry.name for entry in Path(real).iterdir())
-    if others := [name for name in names if not _is_stored(name)]:
+    if others := [name for name in names if name not in ours and not name.endswith(ends)]:
         raise AlreadyExistsError(
             "the folder to be replaced contains other files",
             where=full,
@@ -122,12 +123,6 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
             remedy="choose another path, or move them elsewhere: they would be deleted",
         )
     return real
-
-
-def _is_stored(name: str) -> bool:
-    """Return True if laststep wrote a file of this name in the folder of a checkpoint."""
-    own = (MANIFEST_NAME, index_name(0), PIN_NAME)
-    return name in own or name.endswith((".safetensors", ".pack", ".lock"))
 
 
 @contextlib.contextmanager
@@ -197,7 +192,8 @@ def _clear(beside: Store, name: str) -> None:
 
 
 def _put(made: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename a checkpoint to its target, which another process may have created meanwhile."""
+    """Rename a checkpoint to its target, or exchange it with a folder that is there, or that
+    another process creates meanwhile."""
     if not os.path.lexists(target):
         try:
             made.rename(target)
@@ -206,18 +202,15 @@ def _put(made: Path, target: Path, *, overwrite: bool) -> None:
                 raise
         else:
             return
-    _exchange(made, Path(_to_replace(str(target), overwrite=overwrite)))
-
-
-def _exchange(made: Path, target: Path) -> None:
+    real = _to_replace(str(target), overwrite=overwrite)
     try:
-        Disk().exchange(str(made), str(target))
+        Disk().exchange(str(made), real)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
         raise StorageError(
             "this filesystem cannot replace a folder atomically",
-            where=str(target),
+            where=real,
             expected="one that can exchange two names, as ext4, XFS, Btrfs and tmpfs can",
             found=str(error.strerror),
             remedy="remove the folder first, or save to another path",
@@ -254,17 +247,43 @@ def load(
 
     def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
         where = f"{store.url}/{checkpoint.folder}" if is_run else store.url
-        with signals.defer_signals(), system.translate_oom("load"), checkpoint.advising():
-            return _load(
-                checkpoint,
-                into,
-                rank,
-                where,
-                target,
-                is_run=is_run,
-                allow_pickle=allow_pickle,
+        me = this_rank()
+        alone = Ranks(me)
+        own = me.number if me.number < checkpoint.ranks else 0
+        with (
+            signals.defer_signals(),
+            system.translate_oom("load"),
+            checkpoint.advising(),
+            checkpoint.of_rank(own if rank is None else rank) as seen,
+            ReadBuffers(_READERS) as room,
+        ):
+            content = seen.content()
+            single = not is_run and set(content.items) == {VALUE}
+            if into is None:
+                matches = [load_item(item, target) for item in content.items.values()]
+                if rank is None:
+                    _tell_whose(seen, matches, own, me)
+                Transfer(content, matches, alone).run(room, _READERS)
+                values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
+                return values[VALUE] if single else values
+            providers = providers_for({VALUE: into} if single else _items_in(into, content))
+            found = plan_restore(
+                content,
+                providers,
+                None,
                 strict=strict,
+                where=where,
+                remedy=_remedy(seen, rank),
+                # Per-rank items of an explicitly chosen rank fit any number of ranks.
+                ranks=alone if rank is None else Ranks(Rank(rank, seen.ranks)),
             )
+            if rank is None:
+                taken = [match for match in found.matches if match.item.name not in found.derived]
+                _tell_whose(seen, taken, own, me)
+            Transfer(content, found.matches, alone).run(room, _READERS)
+            compare_aliases(found, alone)
+            hand_over(content, found, providers, room, me, allow_pickle=allow_pickle)
+            return into
 
     if not is_checkpoint(store):
         catalog = _open_run(path, store)
@@ -289,51 +308,6 @@ def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
     with contextlib.suppress(LaststepError):
         return open_folder(open_store(path).url).created_s != checkpoint.created_s
     return False
-
-
-def _load(
-    checkpoint: Checkpoint,
-    into: object,
-    rank: int | None,
-    where: str,
-    device: str,
-    *,
-    is_run: bool,
-    allow_pickle: bool,
-    strict: bool,
-) -> object:
-    me = this_rank()
-    alone = Ranks(me)
-    own = me.number if me.number < checkpoint.ranks else 0
-    checkpoint = checkpoint.of_rank(own if rank is None else rank)
-    with contextlib.closing(checkpoint), ReadBuffers(_READERS) as room:
-        content = checkpoint.content()
-        single = not is_run and set(content.items) == {VALUE}
-        if into is None:
-            matches = [load_item(item, device) for item in content.items.values()]
-            if rank is None:
-                _tell_whose(checkpoint, matches, own, me)
-            Transfer(content, matches, alone).run(room, _READERS)
-            values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
-            return values[VALUE] if single else values
-        providers = providers_for({VALUE: into} if single else _items_in(into, content))
-        found = plan_restore(
-            content,
-            providers,
-            None,
-            strict=strict,
-            where=where,
-            remedy=_remedy(checkpoint, rank),
-            # Per-rank items of an explicitly chosen rank fit any number of ranks.
-            ranks=alone if rank is None else Ranks(Rank(rank, checkpoint.ranks)),
-        )
-        if rank is None:
-            taken = [match for match in found.matches if match.item.name not in found.derived]
-            _tell_whose(checkpoint, taken, own, me)
-        Transfer(content, found.matches, alone).run(room, _READERS)
-        compare_aliases(found, alone)
-        hand_over(content, found, providers, room, me, allow_pickle=allow_pickle)
-        return into
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:

@@ -10,7 +10,6 @@ and records whether it is decided which checkpoint the first save follows.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -19,6 +18,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.capture.capture import Capturer
@@ -76,16 +76,13 @@ def start_parts(context: RunContext) -> RunningParts:
     pool, segment = _pool(context, cap, pinned=bool(on_device))
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     client = _client(context, pool, segment)
-    parts = RunningParts(store.url, pool, capturer, client, segment)
     staged = capturer.start(on_device)
     if segment is not None:
         left_behind = functools.partial(_left_behind, segment, ranks_on_this_node(rank))
         pool.share(left_behind, least_bytes=expected)
-    pool.want(parts.sets * expected, without_pauses=not staged)
     try:
         signals.check_signals()
-        if rank.ranks > 1:
-            parts.join(teaming.gather(context, client))
+        team = teaming.gather(context, client) if rank.ranks > 1 else None
     except BaseException:
         # A Checkpointer that fails to start must leave no hook, thread or memory behind.
         capturer.close()
@@ -93,6 +90,8 @@ def start_parts(context: RunContext) -> RunningParts:
         if segment is not None:
             segment.remove()
         raise
+    parts = RunningParts(store.url, pool, capturer, client, segment, team)
+    pool.want(parts.sets * expected, without_pauses=not staged)
     return parts
 
 
@@ -176,6 +175,7 @@ class RunningParts:
         capturer: Capturer,
         client: Client,
         segment: Segment | None = None,
+        team: CommitThread | None = None,
     ) -> None:
         self._run = run
         self._pid = os.getpid()
@@ -184,24 +184,23 @@ class RunningParts:
         self.ends_well = False
         """True if training ended normally: then the shared memory is no longer needed."""
         self.pool, self.capturer, self.client, self.segment = pool, capturer, client, segment
-        self.team: CommitThread | None = None
+        self.team = team
         """The thread that commits together with other ranks."""
         self.saves: Saves = client.saves
         self.has_saved = False
         """True once a save has begun."""
         self._is_over: Callable[[], bool] = bool  # never
-        ends = [capturer.close, client.close, pool.close]
-        if segment is not None:
-            ends.append(self._free_segment)
-        self._ends = collections.deque(ends)
+        self._ends: list[Callable[[], None]] = [
+            capturer.close,
+            *([] if team is None else [team.close]),
+            client.close,
+            pool.close,
+            self._free_segment,
+        ]
         """The functions still to be called to end everything, in order."""
         self._starter: threads.Worker | None = None
         self.sets = 1 if segment is None else 2
         """How many saves must fit into memory: two if the last one is kept there."""
-
-    def join(self, team: CommitThread) -> None:
-        self.team = team
-        self._ends.insert(1, team.close)
 
     def start_early(self) -> bool:
         """Start the flusher in the background, because saves will follow. If that fails, the first
@@ -231,8 +230,8 @@ class RunningParts:
         except LaststepError:
             self.client.up.set()  # it will not start: wake the waiters
 
-    def under_way(self) -> tuple[SaveHandle, ...]:
-        return tuple(save.handle for save in self.saves.under_way())
+    def under_way(self) -> list[SaveHandle]:
+        return list(map(attrgetter("handle"), self.saves.under_way()))
 
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until all saves are over, whatever their outcome; return False at the timeout."""
@@ -270,7 +269,7 @@ class RunningParts:
                 with self._in_time():
                     while self._ends:
                         self._ends[0]()
-                        self._ends.popleft()
+                        del self._ends[0]
             finally:
                 self._is_closing = False
 
@@ -344,8 +343,7 @@ class RunningParts:
             self._leave()
 
     def _leave(self) -> None:
-        frees = self._free_segment in self._ends
-        self._ends.clear()
+        frees, self._ends = self._free_segment in self._ends, []
         for save in self.saves.all():
             if not save.over and save.reached < SaveState.CAPTURED:
                 save.seen = True
@@ -396,14 +394,6 @@ class RunningParts:
             log.error("a save failed and its error was never raised: %s", error)
 
 
-class _Peek(NamedTuple):
-    """The checkpoint that `peek()` returned."""
-
-    peeked: Peeked
-    elsewhere: set[str]
-    """The items that were not, or not completely, read from the primary."""
-
-
 class _Origin(NamedTuple):
     """The checkpoint that the live state of an item comes from, until the next save."""
 
@@ -424,7 +414,10 @@ class Resuming:
         self._resumed = False
         self._knows_lineage = context.settings.new_lineage
         """True once it is decided which checkpoint the first save continues."""
-        self._peek: _Peek | None = None
+        self._peek: Peeked | None = None
+        """The checkpoint that `peek()` returned."""
+        self._elsewhere: set[str] = set()
+        """The items of it that were not, or not completely, read from the primary."""
         self._damaged: frozenset[str] = frozenset()
         """Checkpoints that `peek()` returned and that were then found damaged."""
 
@@ -432,12 +425,9 @@ class Resuming:
     def mixed(self) -> str | None:
         """A checkpoint that is only partly in the live state, so that nothing may be saved; else
         None."""
-        if not self._origins:
-            return None
-        origins = list(self._origins.values())
-        broken = [origin.folder for origin in origins if not origin.is_all]
-        several = {origin.folder for origin in origins}
-        return broken[0] if broken else min(several) if len(several) > 1 else None
+        folders = {origin.folder for origin in self._origins.values()}
+        broken = {origin.folder for origin in self._origins.values() if not origin.is_all}
+        return min(broken or folders) if broken or len(folders) > 1 else None
 
     def all_ranks(self, call: str) -> Ranks:
         """Return the ranks that restore together and meet for `step()`. Collective at first."""
@@ -467,9 +457,9 @@ class Resuming:
                     "try a copy of the run, or start a new run elsewhere"
                 ),
             )
-        self._peek = None if found is None else _Peek(found, set())
-        if earlier is not None and found is not None and found.folder == earlier.peeked.folder:
-            self._peek = earlier
+        self._peek = found
+        if earlier is None or found is None or found.folder != earlier.folder:
+            self._elsewhere = set()
         return found
 
     def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
@@ -477,7 +467,7 @@ class Resuming:
         ranks are ready."""
         peek = self._peek = self._peek if wanted.step is None else None
         if peek is not None:
-            wanted = replace(wanted, peeked=peek.peeked.folder)
+            wanted = replace(wanted, peeked=peek.folder)
         remote = self._store.same_everywhere
         try:
             with (
@@ -499,29 +489,36 @@ class Resuming:
         except (CorruptError, NotFoundError) as error:
             if peek is None:
                 raise
-            raise self._let_go(peek, error) from error
+            self._peek, offered = None, "another"  # the next `peek()` may return another
+            if isinstance(error, CorruptError):
+                self._damaged |= {peek.folder}
+                offered = "the next older"
+            remedy = f"call peek() again for {offered} one, and restore all of it"
+            raise error.amended(remedy=remedy) from error
         self._knows_lineage = True
         if outcome is None:
             self._work.saves.restored(0)
-            self._work.client.continue_from(_continuing(None, self._seen))
+            self._work.client.continue_from(Continue(seen=self._seen))
             return Restored(step=None, next_step=0)
         self._go_on(outcome, wanted, before, peek)
         restored = outcome.restored
-        before_peek = () if peek is None else peek.peeked.skipped
+        before_peek = () if peek is None else peek.skipped
         return replace(restored, skipped=(*before_peek, *restored.skipped))
 
     def _touch(self, only: Sequence[str] | None, folder: str) -> None:
         """Record that the selected items are incomplete from now on: they hold neither their old
         state nor the stored one until everything is read."""
-        touched = [item for item in self._context.providers if selection(only, item)[0]]
-        self._origins = self._origins | dict.fromkeys(touched, _Origin(folder, is_all=False))
+        self._origins = dict(self._origins)
+        for item in self._context.providers:
+            if selection(only, item)[0]:
+                self._origins[item] = _Origin(folder, is_all=False)
 
     def _go_on(
         self,
         outcome: Outcome,
         wanted: RestoreRequest,
         before: dict[str, _Origin],
-        peek: _Peek | None,
+        peek: Peeked | None,
     ) -> None:
         """Record the origins of the restored items and let saves continue the checkpoint. A partial
         restore without a peek leaves the origins of all other items unknown; partial restores after
@@ -534,11 +531,11 @@ class Resuming:
             ]
             this = _Origin(found.folder, is_all=True)
             before = before | dict.fromkeys(items, this)
-            peek.elsewhere.difference_update(items)
+            self._elsewhere.difference_update(items)
             if not outcome.was_in_primary:
-                peek.elsewhere.update(items)
+                self._elsewhere.update(items)
             of_this = {item for item, origin in before.items() if origin == this}
-            was_read = of_this >= self._context.providers.keys() and not peek.elsewhere
+            was_read = of_this >= self._context.providers.keys() and not self._elsewhere
         elif only is None:
             before = {}
         if not outcome.mixed:
@@ -549,18 +546,6 @@ class Resuming:
             self._work.saves.restored(found.step, found.lineage_steps)
             self._resumed = True
 
-    def _let_go(
-        self, peek: _Peek, error: CorruptError | NotFoundError
-    ) -> CorruptError | NotFoundError:
-        """Release a peeked checkpoint that cannot be restored, so that the next `peek()` returns
-        another. Returns the error to raise."""
-        self._peek = None
-        offered = "another"
-        if isinstance(error, CorruptError):
-            self._damaged |= {peek.peeked.folder}
-            offered = "the next older"
-        return error.amended(remedy=f"call peek() again for {offered} one, and restore all of it")
-
     def saves(self) -> None:
         """Prepare for a save. The first one without a restore() raises `UsageError` if it would
         abandon checkpoints of the run."""
@@ -569,7 +554,7 @@ class Resuming:
         if not self._knows_lineage:
             seen = self._work.client.instance.newest_point()
             refuse_to_leave(newest_of(self._store), self._store.url)
-            self._work.client.continue_from(_continuing(None, seen))
+            self._work.client.continue_from(Continue(seen=seen))
             self._knows_lineage = True
 
     def continue_newest(self) -> None:

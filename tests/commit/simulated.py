@@ -80,7 +80,7 @@ class Clock:
         while True:
             with self._changed:
                 seen, late = self._changes, self.now_s >= until_s
-            if (found := look()) is not None or late:
+            if (found := look()) or late:
                 return found
             with self._changed:
                 if self._changes != seen:
@@ -175,22 +175,21 @@ class MemoryBoard:
     ) -> dict[str, bytes]:
         wanted = list(names)
 
-        def look() -> dict[str, bytes] | None:
-            notes = self.look_all(wanted)
-            if len(notes) == len(wanted):
-                return notes
-            if meanwhile is not None:
+        def look() -> bool:
+            found = len(self.look_all(wanted)) == len(wanted)
+            if not found and meanwhile is not None:
                 meanwhile()
-            return None
+            return found
 
-        return self.until(look, until_s) or self.look_all(wanted)
+        self.until(look, until_s)
+        return self.look_all(wanted)
 
     def _answered(self) -> bool:
         """Whether the store answers a question as long as somebody waits for that."""
         if self.reaches():
             return True
         until_s = self._clock.now_s + DEADLINE_S
-        return self._clock.until(lambda: self.reaches() or None, until_s) is not None
+        return self._clock.until(self.reaches, until_s)
 
 
 class Killed(BaseException):
@@ -377,7 +376,7 @@ class SimulatedRank:
         part, clock = self._participant, self._job.clock
         while (rest_s := part.rest_s()) is not None:
             until_s = clock.now_s + rest_s
-            if clock.until(lambda: True if self._begun != begun else None, until_s):
+            if clock.until(lambda: self._begun != begun, until_s):
                 return
             part.look_up()
 

@@ -68,7 +68,7 @@ def said(one: object, other: object) -> str:
         (
             {"p": {"a": 1, "b": 2}},
             {"p": {"b": 2, "a": 1}},
-            ("extra/p", "rank 3", "rank 1", "'b'", "'a'", "0"),
+            ("extra/p", "['a', 'b']", "rank 1", "['b', 'a']", "rank 3"),
         ),
         ({"a": 1, 2: 2}, {2: 2, "a": 1}, ("extra", "rank 3")),
         (dict.fromkeys(range(999), 0), dict.fromkeys(range(998, -1, -1), 0), ("extra", "rank 3")),

@@ -37,9 +37,8 @@ _SHORT = 40
 _MOST = 10_000
 _DIGEST = b"\0"
 """Prefix of a digest; the text of a value never starts with it."""
-_ORDER, _ORDER_SHOWN = "\0", 200
-"""Prefix of the name under which a dict's key order is published, and the size limit of that list
-in bytes."""
+_ORDER = "\0"
+"""Prefix of the name under which the keys of a dict are published, in their order."""
 
 Values = dict[str, bytes]
 
@@ -57,19 +56,20 @@ def values_of(encoded: bytes) -> Values:
 def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
     """Describe the first difference, from the values that the two ranks published in time."""
     item, (rank, other) = differing.item, differing.ranks
-    mine, theirs = shown.get(rank, {}), shown.get(other, {})
-    differing_names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-    names = [name for name in differing_names if not name.startswith(_ORDER)]
+    mine, theirs = shown.get(rank), shown.get(other)
+    names: list[str] = []
+    if mine is not None and theirs is not None:
+        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        # Other keys are named by their values; the order counts if nothing else differs.
+        names = [name for name in names if not name.startswith(_ORDER)] or names
     remedy = "make it equal on all ranks, or wrap the item in laststep.PerRank"
-    if rank in shown and other in shown and differing_names and not names:
-        name = differing_names[0]
-        text = _of_order(item, name, mine.get(name, b""), theirs.get(name, b""), (rank, other))
-        return f"{text}; the order is part of the state: {remedy}"
-    if rank not in shown or other not in shown or not names:
+    if mine is None or theirs is None or not names:
         return f"item {item!r} differs between rank {rank} and rank {other}; {remedy}"
-    name = names[0]
+    name = names[0].removeprefix(_ORDER)
     where = f"{item}/{name}" if name else item
-    values = (mine.get(name, b"nothing"), theirs.get(name, b"nothing"))
+    if names[0].startswith(_ORDER):
+        where = f"the order of the keys of {where}, which is part of the state,"
+    values = (mine.get(names[0], b"nothing"), theirs.get(names[0], b"nothing"))
     if any(value.startswith(_DIGEST) for value in values):
         text = f"{where} differs between rank {rank} and rank {other}"
     else:
@@ -77,17 +77,6 @@ def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
         text = f"{where} is {first} on rank {rank} and {second} on rank {other}"
     more = f", and {len(names) - 1} more of its values differ" if names[1:] else ""
     return f"{text}{more}; {remedy}"
-
-
-def _of_order(item: str, name: str, mine: bytes, theirs: bytes, ranks: tuple[int, int]) -> str:
-    """Return a message that names the first position at which the dict keys of two ranks differ."""
-    where = f"{item}/{name[1:]}" if name[1:] else item
-    keys = [keys.decode(errors="replace").split("\n") for keys in (mine, theirs)]
-    text = f"{where} has its keys in a different order on rank {ranks[1]} than on rank {ranks[0]}"
-    for at, (first, second) in enumerate(zip(*keys, strict=False)):
-        if first != second and _DIGEST.decode() not in first + second:
-            return f"{text}: {second} and not {first} at place {at}"
-    return text
 
 
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]]:
@@ -98,7 +87,7 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
         yield name_of(path), _written(inside.owner)
         yield from _walk(inside.state, path)
     elif isinstance(value, dict) and value:
-        yield _ORDER + name_of(path), _keys(value)
+        yield _ORDER + name_of(path), _written(list(value))
         for key, inner in value.items():
             yield from _walk(inner, (*path, key))
     elif isinstance(value, list | tuple | deque) and not PLAIN.issuperset(map(type, value)):
@@ -106,14 +95,6 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
             yield from _walk(inner, (*path, number))
     else:
         yield name_of(path), _written(value)
-
-
-def _keys(value: dict[object, object]) -> bytes:
-    """Return the keys of a dict in order, one per line; of a long list some and a digest of all."""
-    text = "\n".join(map(repr, value)).encode()
-    if len(text) <= _ORDER_SHOWN:
-        return text
-    return text[:_ORDER_SHOWN].rpartition(b"\n")[0] + b"\n" + _DIGEST + digest(text)
 
 
 def _written(value: object) -> bytes:

@@ -128,7 +128,6 @@ class GlobalLayouts:
         self._rank = rank
         self.kv = kv
         self._deadline_s = deadline_s
-        self._grace_s = grace_s(deadline_s)
         self._lock = threading.Lock()
         self._number = time.time_ns() // 1_000_000
         """The number of rank 0's last call. It starts at the current time in ms, so that it is
@@ -183,7 +182,7 @@ class GlobalLayouts:
                 self._called_s = None
                 return
             self._called_s = self._called_s or self.kv.now_s()
-            if self.kv.now_s() - self._called_s >= self._grace_s:
+            if self.kv.now_s() - self._called_s >= grace_s(self._deadline_s):
                 self._called_s = None
                 self._agree(None)
         finally:
@@ -388,9 +387,9 @@ class GlobalLayouts:
             return None
 
         until_s = began_s + self._deadline_s + margin_s(self._deadline_s) / 2
-        if (settled := self.kv.until(look, until_s)) is None:
-            raise self._missing([0])
-        return settled
+        if settled := self.kv.until(look, until_s):
+            return settled
+        raise self._missing([0])
 
     def _refusal_of_first(self, step: int | None) -> str | None:
         """Return why rank 0 takes no part in this rank's save of `step`, if it has said so."""

@@ -289,12 +289,11 @@ class Participant:
             return Receipt(problem=round_.problem)
         began_s, durable = self.kv.now_s(), round_.save.handle.durable
 
-        def look() -> bool | None:
-            if durable.over():
-                return True
-            self._join_layouts()
-            self._listen(round_)
-            return None
+        def look() -> bool:
+            if not durable.over():
+                self._join_layouts()
+                self._listen(round_)
+            return durable.over()
 
         self.kv.until(look, rest=durable.over_within)
         round_.own_s += self.kv.now_s() - began_s
@@ -345,13 +344,9 @@ class Participant:
 
     def _await_flusher(self, save: Save, until_s: float | None = None) -> None:
         """Wait until the flusher has reported a decided save's outcome or has died."""
-
-        def look() -> bool | None:
-            return True if save.over or save.lost is not None else None
-
         if until_s is None:
             until_s = self.kv.now_s() + self.deadline_s
-        self.kv.until(look, until_s, rest=save.rest)
+        self.kv.until(lambda: save.over or save.lost is not None, until_s, rest=save.rest)
 
 
 @dataclass(eq=False)
@@ -432,12 +427,8 @@ class Leader(Participant):
         save = round_.save
         if save is None:
             return None
-
-        def look() -> bool | None:
-            return True if save.at is not None or save.over else None
-
         until_s = round_.began_s + self.deadline_s + margin_s(self.deadline_s)
-        if self.kv.until(look, until_s, rest=save.rest) is None:
+        if not self.kv.until(lambda: save.at is not None or save.over, until_s, rest=save.rest):
             late = f"the flusher did not start within {self.deadline_s:g} s"
             raise AbortedError(late, remedy=_STUCK)
         round_.own_s = self.kv.now_s() - round_.began_s

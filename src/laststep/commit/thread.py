@@ -116,16 +116,17 @@ class CommitThread:
         """End the thread; call it when all saves are over."""
         self._rounds.put(None)
         self._thread.join()
-        self._participant.kv.close()
-        self.global_layouts.kv.close()
-        if self._step_kv is not None:
-            self._step_kv.close()
+        for kv in self._all_kv():
+            kv.close()
 
     def leave(self) -> None:
         """Close the connections at interpreter exit, whatever is in progress."""
-        for kv in (self._participant.kv, self.global_layouts.kv, self._step_kv):
-            if kv is not None:
-                kv.close_at_exit()
+        for kv in self._all_kv():
+            kv.close_at_exit()
+
+    def _all_kv(self) -> list[KeyValueStore]:
+        steps = [] if self._step_kv is None else [self._step_kv]
+        return [self._participant.kv, self.global_layouts.kv, *steps]
 
     def _enter(self, round_: Round) -> None:
         self._entered += 1
@@ -203,11 +204,5 @@ def gather(run: RunContext, client: Client) -> CommitThread:
     shared = (rank, key_value[1], client, global_layouts, open_store(url), deadline_s)
     participant: Participant = Member(*shared)
     if rank.is_first:
-        participant = Leader(*shared, cut(rank.ranks, ranks_per_node()), run.bus)
+        participant = Leader(*shared, cut(rank.ranks, ranks_per_node() or 1), run.bus)
     return CommitThread(participant, client, Comparing(run.settings.compare_replicas))
-
-
-def kv_to_stop(team: CommitThread | None, ranks: Ranks) -> KeyValueStore:
-    """Open the key-value store in which several ranks agree on the step to stop at. Collective."""
-    assert team is not None  # noqa: S101 (only with several ranks)
-    return team.new_kv(ranks, "stop")

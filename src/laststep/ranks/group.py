@@ -82,28 +82,20 @@ def this_rank() -> Rank:
     return Rank(0, 1)
 
 
-def ranks_per_node() -> int:
-    """Return the number of ranks per node if the launcher says it, else 1."""
+def ranks_per_node() -> int | None:
+    """Return the number of ranks per node if the launcher says it."""
     announced = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(announced)) if announced.isdigit() else 1
+    return max(1, int(announced)) if announced.isdigit() else None
+
+
+def ranks_on_this_node(rank: Rank) -> int:
+    """Return how many ranks share this node's memory: as the launcher says, else all of them."""
+    return min(ranks_per_node() or rank.ranks, rank.ranks)
 
 
 def leaves_cores(rank: Rank) -> bool:
     """Return whether this node has more cores than ranks."""
     return rank.ranks == 1 or ranks_on_this_node(rank) < (os.cpu_count() or 1)
-
-
-def ranks_on_this_node(rank: Rank) -> int:
-    """Return how many ranks share this node's memory: as the launcher says, else all of them."""
-    announced = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(ranks_per_node() if announced.isdigit() else rank.ranks, rank.ranks)
-
-
-class _IncomingMessage(NamedTuple):
-    """A message that is being received while another one is sent."""
-
-    head: Transit
-    data: Transit
 
 
 class Ranks:
@@ -275,14 +267,14 @@ class RankGroup(Ranks):
         come = torch.empty_like(sent)
         _asked(dist.all_to_all_single, come, sent, group=self._group)
         sizes = come.tolist()
-        coming: _IncomingMessage | None = None
+        coming: tuple[Transit, Transit] | None = None
         for apart in range(1, self.size):
             to, source = (mine + apart) % self.size, (mine - apart) % self.size
             (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
             if not head and not head_bytes:
                 continue
             before = coming
-            coming = _IncomingMessage(
+            coming = (
                 _asked(self._host.swap, to, _tensor(head), source, head_bytes, 0),
                 _asked(self._transport.swap, to, data, source, data_bytes, 1),
             )
@@ -293,10 +285,10 @@ class RankGroup(Ranks):
         self._host.close()
 
 
-def _arrived(coming: _IncomingMessage | None) -> Iterator[RankMessage]:
+def _arrived(coming: tuple[Transit, Transit] | None) -> Iterator[RankMessage]:
     if coming is None:
         return
-    head, data = _asked(coming.head.wait), _asked(coming.data.wait)
+    head, data = (_asked(transit.wait) for transit in coming)
     if head.numel():
         yield head.numpy().tobytes(), data
 
@@ -342,7 +334,7 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
-_CONSEQUENCES = (CorruptError, NotFoundError)
+_CONSEQUENCES = {CorruptError.__name__: 1, NotFoundError.__name__: 2}
 """Errors that a rank may raise because another rank failed, likeliest first. They do not count as
 the cause if there is another error: `CorruptError` makes a restore skip the checkpoint, so nothing
 else may look like it."""
@@ -377,9 +369,7 @@ class _Foreign(LaststepError):
 def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
     """Return the weight of an error; of several, the lightest is the cause. A missing file weighs
     more than a wrong one: the rank may only not have seen it."""
-    names = [consequence.__name__ for consequence in _CONSEQUENCES]
-    weight = 2 * (names.index(kind) + 1) if kind in names else 0
-    return weight + ("missing" in fields)
+    return 2 * _CONSEQUENCES.get(kind, 0) + ("missing" in fields)
 
 
 def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:

@@ -89,19 +89,23 @@ class KeyValueStore:
 
     def look(self, name: str) -> bytes | None:
         """Return the value of a key, or None."""
-        notes = self._look_at([name])
-        return None if notes is None else notes[0]
+        return self.look_all([name]).get(name)
 
     def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the values of those keys that exist."""
-        seen: dict[str, bytes] = {}
-        for together in _cut(names):
-            if (notes := self._look_at(together)) is not None:
-                seen.update(zip(together, notes, strict=True))
-            elif len(together) > 1:
-                looks = {name: self.look(name) for name in together}
-                seen.update({name: note for name, note in looks.items() if note is not None})
-        return seen
+
+        def read(store: Any) -> dict[str, bytes]:
+            seen: dict[str, bytes] = {}
+            for together in _cut(names):
+                if store.check(together):
+                    seen.update(zip(together, _values(store, together), strict=True))
+                elif len(together) > 1:
+                    there = [name for name in together if store.check([name])]
+                    seen.update({name: bytes(store.get(name)) for name in there})
+            return seen
+
+        notes: dict[str, bytes] = self._ask(read)
+        return notes
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete keys."""
@@ -114,17 +118,17 @@ class KeyValueStore:
 
     def until(
         self,
-        look: Callable[[], _Seen | None],
+        look: Callable[[], _Seen],
         until_s: float = math.inf,
         *,
         rest: Callable[[float], object] | None = None,
-    ) -> _Seen | None:
-        """Poll until `look` returns something; return None at `until_s` (monotonic), after a last
-        look. `rest` sleeps between two looks and may return early."""
+    ) -> _Seen:
+        """Poll until `look` returns something true, or until `until_s` (monotonic); return what the
+        last look returned. `rest` sleeps between two looks and may return early."""
         pause = self._look_s / _FIRST_LOOKS
         while True:
             late = self.now_s() >= until_s
-            if (seen := look()) is not None or late:
+            if (seen := look()) or late:
                 return seen
             (rest or _sleep)(max(min(pause, until_s - self.now_s()), 0))
             pause = min(2 * pause, self._look_s)
@@ -136,17 +140,20 @@ class KeyValueStore:
         after every look that does not find them all."""
         missing, seen = _cut(names), dict[str, bytes]()
 
-        def look() -> dict[str, bytes] | None:
+        def read(store: Any) -> list[bytes] | None:
+            return _values(store, missing[0]) if store.check(missing[0]) else None
+
+        def look() -> bool:
             # They mostly come together: the rest is asked for when the first are there.
             while missing:
-                if (notes := self._look_at(missing[0])) is None:
+                if (notes := self._ask(read)) is None:
                     if meanwhile is not None:
                         meanwhile()
-                    return None
+                    return False
                 seen.update(zip(missing.pop(0), notes, strict=True))
-            return seen
+            return True
 
-        if self.until(look, until_s) is None:
+        if not self.until(look, until_s):
             seen.update(self.look_all(itertools.chain.from_iterable(missing)))
         return seen
 
@@ -160,19 +167,6 @@ class KeyValueStore:
         exiting interpreter. Later requests are not answered."""
         self.close()
         self._thread.join(_HUSH_S)
-
-    def _look_at(self, names: list[str]) -> list[bytes] | None:
-        """Return the values of these keys if all of them exist."""
-
-        def read(store: Any) -> list[bytes] | None:
-            if not store.check(names):
-                return None
-            if len(names) > 1 and store.has_extended_api():
-                return [bytes(note) for note in store.multi_get(names)]
-            return [bytes(store.get(name)) for name in names]
-
-        notes: list[bytes] | None = self._ask(read)
-        return notes
 
     def _ask(self, ask: Callable[[Any], object]) -> Any:
         answer, answered = Future[Any](), threading.Event()
@@ -207,6 +201,13 @@ def _sleep(seconds: float) -> None:
     while (left := until_s - time.monotonic()) > 0:
         signals.check_signals()
         time.sleep(signals.look_within(left) or left)
+
+
+def _values(store: Any, names: list[str]) -> list[bytes]:
+    """Return the values of keys that exist."""
+    if len(names) > 1 and store.has_extended_api():
+        return [bytes(note) for note in store.multi_get(names)]
+    return [bytes(store.get(name)) for name in names]
 
 
 def _cut(names: Iterable[str]) -> list[list[str]]:

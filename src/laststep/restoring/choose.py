@@ -117,7 +117,7 @@ class _Confirmation(enum.StrEnum):
 
 # --- other writers -------------------------------------------------------------------------------
 
-_Saves = Callable[[Any], "tuple[SaveHandle, ...]"]
+_Saves = Callable[[Any], "list[SaveHandle]"]
 _entered: weakref.WeakKeyDictionary[object, tuple[Path, _Saves]] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=_entered.clear)
 
