@@ -13,6 +13,7 @@ import operator
 import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from operator import attrgetter
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep.catalog.attempt import is_checkpoint, read_manifest
@@ -92,9 +93,9 @@ class Catalog:
                 found=repr(wanted),
                 remedy="catalog.steps() lists the steps",
             )
-        listed = self._all()
+        with system.translate_oom("list a run"):
+            listed = self._run.checkpoints()
         same_step = [entry for entry in listed if entry.step == step]
-        same_step.sort(key=lambda entry: entry.on_lineage)
         if not same_step:
             raise NotFoundError(
                 f"there is no checkpoint of step {step}",
@@ -102,7 +103,7 @@ class Catalog:
                 found=nearest_steps((entry.step for entry in listed), step),
                 remedy="catalog.steps() lists all of the lineage, `laststep ls` the rest",
             )
-        return self._open(same_step[-1])
+        return self._open(max(reversed(same_step), key=attrgetter("on_lineage")))
 
     def steps(self) -> list[int]:
         """Return the steps of the lineage whose manifests can be read; `laststep ls` also lists the
@@ -133,10 +134,6 @@ class Catalog:
     @system.translate_oom("list a run")
     def _lineage(self) -> tuple[Listed, ...]:
         return self._run.lineage()
-
-    @system.translate_oom("list a run")
-    def _all(self) -> tuple[Listed, ...]:
-        return self._run.checkpoints()
 
     def _open(self, listed: Listed, older: str = "") -> Checkpoint:
         if listed.commit is None:
@@ -188,11 +185,11 @@ class Checkpoint(OnlyOne):
     def of_rank(self, rank: int) -> Checkpoint:
         """Return the same checkpoint with the per-rank items of this rank, counted from 0. Raises
         `NotFoundError` if the checkpoint has no such rank."""
-        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        number = _whole_number(rank)
+        if number is None:
             raise UsageError(
                 "rank must be an integer", expected="an int of 0 or more", found=repr(rank)
             )
-        number = operator.index(rank)
         if not 0 <= number < self.ranks:
             known = "rank 0, which alone wrote it"
             if self.ranks > 1:
