@@ -177,7 +177,7 @@ class Options(Checked, frozen=True, kw_only=True):
     ] = ()
     """Functions that are called with every event; see `laststep.events`."""
     lossy: (
-        Annotated[Words, Meta(description="a dict such as {'optimizer/*exp_avg': 'int8'}")] | None
+        Annotated[Words, Meta(description="a dict of patterns and what to round them to")] | None
     ) = None
     """Tensors to round when they are saved: glob patterns over `item/tensor` names, mapped to
     "bf16" or "int8", for example {"optimizer/*exp_avg": "int8"}."""

@@ -223,7 +223,7 @@ def test_what_cannot_be_expressed_is_refused(value: object) -> None:
         ({"groups": [{"fn": len}]}, "groups[0]['fn']"),
         ([{"a b": (1, len)}], "[0]['a b'][1]"),
         ({1: {None: len}}, "[1][<NoneType>]"),
-        ({"s": {len}}, "s{}"),
+        ({"s": {len}}, "s[0]"),
         ({"d": {len: 1}}, "d[<builtin_function_or_method>] (a key)"),
         ({10**5000: len}, "[<int>]"),
         (len, "its root"),
