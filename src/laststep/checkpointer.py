@@ -22,7 +22,7 @@ from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, UsageError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
-from laststep.flush.saves import Save, SaveState
+from laststep.flush.saves import Save
 from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.group import leaves_cores, ranks_on_this_node, this_rank
@@ -217,14 +217,22 @@ class Checkpointer(single.OnlyOne):
             "alone" if self._team is None else "first" if self._context.rank.is_first else "member"
         )
         save = Save(self._client, asked.step, overwrite=overwrite, role=role)
-        waited = self._make_room(save)
-        if save.state is not SaveState.SKIPPED:
+        last = self._preparer.last
+        short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
+        obstacle = self._saves.obstacle(short_of_room=short)
+        is_last = self._ending is not None and self._ending.is_last
+        if obstacle is None or self._context.settings.on_busy is OnBusy.WAIT or is_last:
+            waited = 0.0 if obstacle is None else self._saves.wait_for_turn()
             with without_collection():
                 job = self._capture(save, asked)
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
             self._schedule.began(save.handle)
         else:
+            save.skip(obstacle)
+            self._context.bus.emit(SaveSkipped(step=save.step, reason=obstacle))
+            if self._team is not None:
+                self._team.stay_out(save.step, f"skipped the save: {obstacle}")
             self._schedule.give_up_due()
         self._saves.raise_failed()
         return save.handle
@@ -266,11 +274,8 @@ class Checkpointer(single.OnlyOne):
             job = self._capturer.take(prepared.copies, sources, save, early)
         except BaseException as error:
             # Also for Ctrl-C: a save whose capture never ends would block all later ones.
-            save.failed(
-                error
-                if isinstance(error, LaststepError)
-                else AbortedError("save() was interrupted")
-            )
+            interrupted = AbortedError("save() was interrupted")
+            save.failed(error if isinstance(error, LaststepError) else interrupted)
             self._saves.forget(save)
             raise
         save.job = job
@@ -498,23 +503,6 @@ class Checkpointer(single.OnlyOne):
         """Raise the first error of a finished save that has not been raised yet."""
         self._saves.take_over()
         self._saves.raise_failed()
-
-    def _make_room(self, save: Save) -> float:
-        """Wait for earlier saves that are in the way, or skip this save, as `on_busy` requests.
-        Returns the seconds waited."""
-        last = self._preparer.last
-        short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
-        reason = self._saves.obstacle(short_of_room=short)
-        if reason is None:
-            return 0.0
-        is_last = self._ending is not None and self._ending.is_last
-        if self._context.settings.on_busy is OnBusy.WAIT or is_last:
-            return self._saves.wait_for_turn()
-        save.skip(reason)
-        self._context.bus.emit(SaveSkipped(step=save.step, reason=reason))
-        if self._team is not None:
-            self._team.stay_out(save.step, f"skipped the save: {reason}")
-        return 0.0
 
     def _rehearse(self) -> bool:
         """Prepare the first save at an early optimizer step, while the device is busy; return False

@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.capture.capture import Capturer
-from laststep.catalog.attempt import AttemptName
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.instances import Start
 from laststep.catalog.terms import Seen
 from laststep.commit import thread as teaming
@@ -425,6 +425,8 @@ class Resuming:
     def mixed(self) -> str | None:
         """A checkpoint that is only partly in the live state, so that nothing may be saved; else
         None."""
+        if not self._origins:
+            return None
         folders = {origin.folder for origin in self._origins.values()}
         broken = {origin.folder for origin in self._origins.values() if not origin.is_all}
         return min(broken or folders) if broken or len(folders) > 1 else None
@@ -542,7 +544,10 @@ class Resuming:
             self._origins = before
         # Restoring a part of an older checkpoint in mid-run does not move the run back to it.
         if only is None or peek is not None or not (self._resumed or self._work.has_saved):
-            self._work.client.continue_from(_continuing(found, self._seen, was_read=was_read))
+            name = parse_folder(found.folder)
+            self._work.client.continue_from(
+                Continue(after=name, seen=self._seen, resumed_from=found.folder, was_read=was_read)
+            )
             self._work.saves.restored(found.step, found.lineage_steps)
             self._resumed = True
 
@@ -561,7 +566,8 @@ class Resuming:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
         seen = self._work.client.instance.newest_point()
         newest = newest_of(self._store)
-        self._work.client.continue_from(_continuing(newest, seen, resumed=False))
+        after = None if newest is None else parse_folder(newest.folder)
+        self._work.client.continue_from(Continue(after=after, seen=seen))
         self._knows_lineage = True
 
     @contextlib.contextmanager
@@ -595,18 +601,3 @@ class Resuming:
         # would let the next save abandon them. `peek()` itself runs unbound.
         if self._peek is None:
             self._seen = seen
-
-
-def _continuing(
-    found: AttemptName | None, seen: Seen, *, resumed: bool = True, was_read: bool = True
-) -> Continue:
-    """Return the message that sets which checkpoint saves continue: `found`, restored while `seen`
-    was the newest, or none."""
-    if found is None:
-        return Continue(seen=seen)
-    return Continue(
-        after=AttemptName(step=found.step, term=found.term, attempt=found.attempt),
-        seen=seen,
-        resumed_from=found.folder if resumed else None,
-        was_read=was_read,
-    )

@@ -173,7 +173,7 @@ class Options(Checked, frozen=True, kw_only=True):
     progress: bool | None = None
     """Show a progress bar on stderr; None means only if stderr is a terminal."""
     subscribers: Annotated[
-        tuple[Any, ...], Meta(description="functions that take an event, [on_event]")
+        tuple[Any, ...], Meta(description="functions that take an event, subscribers=[on_event]")
     ] = ()
     """Functions that are called with every event; see `laststep.events`."""
     lossy: (
