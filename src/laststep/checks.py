@@ -50,17 +50,14 @@ class Checked(msgspec.Struct, metaclass=CheckedMeta, frozen=True, kw_only=True):
 
     @classmethod
     def unknown(cls, name: str) -> str:
-        """Return the remedy for a name that is not a field."""
         return did_you_mean(name, cls.__struct_fields__)
 
     @staticmethod
     def shown(name: str) -> str:
-        """Return the name of a field in messages."""
         return name
 
     @staticmethod
     def advice(name: str, value: object) -> str:  # noqa: ARG004 (used by overrides)
-        """Return the remedy for an invalid value of a field."""
         return _ADVICE
 
 

@@ -70,7 +70,6 @@ _LEAVE_S = 1.0
 
 
 def start_parts(context: RunContext) -> RunningParts:
-    """Start all parts of a new Checkpointer."""
     store, settings, rank = context.store, context.settings, context.rank
     cap, expected, on_device = memory_for(context)
     pool, segment = _pool(context, cap, pinned=bool(on_device))

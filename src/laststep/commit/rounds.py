@@ -133,15 +133,12 @@ class Round:
         return msgspec.msgpack.encode(self.receipt)
 
     def key(self, name: str) -> str:
-        """Return the key `name` of this save in the key-value store."""
         return f"s/{self.number}/{name}"
 
     def answer_key(self, asked: Differing | UnequalRanks, rank: int) -> str:
-        """Return the key of a rank's answer to a question of rank 0."""
         return self.key(f"{'v' if isinstance(asked, Differing) else asked.number}/{rank}")
 
     def answer_to(self, asked: Differing | UnequalRanks) -> bytes:
-        """Return this rank's values or tensor digests that rank 0 asks for."""
         if isinstance(asked, Differing):
             return msgspec.msgpack.encode(values_of(self.trees[asked.item]))
         return b"" if self.contained is None else self.contained.single(asked.number)
@@ -270,7 +267,6 @@ class Participant:
         return f"rank {self.rank.number}: {problem}; see its log"
 
     def _absent(self, round_: Round, who: Sequence[str]) -> GivenUp:
-        """Return the error for ranks that did not save in time."""
         late = f"did not save step {round_.step} within {self.deadline_s:g} s"
         return GivenUp(f"{listed(who)} {late}; {ABSENT}")
 
@@ -460,7 +456,6 @@ class Leader(Participant):
         return [summarise(receipts, global_layout), *summaries]
 
     def _commit(self, save: Save, global_layout: GlobalLayout, summaries: list[Summary]) -> None:
-        """Ask the flusher to commit the save."""
         if self._layout_groups[0] is not global_layout:
             self._layout_groups = (global_layout, layout_groups_of(global_layout))
         written = WrittenIndexes()
@@ -505,7 +500,6 @@ class Leader(Participant):
         return shown | ({0: round_.answer_to(asked)} if 0 in asked.ranks else {})
 
     def _tell(self, round_: Round, reason: str) -> None:
-        """Publish the outcome of a save."""
         if not round_.number or self._posted != round_.number:
             # This save was never published: publish it now, together with its outcome.
             round_.number = round_.number or self._next_number()

@@ -47,8 +47,6 @@ _NAME_BYTES = 8
 
 
 class CommitThread:
-    """The thread on which this rank takes part in the saves of its job."""
-
     def __init__(self, participant: Participant, client: Client, comparing: Comparing) -> None:
         self.rank = participant.rank
         self.global_layouts = participant.global_layouts

@@ -118,7 +118,6 @@ class Ranks:
         return note
 
     def all_max(self, number: int) -> int:
-        """Return the largest number of any rank."""
         return number
 
     def carrying(

@@ -88,7 +88,6 @@ class KeyValueStore:
             raise _gone("a note that was left is not there")
 
     def look(self, name: str) -> bytes | None:
-        """Return the value of a key, or None."""
         return self.look_all([name]).get(name)
 
     def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
@@ -108,7 +107,6 @@ class KeyValueStore:
         return notes
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete keys."""
 
         def delete(store: Any) -> None:
             for name in names:
@@ -204,14 +202,12 @@ def _sleep(seconds: float) -> None:
 
 
 def _values(store: Any, names: list[str]) -> list[bytes]:
-    """Return the values of keys that exist."""
     if len(names) > 1 and store.has_extended_api():
         return [bytes(note) for note in store.multi_get(names)]
     return [bytes(store.get(name)) for name in names]
 
 
 def _cut(names: Iterable[str]) -> list[list[str]]:
-    """Cut the keys into batches."""
     every = list(names)
     return [every[at : at + _TOGETHER] for at in range(0, len(every), _TOGETHER)]
 

@@ -70,7 +70,6 @@ class Transport:
         return data
 
     def close(self) -> None:
-        """Destroy the group."""
         dist.destroy_process_group(self.group)
 
 

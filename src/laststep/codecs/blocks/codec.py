@@ -80,8 +80,6 @@ def broken(expected: str, found: str) -> CorruptError:
 
 
 class Raw:
-    """Stores a block unchanged."""
-
     name = "raw"
     lossless = True
     needs = None

@@ -59,8 +59,6 @@ result of `subtract`, and faster to encode and decode. Also limits the memory fo
 
 
 class Planes:
-    """Encodes the byte planes of the elements."""
-
     name = "planes"
     lossless = True
     needs = "zstandard"
@@ -84,8 +82,6 @@ class Planes:
 
 
 class Subtract:
-    """Encodes the byte planes of folded differences."""
-
     name = "subtract"
     lossless = True
     needs = "zstandard"
@@ -114,8 +110,6 @@ class Subtract:
 
 
 class Patches:
-    """Encodes gaps and differences of the elements that differ."""
-
     name = "patches"
     lossless = True
     needs = "zstandard"
