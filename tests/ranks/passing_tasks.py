@@ -69,7 +69,7 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
             (sender,) = head
             assert torch.equal(data, filled(sender, mine, size))
             senders.append(sender)
-    group.close()
+    group._host.close()
     return sorted(senders), coming.most_bytes
 
 
@@ -83,7 +83,7 @@ def tell_all(size: int) -> list[int]:
         (sender,) = head
         assert torch.equal(data, filled(sender, 0, size))
         senders.append(sender)
-    group.close()
+    group._host.close()
     return senders
 
 
@@ -103,7 +103,7 @@ def tell_notes(sizes: list[int]) -> list[int]:
             own = bytes([group.rank.number + 1]) * size
             assert group.broadcast(last, own) == bytes([last + 1]) * size
         rounds.append(len(times))
-    group.close()
+    group._host.close()
     return rounds
 
 

@@ -280,9 +280,6 @@ class RankGroup(Ranks):
             yield from _arrived(before)
         yield from _arrived(coming)
 
-    def close(self) -> None:
-        self._host.close()
-
 
 def _arrived(coming: tuple[Transit, Transit] | None) -> Iterator[RankMessage]:
     if coming is None:
