@@ -343,12 +343,14 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
     """Return every tagged object with its position (container, key), outer ones before inner
     ones."""
     tagged: list[tuple[Any, Any, dict[str, object]]] = []
-    todo: list[tuple[Any, Any, object, int]] = [(root, 0, root[0], 0)]
+    todo: list[tuple[Any, Any, Any, int]] = [(root, 0, root[0], 0)]
     while todo:
         place, key, plain, depth = todo.pop()
-        if depth > MAX_DEPTH:
+        is_tagged = type(plain) is dict and "$" in plain
+        is_container = not is_tagged and type(plain) in (list, dict)
+        if depth + is_container > MAX_DEPTH:
             raise _Malformed(f"containers nested more than {MAX_DEPTH} deep")
-        if type(plain) is dict and "$" in plain:
+        if is_tagged:
             tag = plain["$"]
             if type(tag) is not str or tag not in _decoders:
                 raise _Malformed(f"the unknown tag {_shown(tag)}")
@@ -358,12 +360,9 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
                     todo.append((plain, field, value, depth))  # a list of items counts by itself
                 elif field == "value":
                     todo.append((plain, field, value, depth + 1))
-        elif type(plain) is dict:
-            for name, item in plain.items():
+        elif is_container:
+            for name, item in plain.items() if type(plain) is dict else enumerate(plain):
                 todo.append((plain, name, item, depth + 1))
-        elif type(plain) is list:
-            for number, item in enumerate(plain):
-                todo.append((plain, number, item, depth + 1))
         elif type(plain) is int and not INT_MIN <= plain <= INT_MAX:
             raise _Malformed("an int beyond 64 bits that is not written in hex")
     return tagged
