@@ -62,6 +62,7 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> None:
 
 MAX_DEPTH = 200
 """The maximum nesting depth of containers."""
+_TOO_DEEP = f"containers nested more than {MAX_DEPTH} deep"
 
 MAX_NAMEDTUPLES = 256
 """The maximum number of different namedtuple classes in a document: creating one takes about 0.3
@@ -153,7 +154,7 @@ class _Encoder:
         if id(container) in self.active:
             raise _Refused(f"a {_type_name(container)} that contains itself")
         if len(self.active) == MAX_DEPTH:
-            raise _Refused(f"containers nested more than {MAX_DEPTH} deep")
+            raise _Refused(_TOO_DEEP)
         self.active.add(id(container))
 
     def items(self, container: Any, values: Iterable[object] | None = None) -> list[object]:
@@ -325,16 +326,19 @@ def _decode_in_place(root: list[object]) -> None:
     stack, so that the depth of the call stack does not decide whether data is readable."""
     classes: set[type] = set()
     for place, key, mapping in reversed(_tagged_objects(root)):
-        tag = cast("str", mapping.pop("$"))
+        tag = cast("str", mapping["$"])
         decoder, kinds = _decoders[tag]
-        if mapping.keys() != kinds.keys():
+        if len(mapping) != len(kinds) + 1:
             raise _Malformed(f"the fields {sorted(mapping)!r:.200} in a {tag}")
+        values: list[object] = []
         for field, kind in kinds.items():
-            if kind is not object and type(mapping[field]) is not kind:
-                raise _Malformed(f"{_shown(mapping[field])} as the {field} of a {tag}")
-        place[key] = value = decoder(*map(mapping.__getitem__, kinds))
+            value = mapping.get(field, mapping)  # a dict is of no kind but `object`
+            if value is mapping or (type(value) is not kind and kind is not object):
+                raise _Malformed(f"{_shown(value)} as the {field} of a {tag}")
+            values.append(value)
+        place[key] = made = decoder(*values)
         if tag == "namedtuple":
-            classes.add(type(value))
+            classes.add(type(made))
             if len(classes) > MAX_NAMEDTUPLES:
                 raise _Malformed(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
 
@@ -346,24 +350,22 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
     todo: list[tuple[Any, Any, Any, int]] = [(root, 0, root[0], 0)]
     while todo:
         place, key, plain, depth = todo.pop()
-        is_tagged = type(plain) is dict and "$" in plain
-        is_container = not is_tagged and type(plain) in (list, dict)
-        if depth + is_container > MAX_DEPTH:
-            raise _Malformed(f"containers nested more than {MAX_DEPTH} deep")
-        if is_tagged:
+        kind = type(plain)
+        if kind is dict and "$" in plain:
             tag = plain["$"]
             if type(tag) is not str or tag not in _decoders:
                 raise _Malformed(f"the unknown tag {_shown(tag)}")
             tagged.append((place, key, plain))
-            for field, value in plain.items():
-                if field in ("items", "re", "im"):
-                    todo.append((plain, field, value, depth))  # a list of items counts by itself
-                elif field == "value":
-                    todo.append((plain, field, value, depth + 1))
-        elif is_container:
-            for name, item in plain.items() if type(plain) is dict else enumerate(plain):
+            for field, levels in _HELD[tag]:
+                if depth + levels > MAX_DEPTH:
+                    raise _Malformed(_TOO_DEEP)
+                todo.append((plain, field, plain.get(field), depth + levels))
+        elif kind is dict or kind is list:
+            if depth == MAX_DEPTH:
+                raise _Malformed(_TOO_DEEP)
+            for name, item in plain.items() if kind is dict else enumerate(plain):
                 todo.append((plain, name, item, depth + 1))
-        elif type(plain) is int and not INT_MIN <= plain <= INT_MAX:
+        elif kind is int and not INT_MIN <= plain <= INT_MAX:
             raise _Malformed("an int beyond 64 bits that is not written in hex")
     return tagged
 
@@ -477,6 +479,13 @@ _decoders: dict[str, tuple[Callable[..., object], dict[str, type]]] = {
 }
 """Tag → the function that creates its value from its fields, and these fields with their types;
 `object` is any type."""
+
+_HELD = {
+    tag: [(name, int(name == "value")) for name in kinds if name in ("items", "value", "re", "im")]
+    for tag, (_, kinds) in _decoders.items()
+}
+"""Tag → the fields that hold other values, and how much deeper these are: a list of items counts by
+itself."""
 
 
 def encode(value: object, kept: EncodedDicts | None = None) -> bytes:
