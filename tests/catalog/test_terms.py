@@ -16,7 +16,7 @@ from expect import raises
 from laststep.catalog import terms
 from laststep.catalog.terms import TermRecord, Terms, Trainer
 from laststep.codecs.digests import digest_text
-from laststep.errors import AbortedError, CorruptError, StorageError, UsageError
+from laststep.errors import AbortedError, CorruptError, StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 
@@ -142,13 +142,3 @@ def test_the_record_says_who_claimed_it(tmp_path: Path) -> None:
     assert (record.host, record.pid, record.boot) == (me.host, me.pid, me.boot)
     assert terms.is_here(record)
     assert not terms.is_here(msgspec.structs.replace(record, boot="other", host="other"))
-
-
-@pytest.mark.parametrize("continues", [(2, 1), (0, 1), (1, 0)])
-def test_an_epoch_cannot_continue_from_what_is_not_there(
-    tmp_path: Path, continues: tuple[int, int]
-) -> None:
-    numbers = Terms(DirectoryStore(tmp_path))
-    numbers.claim(None, seen=0, writer=terms.this_writer())
-    with raises(UsageError, where=tmp_path):
-        numbers.claim(continues, seen=1, writer=terms.this_writer())

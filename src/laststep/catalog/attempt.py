@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import re
 import socket
 import time
 from contextlib import closing
+from posixpath import dirname
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
@@ -67,9 +69,8 @@ _PAUSES_S = (0.0, 0.0, 0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The name of an attempt or a checkpoint: the step, the term of the writer, and the number of
-    the attempt in that term. Every name has exactly one folder, and every folder at most one
-    name."""
+    """The name of an attempt or a checkpoint: its step, the term of its writer, and its number in
+    that term. Every name has exactly one folder, and every folder at most one name."""
 
     step: int
     term: int
@@ -85,6 +86,10 @@ class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return f"step-{self.step:08d}.{self.term}-{self.attempt}"
 
 
+by_point = operator.attrgetter("term", "attempt")
+"""The key to sort names by the order of commits."""
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def parse_folder(folder: str) -> AttemptName | None:
     """Return the attempt whose folder has this name, or None if it is not an attempt's folder.
@@ -98,13 +103,12 @@ def parse_folder(folder: str) -> AttemptName | None:
 
 
 def copying_name(first_rank: int | None = None) -> str:
-    """Return the name of the lock in the folder of an uncommitted copy. `first_rank` is given if
-    only the files of some ranks are copied."""
+    """Return the name of the lock in the folder of an uncommitted copy, by the first of the ranks
+    whose files are copied; None: all are."""
     return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
 
 
 def is_copying_name(name: str) -> bool:
-    """Return True if a file of this name marks an attempt's folder as a copy."""
     return _COPYING.fullmatch(name) is not None
 
 
@@ -152,8 +156,7 @@ class Attempt:
             writer.finish(len(data))
 
     def sync(self, names: Iterable[str] = ()) -> None:
-        """Make the names of finished files durable: the given ones and all files directly in the
-        folder."""
+        """Make the names of these finished files durable, and all names in the folder itself."""
         for inner in (*inner_folders(names), ""):
             self.store.sync_folder(f"{self.folder}/{inner}".rstrip("/"))
 
@@ -208,26 +211,30 @@ class Attempt:
         where = f"{self.store.url}/{self.folder}"
         try:
             decided = read_decision(self.store, self.folder)
+            # Bytes, not values: NaN is not equal to itself.
+            if isinstance(decided, Commit) and read_manifest(self.store, self.folder) == data:
+                # Repeating a failed sync is safe for names, though not for the bytes of a file:
+                # names are in the filesystem's journal, and a journal that failed keeps failing.
+                self.store.sync_folder(self.folder)
+                return
         except StorageError as second:
-            raise _unknown(where, second) from error
+            # Do not withdraw the commit: another process may have found and reported it.
+            unknown = StorageError(
+                "it is not known whether a checkpoint is committed: its manifest cannot be read or "
+                "made durable",
+                where=where,
+                found=second.found,
+                remedy="`laststep ls` shows it if it is",
+            )
+            unknown.transient = second.transient
+            raise unknown from second
         if isinstance(decided, Abort):
             raise AbortedError(
                 "the save was aborted", where=where, found=f"{decided.reason} (by {decided.by})"
             )
         if decided is None:
             raise error
-        # Bytes, not values: NaN is not equal to itself.
-        if read_manifest(self.store, self.folder) != data:
-            raise AlreadyExistsError(
-                "a different commit took the place of this attempt", where=where
-            )
-        try:
-            # Repeating a failed sync is safe for names, though not for the bytes of a file: names
-            # are in the filesystem's journal, and a journal that failed keeps failing.
-            self.store.sync_folder(self.folder)
-        except StorageError as second:
-            # Do not withdraw the commit: another process may have found and reported it.
-            raise _unknown(where, second) from second
+        raise AlreadyExistsError("a different commit took the place of this attempt", where=where)
 
     def abort(self, reason: str) -> bool:
         """Abort the attempt and delete its files, which no other process may still be writing.
@@ -253,19 +260,7 @@ class Attempt:
 
 def inner_folders(names: Iterable[str]) -> list[str]:
     """Return the subfolders of a checkpoint's folder that contain these files."""
-    return sorted({name.rpartition("/")[0] for name in names} - {""})
-
-
-def _unknown(where: str, error: StorageError) -> StorageError:
-    unknown = StorageError(
-        "it is not known whether a checkpoint is committed: its manifest cannot be read or made "
-        "durable",
-        where=where,
-        found=error.found,
-        remedy="`laststep ls` shows it if it is",
-    )
-    unknown.transient = error.transient
-    return unknown
+    return sorted({*map(dirname, names)} - {""})
 
 
 def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
@@ -301,27 +296,18 @@ def read_decision(store: Store, folder: str) -> Commit | Abort | None:
             where=where,
             expected=folder,
             found=_name_in(decided).folder,
-            remedy=f"give the folder its own name back; {manifest.DAMAGE_REMEDY}",
+            remedy=f"give the folder its own name back; {DAMAGE_REMEDY}",
         )
     return decided
-
-
-def read_manifest(store: Store, folder: str) -> bytes:
-    """Return the bytes of a manifest. Raise `NotFoundError` if there is none."""
-    return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
 
 
 def _name_in(commit: Commit) -> AttemptName:
     return AttemptName(step=commit.step, term=commit.term, attempt=commit.attempt)
 
 
-def durable_commit(store: Store, folder: str) -> Commit | None:
-    """Make the commit of an attempt durable and return it; None if it is not committed."""
-    decided = read_decision(store, folder)
-    if not isinstance(decided, Commit):
-        return None
-    store.sync_folder(folder)
-    return decided
+def read_manifest(store: Store, folder: str) -> bytes:
+    """Return the bytes of a manifest. Raise `NotFoundError` if there is none."""
+    return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
 
 
 def is_checkpoint(store: Store) -> bool:
@@ -359,8 +345,6 @@ def deleted(store: Store, folder: str) -> NotFoundError | None:
 
 
 class _HasFolder(Protocol):
-    """Any listed form of a checkpoint."""
-
     @property
     def folder(self) -> str: ...
 
@@ -441,17 +425,13 @@ def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
     return index
 
 
-def read_indexes(
-    store: Store, folder: str, commit: Commit, ranks: Iterable[int] | None = None
-) -> list[Index]:
-    """Read and verify the indexes of these ranks, or of all ranks."""
-    wanted = range(commit.index_count) if ranks is None else sorted(ranks)
-    return [read_index(store, folder, commit, rank) for rank in wanted]
+def read_indexes(store: Store, folder: str, commit: Commit) -> list[Index]:
+    return [read_index(store, folder, commit, rank) for rank in range(commit.index_count)]
 
 
 def read_index_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[bytes, str]:
     """Return the verified bytes of an index and their URL."""
-    name = index_name_of(commit, rank)
+    name = index_name(rank, commit.ranks)
     where, expected = f"{store.url}/{folder}/{name}", commit.index_digest(rank)
     try:
         data = _read_index_once(store, f"{folder}/{name}", where)
@@ -474,10 +454,6 @@ def read_index_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tu
             remedy=DAMAGE_REMEDY,
         ).lacking(f"{folder}/{name}") from error
     return data, where
-
-
-def index_name_of(commit: Commit, rank: int) -> str:
-    return index_name(rank, commit.ranks)
 
 
 def _read_index_once(store: Store, name: str, where: str) -> bytes:

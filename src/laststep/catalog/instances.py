@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from laststep.catalog.attempt import AttemptName, durable_commit, read_decision
+from laststep.catalog.attempt import AttemptName, by_point, read_decision
 from laststep.catalog.listing import Scanner
 from laststep.catalog.run import newest_point
 from laststep.catalog.terms import (
@@ -80,6 +80,8 @@ class Start:
     def __init__(self, store: Store) -> None:
         self.writer = new_start()
         self.liveness_lock_name = liveness_lock_name(self.writer.start, self.writer.pid)
+        self.url = store.url
+        """The URL of the run."""
         self._store = store
         self._began_s = time.monotonic()
         self._mutex = threading.Lock()
@@ -88,14 +90,8 @@ class Start:
         """True once a warning about a failed marker has been logged. On a filesystem without such
         locks every marker fails, so only the first failure is logged."""
 
-    @property
-    def url(self) -> str:
-        """The URL of the run."""
-        return self._store.url
-
     def newest_point(self) -> Seen:
-        """Return the newest term and the last commit of the run, for a job instance that has not
-        restored."""
+        """Return the state of the run, for a job instance that has not restored."""
         return newest_point(self._store)
 
     def announce(self, save: int) -> int | None:
@@ -134,7 +130,10 @@ class Start:
     def has_committed(self, folder: str) -> bool:
         """Return True if this attempt is committed, and make the commit durable. No process may
         still be deciding about the attempt."""
-        return durable_commit(self._store, folder) is not None
+        if not isinstance(read_decision(self._store, folder), Commit):
+            return False
+        self._store.sync_folder(folder)
+        return True
 
     def past(self) -> Past:
         """Return the failures and uptime of earlier job instances of this run."""
@@ -160,9 +159,8 @@ class Start:
 
 
 def forget(store: Store, liveness: str, lock: Lock) -> None:
-    """Remove a liveness lock that is no longer needed; if that fails, the next writer removes
-    it."""
-    with contextlib.suppress(LaststepError):
+    """Remove a liveness lock that is no longer needed."""
+    with contextlib.suppress(LaststepError):  # the next writer removes it
         store.delete(liveness)
     lock.close()
 
@@ -181,7 +179,6 @@ def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
 
 
 def still_coming(store: Store, before: AnnouncedSaves) -> bool:
-    """Return True if any of these saves is still pending."""
     return not before.places.isdisjoint(_marked(store, before.liveness))
 
 
@@ -209,8 +206,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ending_name(start: str) -> str:
-    """Return the name of the file that a job instance writes when it ends well, relative to the
-    run."""
+    """Return the name of the file that holds the `Ending` of a job instance."""
     return f"{TERMS_FOLDER}/start-{start}.ended"
 
 
@@ -220,7 +216,7 @@ def past_of(store: Store, start: str) -> Past:
     try:
         records = _records_of_others(store, start)
         endings = _endings(store)
-        attempts = sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True)
+        attempts = sorted(Scanner(store).names(), key=by_point, reverse=True)
         began = [min(record.created_s for record in its) for its in records.values()]
         gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(began))]
         usual_s = statistics.median(gaps) if gaps else 0.0
@@ -278,7 +274,7 @@ def _records_of_others(store: Store, own: str) -> dict[str, list[TermRecord]]:
 def _last_commit_s(
     store: Store, records: Iterable[TermRecord], newest_first: Iterable[AttemptName]
 ) -> float | None:
-    """Return the latest time of the last commits of these terms; None if they have none left."""
+    """Return the time of the last commit of these terms; None if they have none left."""
     times = []
     for record in records:
         for name in newest_first:
@@ -292,7 +288,6 @@ def _last_commit_s(
 
 
 def _endings(store: Store) -> dict[str, Ending]:
-    """Return the recorded ending of each job instance that ended well."""
     found = {}
     for name in store.file_names(TERMS_FOLDER):
         match = _ENDING.fullmatch(name)

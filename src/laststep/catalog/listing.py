@@ -22,6 +22,7 @@ from laststep.catalog.attempt import (
     PIN_NAME,
     RUN_NAME,
     AttemptName,
+    by_point,
     is_copying_name,
     list_checked,
     looks,
@@ -37,7 +38,7 @@ from laststep.format.manifest import Abort, Commit
 from laststep.storage.store import StoreEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
     from collections.abc import Set as AbstractSet
 
     from laststep.catalog.terms import Chain, Terms
@@ -104,9 +105,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The folder of one attempt as a scan found it; `decided` is None if there is no manifest."""
 
     name: AttemptName
-    touched_s: float
-    """The time at which a name was last created or removed in the folder."""
-
+    folder: StoreEntry
     entries: tuple[StoreEntry, ...]
     """The content of the folder and of the subfolders that were scanned; names from a subfolder
     contain a `/`."""
@@ -115,12 +114,8 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     passed_over: tuple[str, ...] = ()
     """The subfolders that were skipped."""
 
-    is_link: bool = False
-    """True if the folder is a symbolic link."""
-
     incomplete: str | None = None
-    """A description of the first file that is missing or whose size differs from the manifest; None
-    if there is none."""
+    """A description of the first file that is missing or whose size differs from the manifest."""
 
     is_copied_now: bool = False
     """True if it is undecided and a process is copying it."""
@@ -143,8 +138,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed_s(self) -> float:
-        """The time of the last change in the folder."""
-        return max((self.touched_s, *(entry.modified_s for entry in self.entries)))
+        return max((self.folder.modified_s, *(entry.modified_s for entry in self.entries)))
 
     @property
     def is_committed(self) -> bool:
@@ -153,14 +147,10 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
         return self.decided is not None and not isinstance(self.decided, Abort)
 
 
-def _missing_index(commit: Commit, names: AbstractSet[str]) -> str | None:
-    """Return a description of the indexes that are missing from `names`; None if there are none."""
-    indexes = [index_name(number, commit.ranks) for number in range(commit.index_count)]
-    missing = [name for name in indexes if name not in names]
-    if not missing:
-        return None
-    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"{missing[0]} is missing{more}"
+def _missing_indexes(commit: Commit, names: Iterable[str]) -> list[str]:
+    """Return the indexes of a checkpoint that are not among `names`, in order."""
+    indexes = {index_name(number, commit.ranks) for number in range(commit.index_count)}
+    return sorted(indexes.difference(names))
 
 
 class Scanner:
@@ -174,8 +164,7 @@ class Scanner:
         """Return all attempts that have a folder, decided or not."""
         if self._store.same_everywhere:
             return list(self.folders())
-        parsed = map(parse_folder, self._store.folder_names(""))
-        return [name for name in parsed if name is not None]
+        return list(filter(None, map(parse_folder, self._store.folder_names(""))))
 
     def folders(self) -> dict[AttemptName, StoreEntry]:
         """Return the folders of all attempts."""
@@ -191,18 +180,23 @@ class Scanner:
     def scan(self, *, deep: bool = False, undecided: bool = False) -> tuple[ScannedAttempt, ...]:
         """Return every attempt with its decision. In large jobs most files are in subfolders, which
         only a deep scan lists; with `undecided` only those of attempts that are no checkpoints."""
+        look = functools.partial(self.look, deep=deep, undecided=undecided)
         scanned: tuple[ScannedAttempt, ...] = ()
         for _ in looks():  # the last scan counts in any case
             folders = self.folders()
-            scanned = self._look_at(folders, deep=deep, undecided=undecided)
+            if self._store.same_everywhere and len(folders) > 1:  # each waits for a server's answer
+                from laststep.process.threads import WorkerPool  # late: every start waits
+
+                with WorkerPool("look", min(len(folders), _LOOKS_AT_ONCE)) as workers:
+                    answers = [workers.submit(look, *item) for item in folders.items()]
+                scanned = tuple([answer.result() for answer in answers])
+            else:
+                scanned = tuple(map(look, folders.keys(), folders.values()))
+            for name in self._read.keys() - folders.keys():
+                self._read.pop(name, None)
             if not self.missed_commit(scanned, folders.keys()):
                 break
-        scanned = self._still_there(scanned)
-        present = {item.name for item in scanned}
-        for name in tuple(self._read):
-            if name not in present:
-                self._read.pop(name, None)
-        return scanned
+        return self._still_there(scanned)
 
     def missed_commit(
         self, scanned: Collection[ScannedAttempt], listed: AbstractSet[AttemptName]
@@ -221,19 +215,6 @@ class Scanner:
             MANIFEST_NAME in self._store.file_names(name.folder) for name in newer
         )
 
-    def _look_at(
-        self, folders: Mapping[AttemptName, StoreEntry], *, deep: bool, undecided: bool
-    ) -> tuple[ScannedAttempt, ...]:
-        """Scan these folders; in parallel if each requires a server's answer."""
-        look = functools.partial(self.look, deep=deep, undecided=undecided)
-        if not self._store.same_everywhere or len(folders) < 2:
-            return tuple([look(name, entry) for name, entry in folders.items()])
-        from laststep.process.threads import WorkerPool  # imported late: startup waits for imports
-
-        with WorkerPool("look", min(len(folders), _LOOKS_AT_ONCE)) as workers:
-            answers = [workers.submit(look, name, entry) for name, entry in folders.items()]
-        return tuple([answer.result() for answer in answers])
-
     def scan_undecided(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
         """Return the undecided attempts. Of the others only names are read, so this is fast even
         with thousands of checkpoints."""
@@ -246,8 +227,7 @@ class Scanner:
         return self._still_there(tuple(scanned))
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
-        """Return the scanned attempts without those that are being deleted: they have no manifest,
-        and by now no name."""
+        """Leave out attempts that are being deleted: they have no manifest, and by now no name."""
         if all(item.decided is not None for item in scanned):
             return scanned
         there = set(self.names())
@@ -288,11 +268,10 @@ class Scanner:
         passed_over = () if fully else tuple(inner)
         return ScannedAttempt(
             name=name,
-            touched_s=folder.modified_s,
+            folder=folder,
             entries=tuple(entries),
             decided=decided,
             passed_over=passed_over,
-            is_link=folder.is_link,
             is_copied_now=decided is None and any(map(self._store.is_locked, locks)),
             incomplete=None if passed_over else self._incomplete(folder.name, decided, entries),
         )
@@ -303,42 +282,33 @@ class Scanner:
         decided: Commit | Abort | LaststepError | None,
         entries: Iterable[StoreEntry],
     ) -> str | None:
-        """Return a description of the first file that differs from the commit; None if there is
-        none."""
+        """Describe the first file that differs from the commit; None if there is none."""
         if not isinstance(decided, Commit):
             return None
         sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
-        missing = _missing_index(decided, sizes.keys())
-        if missing is not None:
-            return missing
+        flaws = [f"{name} is missing" for name in _missing_indexes(decided, sizes)]
         there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-        if len(there) == decided.written.files and sum(there) == decided.size_bytes:
+        if not flaws and (len(there), sum(there)) != (decided.written.files, decided.size_bytes):
+            # A file is wrong or was added: the indexes tell which.
+            for rank in range(decided.index_count):
+                try:
+                    index = read_index(self._store, folder, decided, rank)
+                except StorageError:
+                    raise
+                except LaststepError as error:
+                    return error.without_remedy()
+                for file in index.files:
+                    size = sizes.get(file.name)
+                    if size is None:
+                        flaws.append(f"{file.name} is missing")
+                    elif size != file.size_bytes:
+                        flaws.append(f"{file.name} has {size} bytes instead of {file.size_bytes}")
+        if not flaws:
             return None
-        return self._wrong_file(folder, decided, sizes)
-
-    def _wrong_file(self, folder: str, commit: Commit, sizes: Mapping[str, int]) -> str | None:
-        """Return a description of the first data file that differs from its index; None if there is
-        none. Called, and indexes are read, only if the totals in the manifest do not match: a file
-        is wrong or was added."""
-        wrong = []
-        for rank in range(commit.index_count):
-            try:
-                index = read_index(self._store, folder, commit, rank)
-            except StorageError:
-                raise
-            except LaststepError as error:
-                return error.without_remedy()
-            wrong += [file for file in index.files if sizes.get(file.name) != file.size_bytes]
-        if not wrong:
-            return None
-        file, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        if file.name not in sizes:
-            return f"{file.name} is missing{more}"
-        return f"{file.name} has {sizes[file.name]} bytes instead of {file.size_bytes}{more}"
+        return flaws[0] + (f", and {len(flaws) - 1} more" if len(flaws) > 1 else "")
 
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
-        """Return True if all indexes and at least as many data files as the manifest counts are
-        present."""
+        """Return True if all indexes are there, and as many data files as the manifest counts."""
         commit = scanned.decided
         if not isinstance(commit, Commit):
             return False
@@ -346,10 +316,8 @@ class Scanner:
         for inner in scanned.passed_over:
             within = self._store.file_names(f"{scanned.name.folder}/{inner}")
             names += [f"{inner}/{name}" for name in within]
-        return (
-            sum(name.endswith(_DATA_FILES) for name in names) >= commit.written.files
-            and _missing_index(commit, frozenset(names)) is None
-        )
+        data_files = [name for name in names if name.endswith(_DATA_FILES)]
+        return len(data_files) >= commit.written.files and not _missing_indexes(commit, names)
 
     def _decided(
         self, name: AttemptName, entry: StoreEntry
@@ -372,12 +340,15 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[List
     """Return the committed attempts in the order of commits. Pure."""
     committed = {item.name: item for item in scanned if item.is_committed}
     on_lineage = order(committed, chain)
-    sound = [name for name, item in committed.items() if isinstance(item.decided, Commit)]
-    sound = [name for name in sound if committed[name].incomplete is None]
-    replaced = superseded(on_lineage, frozenset(sound))
+    sound = {
+        name
+        for name, item in committed.items()
+        if isinstance(item.decided, Commit) and item.incomplete is None
+    }
+    replaced = superseded(on_lineage, sound)
     counted = frozenset(on_lineage) - replaced.keys()
     listed = []
-    for name in sorted(committed, key=lambda name: name.point) if chain.limits else on_lineage:
+    for name in sorted(committed, key=by_point) if chain.limits else on_lineage:
         item, by = committed[name], replaced.get(name)
         commit = item.decided if isinstance(item.decided, Commit) else None
         files = {entry.name: entry for entry in item.entries}
@@ -396,7 +367,7 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[List
                 stored_bytes=size_bytes,
                 created_s=files[MANIFEST_NAME].modified_s if commit is None else commit.created_s,
                 incomplete=item.incomplete,
-                is_link=item.is_link,
+                is_link=item.folder.is_link,
             )
         )
     return tuple(listed)
@@ -406,7 +377,6 @@ def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAtt
     """Return the undecided attempts in order. Links are left out: no writer created them, and the
     run does not decide about their targets."""
     is_alive = functools.cache(terms.is_alive)
-    undecided = [item for item in scanned if item.decided is None and not item.is_link]
     found = [
         OpenAttempt(
             step=item.name.step,
@@ -416,14 +386,14 @@ def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAtt
             size_bytes=item.size_bytes,
             is_copy=item.is_copy,
         )
-        for item in undecided
+        for item in scanned
+        if item.decided is None and not item.folder.is_link
     ]
-    return tuple(sorted(found, key=lambda item: item.point))
+    return tuple(sorted(found, key=by_point))
 
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:
-    """Return a description, for an error message, of the existing steps nearest to a missing
-    one."""
+    """Return, for an error message, the existing steps nearest to a missing one."""
     there = sorted(set(steps))
     near = sorted(sorted(there, key=lambda step: abs(step - wanted))[:_NEAREST])
     if not near:
@@ -434,8 +404,7 @@ def nearest_steps(steps: Iterable[int], wanted: int) -> str:
 
 
 def remedy_for_no_run(store: Store) -> str | None:
-    """Return a remedy for a user who passed the parent folder of a run; None if the folder contains
-    no run."""
+    """Return a remedy for a user who passed the parent folder of a run; None if it is not one."""
     folders = store.folder_names("")[:_LOOKED_INTO]
     runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
     if not runs:

@@ -110,8 +110,7 @@ class Keep(Checked, frozen=True, kw_only=True):
         return Checked.advice(name, value)
 
     def bound(self) -> int | None:
-        """Return the largest number of checkpoints that these rules keep; None if it grows with the
-        run."""
+        """Return the most checkpoints that these rules keep; None if that grows with the run."""
         if self.every is not None or (self.last is None and self.best is None):
             return None
         return (self.last or 0) + (self.best or 0) + 1
@@ -184,8 +183,7 @@ def _by_rule(good: Sequence[Listed], keep: Keep) -> Iterator[tuple[Sequence[List
 
 
 def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
-    """Return a warning if no good checkpoint has the metric of a best-k rule as a number, else
-    None."""
+    """Return a warning if no good checkpoint has the metric of a best-k rule as a number."""
     metric = keep.metric
     good = [item for item in listed if item.on_lineage and item.is_whole]
     if metric is None or not good or _best(good, metric, keep):
@@ -244,13 +242,7 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A warning that no checkpoint has the metric of a best-k rule, which then keeps all; else
     None."""
 
-    @property
-    def freed_bytes(self) -> int:
-        """The bytes that `execute` frees."""
-        return self.sharing().freed_bytes(self.deletions)
-
     def sharing(self) -> Sharing:
-        """Return the files that the checkpoints share. May read indexes."""
         return sharing_of(self.store, self.listed)
 
     def execute(
@@ -297,8 +289,7 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_prune(
     run: Run, keep: Keep, *, resumed_from: str | None = None, in_use: frozenset[str] = frozenset()
 ) -> PrunePlan:
-    """Return the deletions that the rules call for now. `in_use` are folders that a save in
-    progress refers to."""
+    """Plan the deletions that the rules call for; a save in progress refers to those `in_use`."""
     listed, _ = run.look()
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=in_use)
     points = {item.folder: item.point for item in listed}
@@ -338,8 +329,8 @@ def orphans(
     It need not include those of checkpoints, because data files never have temporary names."""
     result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell())
     for item in scanned:
-        if item.is_committed and not item.is_link:
-            result += _debris(item.entries, item.name.folder, now_s)
+        if item.is_committed and not item.folder.is_link:
+            result += _debris(item.entries, item.folder.name, now_s)
     result += _debris(store.list(""), "", now_s)
     entries = store.list(TERMS_FOLDER)
     result += _debris(entries, TERMS_FOLDER, now_s)
@@ -363,7 +354,7 @@ def attempts_of_the_dead(
     newest = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
     result = []
     for item in scanned:
-        if item.is_link or item.is_committed:
+        if item.folder.is_link or item.is_committed:
             continue
         quiet_s = now_s - item.changed_s
         if item.is_copy:  # its term belongs to the writer of the original, so proves nothing
@@ -379,7 +370,7 @@ def attempts_of_the_dead(
         if is_dead:
             why = RemovalReason.ABORTED if isinstance(item.decided, Abort) else why
             result.append(
-                Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
+                Orphan(name=item.folder.name, why=why, is_folder=True, size_bytes=item.size_bytes)
             )
     return result
 
@@ -405,7 +396,6 @@ def remove(store: Store, orphan: Orphan) -> bool:
 
 
 def _is_dead(terms: Terms, term: int, quiet_s: float) -> bool:
-    """Return True if the writer of a term is dead, or has been silent for long."""
     if terms.is_alive(term):
         return False
     try:
@@ -434,16 +424,6 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
 # Files that checkpoints share
 
 
-class Holding(NamedTuple):
-    """The files in a checkpoint's folder."""
-
-    folder: str
-    stored_bytes: int
-    """The size of all files in the folder, including the manifest."""
-    files: tuple[StoredFile, ...]
-    """The data files of the checkpoint."""
-
-
 class FileId(NamedTuple):
     """The identity of a file that several checkpoints share."""
 
@@ -455,17 +435,19 @@ class FileId(NamedTuple):
 class Sharing:
     """The files of all checkpoints of a run."""
 
-    def __init__(self, held: Iterable[Holding]) -> None:
+    def __init__(self) -> None:
         self._stored_bytes: dict[str, int] = {}
         self._files: dict[str, list[FileId]] = {}
         self._folders: dict[FileId, list[str]] = {}
         self._order: dict[str, int] = {}
-        for folder, stored_bytes, files in held:
-            self._order[folder] = len(self._order)
-            self._stored_bytes[folder] = stored_bytes
-            self._files[folder] = [file_id(file, folder) for file in files]
-            for file in self._files[folder]:
-                self._folders.setdefault(file, []).append(folder)
+
+    def add(self, folder: str, stored_bytes: int, files: Iterable[StoredFile]) -> None:
+        """Add a checkpoint with its data files; `stored_bytes` counts all files in its folder."""
+        self._order[folder] = len(self._order)
+        self._stored_bytes[folder] = stored_bytes
+        self._files[folder] = [file_id(file, folder) for file in files]
+        for file in self._files[folder]:
+            self._folders.setdefault(file, []).append(folder)
 
     def freed_bytes(self, folders: Iterable[str]) -> int:
         """Return the bytes that deleting all of these folders frees. A shared file is freed only
@@ -480,7 +462,6 @@ class Sharing:
         return max(sum(self._stored_bytes[folder] for folder in chosen) - kept, 0)
 
     def stored_bytes(self) -> int:
-        """Return the bytes that all checkpoints occupy together."""
         return self.freed_bytes(self._stored_bytes)
 
     def shared_bytes(self, folder: str) -> int:
@@ -495,7 +476,6 @@ class Sharing:
 
 
 def file_id(file: StoredFile, folder: str) -> FileId:
-    """Return the identity of a file in `folder`."""
     return FileId(file.origin or folder, file.own_name, file.size_bytes)
 
 
@@ -503,13 +483,12 @@ def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
     """Return which files each of these checkpoints contains. Indexes are read only if any
     checkpoint shares files; a checkpoint whose indexes cannot be read counts as sharing none."""
     any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
-
-    def held(item: Listed) -> Holding:
+    sharing = Sharing()
+    for item in listed:
         files: list[StoredFile] = []
         if any_shares and item.commit is not None:
             with contextlib.suppress(CorruptError, NotFoundError):
                 for index in read_indexes(store, item.folder, item.commit):
                     files += index.files
-        return Holding(folder=item.folder, stored_bytes=item.stored_bytes, files=tuple(files))
-
-    return Sharing(map(held, listed))
+        sharing.add(item.folder, item.stored_bytes, files)
+    return sharing

@@ -26,6 +26,7 @@ from laststep.catalog.attempt import (
     Attempt,
     AttemptName,
     abort,
+    by_point,
     exists,
     looks,
     parse_folder,
@@ -34,9 +35,11 @@ from laststep.catalog.attempt import (
 from laststep.catalog.listing import Listed, OpenAttempt, Scanner, remedy_for_no_run
 from laststep.catalog.terms import (
     RECORD_LIMIT_BYTES,
+    Format,
     Seen,
     TermRecord,
     Terms,
+    decode_record,
     shares_pids,
     term_lock_name,
     term_record_name,
@@ -53,7 +56,7 @@ from laststep.errors import (
     StorageError,
     UsageError,
 )
-from laststep.format.manifest import Abort, Commit, Versioned, refuse_later
+from laststep.format.manifest import Abort, Commit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -71,7 +74,7 @@ _ID = re.compile("[0-9a-f]{32}")
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `run.json`, which identifies a run."""
 
-    format: int
+    format: Format
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     created_s: float
 
@@ -84,8 +87,7 @@ def run_id(store: Store) -> str:
 
 def id_in_manifests(store: Store) -> str:
     """Return the run id in the newest readable manifest; "" if there is none."""
-    names = [name for name in map(parse_folder, store.folder_names("")) if name is not None]
-    for name in sorted(names, key=lambda name: name.point, reverse=True):
+    for name in sorted(Scanner(store).names(), key=by_point, reverse=True):
         try:
             decided = read_decision(store, name.folder)
         except StorageError:
@@ -98,33 +100,22 @@ def id_in_manifests(store: Store) -> str:
 
 
 def read_record(store: Store) -> RunRecord | None:
-    """Return the content of `run.json`, or None if there is none. Raise `CorruptError` if it is
-    damaged."""
+    """Return the content of `run.json`, if it exists. Raise `CorruptError` if it is damaged."""
     where = f"{store.url}/{RUN_NAME}"
     try:
         data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
     except NotFoundError:
         return None
     try:
-        said = msgspec.json.decode(data, type=Versioned)
-        refuse_later(said.format, what="run", where=where, writer=said.laststep)
-        record = msgspec.json.decode(data, type=RunRecord)
+        return decode_record(data, RunRecord, what="run", where=where)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        found = "other content, which laststep did not write" if data else "an empty file"
-        raise _bad_record(where, found) from error
-    if record.format != FORMAT_VERSION:
-        raise _bad_record(where, f"format {record.format}")
-    return record
-
-
-def _bad_record(where: str, found: str) -> LaststepError:
-    return CorruptError(
-        "the record of the run is damaged",
-        where=where,
-        expected="a format, a run id and a time",
-        found=found,
-        remedy="move the file away: the checkpoints open without it",
-    )
+        raise CorruptError(
+            "the record of the run is damaged",
+            where=where,
+            expected="a format, a run id and a time",
+            found="other content, which laststep did not write" if data else "an empty file",
+            remedy="move the file away: the checkpoints open without it",
+        ) from error
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,8 +143,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store) -> Run:
-        """Open an existing run. Raise `NotFoundError` if there is neither a record nor any
-        checkpoint."""
+        """Open a run. Raise `NotFoundError` if there is neither a record nor any checkpoint."""
         record = read_record(store)
         run = cls(store, record)
         if record is None and not run._scanner.names():
@@ -167,7 +157,6 @@ class Run:
 
     @classmethod
     def open_or_create(cls, store: Store) -> Run:
-        """Open the run, or create it if there is none."""
         record = read_record(store)
         if record is None:
             # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
@@ -195,12 +184,12 @@ class Run:
     def _listed(
         self, scanned: tuple[ScannedAttempt, ...], term: int | None = None
     ) -> tuple[Listed, ...]:
-        """Return the checkpoints among scanned attempts, placed on the lineage of the run, or of
-        `term` if given."""
+        """Return the checkpoints among scanned attempts; the lineage is that of the run, or of
+        `term`."""
         if term is not None:
             return listing.checkpoints(scanned, self._terms.chain(term))
-        committed = [item.name for item in scanned if item.is_committed]
-        return listing.checkpoints(scanned, self._chain(committed, lambda _: True))
+        committed = {item.name for item in scanned if item.is_committed}
+        return listing.checkpoints(scanned, self._chain(committed, committed.__contains__))
 
     def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
@@ -213,33 +202,32 @@ class Run:
         newest first.
         """
         numbers = self._terms.numbers()
-        recorded = frozenset(numbers)
-        own = [name for name in names if name.term in recorded]
-        newest_first = sorted(own, key=lambda name: name.point, reverse=True)
-        last = next((name for name in newest_first if is_committed(name)), None)
-        beyond = [name for name in names if numbers and name.term > numbers[-1]]
-        self._tell_unrecorded(filter(is_committed, beyond))
-        if last is None:
-            return self._terms.chain(None)
-        if numbers[-1] > last.term:
-            self._tell_undecided(numbers[-1], last)
-        return self._terms.chain(last.term)
+        recorded, is_told = frozenset(numbers), not numbers
+        for name in sorted(names, key=by_point, reverse=True):
+            if name.term in recorded:
+                if is_committed(name):
+                    if name.term < numbers[-1]:
+                        self._tell_undecided(numbers[-1], name)
+                    return self._terms.chain(name.term)
+            elif not is_told and name.term > numbers[-1] and is_committed(name):
+                self._tell_unrecorded(name)
+                is_told = True
+        return self._terms.chain(None)
 
-    def _tell_unrecorded(self, committed: Iterable[AttemptName]) -> None:
+    def _tell_unrecorded(self, name: AttemptName) -> None:
         """Warn about a checkpoint that is newer than every recorded term. Raise `StorageError` if
         its record exists and was only missing from the listing."""
-        for name in sorted(committed, key=lambda name: name.point)[-1:]:
-            if exists(self.store, term_record_name(name.term)):
-                error = StorageError(
-                    "a listing omits the record of a term",
-                    where=self.store.url,
-                    expected=term_record_name(name.term),
-                    remedy="try again",
-                )
-                error.transient = True
-                raise error
-            why = "is ignored because the record of its term is missing; restore(%d) restores it"
-            _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
+        if exists(self.store, term_record_name(name.term)):
+            error = StorageError(
+                "a listing omits the record of a term",
+                where=self.store.url,
+                expected=term_record_name(name.term),
+                remedy="try again",
+            )
+            error.transient = True
+            raise error
+        why = "is ignored because the record of its term is missing; restore(%d) restores it"
+        _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
     def _tell_undecided(self, term: int, last: AttemptName) -> None:
         """Warn if the newest term has no commit and does not continue from the last checkpoint."""
@@ -305,7 +293,6 @@ class Run:
         return listing.attempts(self._scanner.scan_undecided(), self._terms)
 
     def term(self, number: int) -> TermRecord | None:
-        """Return the record of a term, or None."""
         return self._terms.read(number)
 
     def live_writer(self, *, below: int | None = None) -> LiveWriter | None:
@@ -364,7 +351,10 @@ class Run:
             number = claim()
         except StorageError:
             # The attempts of dead writers may leave no room for a record.
-            if not self._remove(self._attempts_of_the_dead()[0]):
+            scanned = self._scanner.scan_undecided(deep=True)
+            if not self._remove(
+                retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
+            ):
                 raise
             number = claim()
         self._end_older(number)
@@ -374,22 +364,19 @@ class Run:
         _log.info("term %d of %s continues from %s", number, self.store.url, continues)
         return number
 
-    def _attempts_of_the_dead(self) -> tuple[list[Orphan], tuple[ScannedAttempt, ...]]:
-        """Return the undecided attempts of dead writers, and all undecided attempts."""
-        scanned = self._scanner.scan_undecided(deep=True)
-        return retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time()), scanned
-
     def _end_older(self, successor: int) -> None:
         """Remove the attempts of dead writers and abort those of other older writers. A live writer
         that checked for newer terms before this one existed finds the abort when it commits."""
-        dead, scanned = self._attempts_of_the_dead()
+        scanned = self._scanner.scan_undecided(deep=True)
+        dead = retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
         self._remove(dead)
-        of_the_dead = {orphan.name for orphan in dead}
-        for item in listing.attempts(scanned, self._terms):
+        ended = {orphan.name for orphan in dead}
+        for item in scanned:
             # A copy belongs to no writer of this run, and committing it cannot move the lineage
             # forward: it has the point of its original.
-            if item.term < successor and item.folder not in of_the_dead and not item.is_copy:
-                self._give_up_for(successor, item.folder)
+            is_own = not (item.is_copy or item.folder.is_link)
+            if is_own and item.name.term < successor and item.folder.name not in ended:
+                self._give_up_for(successor, item.folder.name)
 
     def _give_up_for(self, successor: int, folder: str) -> None:
         """Abort an attempt of an older term, unless it has been committed."""
@@ -418,8 +405,9 @@ class Run:
         """Raise `AbortedError` if another job instance has committed anything after `seen`.
         Continuing from `seen` would abandon that commit, and `seen` itself may have been pruned by
         now."""
-        later = [name for name in self._scanner.names() if name.point > seen]
-        for name in sorted(later, key=lambda name: name.point, reverse=True):
+        for name in sorted(self._scanner.names(), key=by_point, reverse=True):
+            if name.point <= seen:
+                return
             if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
                 raise self._terms.superseded_error(
                     name.term,
@@ -435,8 +423,7 @@ class Run:
             raise self._terms.superseded_error(newest, expected=f"term {term} to be the newest")
 
     def lock_term(self, number: int) -> Lock:
-        """Lock a term to show that its writer is alive, until the lock is closed or the process
-        ends."""
+        """Lock a term, to show that its writer is alive."""
         return self.store.lock(term_lock_name(number))
 
     def check_step_free(self, step: int, *, term: int | None = None) -> None:
@@ -444,8 +431,8 @@ class Run:
         run, or of `term` if given (a writer's term, which may have no commit yet)."""
         # Only commits count: an undecided attempt may belong to the calling save. The full scan
         # runs only if there is one, because every save calls this and a run may have thousands.
-        there = [name for name in self._scanner.names() if name.step == step]
-        if not any(_is_committed(self.store, name) for name in there):
+        names = self._scanner.names()
+        if not any(name.step == step and _is_committed(self.store, name) for name in names):
             return
         scanned = self._scanner.scan(deep=True)
         for item in self._listed(scanned, term):
@@ -457,8 +444,7 @@ class Run:
                 )
 
     def begin(self, *, step: int, term: int, attempt: int) -> Attempt:
-        """Begin an attempt in a new folder. Raise `NotFoundError` if the run was deleted or
-        replaced."""
+        """Begin an attempt. Raise `NotFoundError` if the run was deleted or replaced."""
         if term not in self._terms.numbers():
             raise NotFoundError(
                 f"cannot save step {step}: the run is missing or was replaced",
@@ -492,7 +478,7 @@ class Run:
             return ()
 
     def _remove(self, orphans: Iterable[Orphan]) -> tuple[Orphan, ...]:
-        """Remove as many of these as possible and return those that were removed."""
+        """Remove as many of these as possible, and return them."""
         gone = []
         for orphan in orphans:
             try:
@@ -514,16 +500,16 @@ class Run:
             self.store.sync_folder(folder)  # its creator may have failed to sync it
 
     def unpin(self, folder: str) -> None:
-        """Make a checkpoint subject to retention again."""
         self.store.delete(f"{folder}/{PIN_NAME}")
 
 
 def newest_point(store: Store) -> Seen:
-    """Return the newest term and the last commit of the run in a store."""
-    names = sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True)
-    newest = max((*Terms(store).numbers(), *(name.term for name in names)), default=0)
-    last = next((name.point for name in names if _is_committed(store, name)), (0, 0))
-    return Seen(term=newest, commit=last)
+    names = sorted(Scanner(store).names(), key=by_point, reverse=True)
+    newest = max((names[0].term if names else 0, *Terms(store).numbers()))
+    for name in names:
+        if _is_committed(store, name):
+            return Seen(term=newest, commit=name.point)
+    return Seen(term=newest)
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:
@@ -560,7 +546,8 @@ class RunWriter:
         self._attempts = 0
         self._to_clean = False
         self.last_folder: str | None = None
-        """The checkpoint that the next commit follows."""
+        """The checkpoint that the next commit follows. Only rank 0 claims terms and commits, but
+        every rank knows the checkpoint that it restored."""
 
     @property
     def run(self) -> Run:
@@ -569,15 +556,9 @@ class RunWriter:
             self._run = Run.open(self.store)
         return self._run
 
-    @property
-    def before(self) -> str | None:
-        """The folder of the checkpoint that the next save follows, if known. Only rank 0 claims
-        terms and commits, but every rank knows the checkpoint that it restored."""
-        return self.last_folder or (None if self._after is None else self._after.folder)
-
     def records(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the names and contents of the run's record and of this writer's term record; empty
-        if it has claimed no term."""
+        """Return the names and contents of the records of the run and of this writer's term; empty
+        before the first attempt."""
         record = None if self.term is None else self.run.term(self.term)
         if record is None or self.run.record is None:
             return ()
@@ -588,10 +569,10 @@ class RunWriter:
         """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
         the run when this was decided."""
         self._after, self._seen = after, seen
+        self.last_folder = None if after is None else after.folder
         self.term = None
 
     def open_run(self) -> Run:
-        """Return the run; create it if there is none."""
         if self._run is None:
             self._run = Run.open_or_create(self.store)
         return self._run
@@ -601,12 +582,27 @@ class RunWriter:
         another writer has taken over the run."""
         run = self.open_run()
         if self.term is None:
-            self._claim(run, needs_trainer=needs_trainer)
-        assert self.term is not None  # noqa: S101 (claimed)
-        if self._lock is None:
+            self.term = self._claim(run, needs_trainer=needs_trainer)
+            self._attempts = 0
+            self._to_clean = True
+        if self._lock is None:  # else its attempts would look dead
             self._lock = run.lock_term(self.term)
         self._attempts += 1
         return run.begin(step=step, term=self.term, attempt=self._attempts)
+
+    def _claim(self, run: Run, *, needs_trainer: bool) -> int:
+        orphan = self._trainer_is_dead()
+        if orphan and needs_trainer:
+            raise AbortedError("the trainer died before the save began on all ranks")
+        self.close()
+        after, continues = self._after, None
+        if after is not None:
+            continues = after.point
+            with contextlib.suppress(NotFoundError):  # it was read at another tier
+                # Its writer may have died before its name was durable, and nothing synced it since.
+                self.store.sync_folder(after.folder)
+        self.last_folder = None if after is None else after.folder
+        return run.claim_term(continues, seen=self._seen, writer=self._trainer, orphan=orphan)
 
     def commit(self, attempt: Attempt, commit: Commit) -> None:
         """Commit an attempt of this writer."""
@@ -644,30 +640,7 @@ class RunWriter:
             self._run.clean()
 
     def close(self) -> None:
-        """Release the lock of the term: nothing is being written. The next attempt takes it
-        again."""
+        """Release the lock of the term until the next attempt: nothing is being written."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _claim(self, run: Run, *, needs_trainer: bool) -> None:
-        orphan = self._trainer_is_dead()
-        if orphan and needs_trainer:
-            raise AbortedError("the trainer died before the save began on all ranks")
-        after = self._after
-        self.close()
-        if after is not None:
-            with contextlib.suppress(NotFoundError):  # it was read at another tier
-                # Its writer may have died before its name was durable, and nothing synced it since.
-                self.store.sync_folder(after.folder)
-        term = run.claim_term(
-            None if after is None else after.point,
-            seen=self._seen,
-            writer=self._trainer,
-            orphan=orphan,
-        )
-        self._lock = run.lock_term(term)
-        self.term = term  # only after locking: without the lock its attempts would look dead
-        self._attempts = 0
-        self.last_folder = None if after is None else after.folder
-        self._to_clean = True

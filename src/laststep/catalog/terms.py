@@ -23,30 +23,27 @@ checkpoints. Commits are ordered by their points; in a run without any record, b
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import os
 import re
 import socket
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
-from laststep.catalog.attempt import list_checked
+from laststep.catalog.attempt import by_point, list_checked
 from laststep.codecs.digests import digest_text
 from laststep.constants import FORMAT_VERSION
-from laststep.errors import (
-    AbortedError,
-    AlreadyExistsError,
-    CorruptError,
-    NotFoundError,
-    UsageError,
-)
+from laststep.errors import AbortedError, AlreadyExistsError, CorruptError, NotFoundError
 from laststep.format.manifest import Versioned, refuse_later
 from laststep.process.system import boot, pid_namespace, process_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from laststep.catalog.attempt import AttemptName
     from laststep.storage.store import Store
@@ -59,16 +56,17 @@ _LIVENESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
 _FILE = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 Point = tuple[int, int]
+Format = Annotated[int, msgspec.Meta(ge=FORMAT_VERSION)]
+"""The format of a record; `decode_record` refuses later ones."""
 _Number = Annotated[int, msgspec.Meta(ge=1)]
+_Record = TypeVar("_Record")
 
 
 def term_record_name(term: int) -> str:
-    """Return the name of a term's record, relative to the run."""
     return f"{TERMS_FOLDER}/{term:08d}.json"
 
 
 def term_lock_name(term: int) -> str:
-    """Return the name of a term's lock, relative to the run."""
     return f"{TERMS_FOLDER}/{term:08d}.lock"
 
 
@@ -82,7 +80,6 @@ def parse_term(name: str, kind: str) -> int | None:
 
 
 def liveness_lock_name(start: str, pid: int) -> str:
-    """Return the name of a job instance's liveness lock, relative to the run."""
     return f"{TERMS_FOLDER}/start-{start}-{pid}.lock"
 
 
@@ -95,7 +92,7 @@ def parse_liveness_lock(name: str) -> int | None:
 class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a term: its number, the (term, attempt) it continues from, and its trainer."""
 
-    format: int
+    format: Format
     term: _Number
     continues: tuple[_Number, _Number] | None
     host: str
@@ -133,7 +130,6 @@ def new_start() -> Trainer:
 
 
 def this_writer() -> Trainer:
-    """Return the identity of this process."""
     return Trainer(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -156,8 +152,7 @@ def shares_pids(record: TermRecord) -> bool:
 
 
 def trainer_is_gone(record: TermRecord) -> bool:
-    """Return True if the trainer is known to be dead. Nothing is known about processes
-    elsewhere."""
+    """Return True if the trainer is known to be dead; nothing is known of other machines."""
     started, _, namespace = record.process_started.partition("@")
     return (
         shares_pids(record)
@@ -168,7 +163,6 @@ def trainer_is_gone(record: TermRecord) -> bool:
 
 
 def encode(record: TermRecord) -> bytes:
-    """Return the content of `terms/N.json`."""
     content = msgspec.json.encode(record)
     return msgspec.json.encode(_Sealed(digest=digest_text(content), term=msgspec.Raw(content)))
 
@@ -181,21 +175,26 @@ def decode(data: bytes, *, term: int, where: str) -> TermRecord:
         content = bytes(sealed.term)
         if digest_text(content) != sealed.digest:
             raise _corrupt(where, sealed.digest, digest_text(content))
-        said = msgspec.json.decode(content, type=Versioned)
-        refuse_later(said.format, what="record of a term", where=where, writer=said.laststep)
-        record = msgspec.json.decode(content, type=TermRecord)
+        record = decode_record(content, TermRecord, what="record of a term", where=where)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "a term's record", str(error)) from error
-    if record.term != term or record.format != FORMAT_VERSION:
-        raise _corrupt(where, f"term {term}, format {FORMAT_VERSION}", f"{record}")
+    if record.term != term:
+        raise _corrupt(where, f"term {term}", f"{record}")
     if record.continues is not None and record.continues[0] >= term:
         raise _corrupt(where, "an earlier term to continue from", f"{record.continues}")
     return record
 
 
+def decode_record(data: bytes, kind: type[_Record], *, what: str, where: str) -> _Record:
+    """Decode a small record. Raise `UsageError` if it has a later format, and errors of msgspec or
+    `UnicodeDecodeError` if it is damaged."""
+    said = msgspec.json.decode(data, type=Versioned)
+    refuse_later(said.format, what=what, where=where, writer=said.laststep)
+    return msgspec.json.decode(data, type=kind)
+
+
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run at the time a job chose where to continue from; 0 where nothing
-    existed."""
+    """The state of a run when a job chose where to continue from; 0 for what did not exist."""
 
     term: int = 0
     """The newest term, by its record or by its attempts."""
@@ -216,9 +215,9 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
 def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]:
     """Return the commits on the lineage, oldest first."""
-    listed, limits = list(names), chain.limits
+    listed, limits = sorted(names, key=by_point), chain.limits
     if not limits:
-        return tuple(sorted(listed, key=lambda name: (name.step, name.point)))
+        return tuple(sorted(listed, key=operator.attrgetter("step")))
     chosen = []
     for name in listed:
         limit = limits.get(name.term, 0)
@@ -231,11 +230,11 @@ def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]
         last = next((name.step for name in listed if name.point == oldest), None)
         older = [name for name in listed if name.term < oldest[0]]
         chosen += [name for name in older if last is None or name.step <= last]
-    return tuple(sorted(chosen, key=lambda name: name.point))
+    return tuple(sorted(chosen, key=by_point))
 
 
 def superseded(
-    on_lineage: Sequence[AttemptName], sound: frozenset[AttemptName]
+    on_lineage: Sequence[AttemptName], sound: AbstractSet[AttemptName]
 ) -> Mapping[AttemptName, AttemptName]:
     """Map each replaced commit to the later, complete commit of the same step that replaced it."""
     latest: dict[int, AttemptName] = {}
@@ -261,15 +260,13 @@ class Terms:
         if self._store.same_everywhere and not any(parse_term(f, "json") for f in files):
             first = term_record_name(1).rpartition("/")[2]
             files = tuple(item.name for item in list_checked(self._store, TERMS_FOLDER, first))
-        numbers = [parse_term(name, kind) for name in files]
+        numbers = map(functools.partial(parse_term, kind=kind), files)
         return tuple(sorted(filter(None, numbers)))  # terms count from 1
 
     def is_alive(self, term: int) -> bool:
-        """Return whether a live process holds the lock of that term."""
         return self._store.is_locked(term_lock_name(term))
 
     def read(self, term: int) -> TermRecord | None:
-        """Return the record of a term, or None."""
         known = self._known.get(term)
         if known is not None:
             return known
@@ -323,39 +320,21 @@ class Terms:
                     )
             if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
                 raise self.superseded_error(newest, before=True, expected="no live writer")
-            if self._create(newest + 1, continues, writer, orphan=orphan):
-                return newest + 1
-            newest += 1  # another writer was faster, but may be one that is ignored
-
-    def _create(
-        self, number: int, continues: Point | None, writer: Trainer, *, orphan: bool
-    ) -> bool:
-        """Create the record of a term. Return False if it exists by now."""
-        if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
-            raise UsageError(
-                "cannot continue from a checkpoint that is not in this run",
-                where=self._store.url,
-                expected=f"a term below {number} and an attempt from 1",
-                found=f"term {continues[0]}, attempt {continues[1]}",
+            newest += 1
+            record = TermRecord(
+                format=FORMAT_VERSION,
+                term=newest,
+                continues=continues,
+                created_s=time.time(),
+                orphan=orphan,
+                **msgspec.structs.asdict(writer),
             )
-        record = TermRecord(
-            format=FORMAT_VERSION,
-            term=number,
-            continues=continues,
-            host=writer.host,
-            pid=writer.pid,
-            boot=writer.boot,
-            process_started=writer.process_started,
-            created_s=time.time(),
-            start=writer.start,
-            orphan=orphan,
-        )
-        try:
-            self._store.create(term_record_name(number), encode(record))
-        except AlreadyExistsError:
-            return False
-        self._known[number] = record
-        return True
+            try:
+                self._store.create(term_record_name(newest), encode(record))
+            except AlreadyExistsError:
+                continue  # another writer was faster, but may be one that is ignored
+            self._known[newest] = record
+            return newest
 
     def superseded_error(
         self, term: int, *, expected: str, before: bool = False, saved: str | None = None
@@ -377,7 +356,6 @@ class Terms:
         )
 
     def described(self, term: int) -> str:
-        """Return a description of a term and its writer for messages."""
         try:
             record = self.read(term)
         except CorruptError as error:
@@ -400,7 +378,6 @@ class Terms:
 
 
 def make_folder(store: Store) -> None:
-    """Create the folder of terms and liveness locks if it is missing."""
     # If another process created it and died before its name was durable, the sync after creating
     # the first attempt's folder makes it durable.
     with contextlib.suppress(AlreadyExistsError):

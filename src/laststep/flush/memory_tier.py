@@ -394,7 +394,7 @@ class MemoryTier(Listener):
             items=seal.items,
             metrics=seal.metrics,
             metadata=seal.metadata,
-            continues=self._run_writer.before,
+            continues=self._run_writer.last_folder,
             receipt=seal.receipt,
             records=self._run_writer.records(),
         )

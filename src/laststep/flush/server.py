@@ -285,7 +285,7 @@ class Flusher:
             else:
                 attempt = Attempt(self._store, at)
             save.attempt = attempt
-            before = self._run_writer.before
+            before = self._run_writer.last_folder
             save.base, base = self._base
             if base is None and before is not None and before != self._unread:
                 save.base, base = 0, bases.of_checkpoint(self._store, before, self._rank[0])

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.attempt import INDEX_LIMIT_BYTES, deleted, index_name_of, read_index_bytes
+from laststep.catalog.attempt import INDEX_LIMIT_BYTES, deleted, read_index_bytes
 from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
@@ -91,7 +91,10 @@ class _Check:
         self._total_bytes = sum(sizes.values())
         names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
         if commit is not None:
-            names = [index_name_of(commit, number) for number in range(commit.index_count)]
+            names = [
+                index_format.index_name(number, commit.ranks)
+                for number in range(commit.index_count)
+            ]
             if commit.ranks > 1:
                 self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
         self._tell()

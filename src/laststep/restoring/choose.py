@@ -507,8 +507,9 @@ class Choosing:
         if self._left:
             listed = self._left[-1]
             self._passed.add(listed.folder)
-            if self._near is not None and (url := self._near.tier_of(listed.folder)) is not None:
-                log.warning("%s is read at %s", listed.folder, url)
+            place = self._place_of(listed.folder)
+            if place is not self._store:
+                log.warning("%s is read at %s", listed.folder, place.url)
             steps: list[int] = []
             for earlier in self._lineage:
                 steps.append(earlier.step)
@@ -536,7 +537,7 @@ class Choosing:
                 raise error or CorruptError("the manifest cannot be read", where=where)
             commit = manifest.decode(chosen.manifest, where=where)
             assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
-            store = self._store if near is None else near.place_of(chosen.folder)
+            store = self._place_of(chosen.folder)
             number, several = self._ranks.rank.number, self._ranks.size > 1
             content = Content(store, chosen.folder, commit, rank=number, by_rank=several)
             if near is None:
@@ -547,8 +548,10 @@ class Choosing:
         return collective(self._ranks, work)
 
     def _where(self, chosen: Chosen) -> str:
-        tier = None if self._near is None else self._near.tier_of(chosen.folder)
-        return f"{tier or self._store.url}/{chosen.folder}"
+        return f"{self._place_of(chosen.folder).url}/{chosen.folder}"
+
+    def _place_of(self, folder: str) -> Store:
+        return self._store if self._near is None else self._near.place_of(folder)
 
     def _try_again(self, chosen: Chosen) -> None:
         """List the run again, with a checkpoint that has been tried and is now read elsewhere."""

@@ -31,7 +31,6 @@ from laststep.catalog.attempt import (
     Attempt,
     copying_name,
     deleted,
-    index_name_of,
     inner_folders,
     is_copying_name,
     parse_folder,
@@ -56,6 +55,7 @@ from laststep.errors import (
 )
 from laststep.format import index as index_format
 from laststep.format import manifest
+from laststep.format.index import index_name
 from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit, WrittenIndexes
 from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
 from laststep.process.threads import WorkerPool
@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 _of_thread = threading.local()
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of data files that are done and the total."""
+"""Called with the bytes of data files that are done, and the total."""
 _RESUMES = "copy again: it resumes there"
 
 
@@ -88,8 +88,7 @@ class Pacing:
         self._free_s = 0.0  # the time at which the next byte may be copied
 
     def take(self, size_bytes: int) -> None:
-        """Wait until this many bytes may be copied. Raise `AbortedError` if the copy was
-        stopped."""
+        """Wait until so many bytes may be copied. Raise `AbortedError` if the copy was stopped."""
         if self._bytes_per_s is not None:
             with self._mutex:
                 now_s = time.monotonic()
@@ -181,9 +180,8 @@ class Copier:
     def bring(
         self, folder: str, ranks: Sequence[int] | None = None, progress: Progress | None = None
     ) -> Moved:
-        """Copy the files of all ranks, or of `ranks`, without committing. Several processes may
-        copy the files of different ranks at the same time; one of them commits when all are
-        done."""
+        """Copy the files of all ranks, or of `ranks`, without committing. Processes may copy the
+        files of different ranks at the same time; one of them commits when all are done."""
         commit = self._commit(folder)
         # Rank 0 commits, so it also copies the coordinator's files, which belong to no rank.
         wanted = list(range(commit.index_count) if ranks is None else ranks)
@@ -195,7 +193,8 @@ class Copier:
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
             if isinstance(read_decision(self._target, folder), Commit):
                 return Moved()  # another process was faster
-            names = _names(commit, indexes)
+            names = [file.name for index in indexes for file in index.files]
+            names += [index_name(rank, commit.ranks) for rank in wanted]
             self._attempt(folder).make_folders(names)
             there = self._sizes(folder, names)
             for original in originals.values():  # remains of an interrupted copy of other items
@@ -203,7 +202,7 @@ class Copier:
                     self._target.delete(f"{folder}/{name}")
             moved = _FileCopies(self._route, self._shared, folder, there, progress).bring(indexes)
             for rank, original in originals.items():
-                name, data = index_name_of(commit, rank), original.data
+                name, data = index_name(rank, commit.ranks), original.data
                 path = f"{folder}/{name}"
                 is_same_size = there.get(name) == len(data)
                 if is_same_size and self._target.read(path, limit_bytes=len(data)) == data:
@@ -214,27 +213,19 @@ class Copier:
             return moved
 
     def is_under_way(self, folder: str) -> bool:
-        """Return True if a process is copying files of this checkpoint to the target."""
         return bool(self._locked(folder))
 
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
         commit, data = self._manifest(folder)
-        names = [index_name_of(commit, rank) for rank in range(commit.index_count)]
-        sizes = self._sizes(folder, names)
-        for name in names:
-            if name not in sizes:
-                raise self._not_whole(folder, name, "an index", "no file")
+        names = [index_name(rank, commit.ranks) for rank in range(commit.index_count)]
+        self._check_whole(folder, dict.fromkeys(names))
         indexes = read_indexes(self._target, folder, commit)
-        names = _names(commit, indexes)
-        sizes = self._sizes(folder, names)
-        for file in (file for index in indexes for file in index.files):
-            if sizes.get(file.name) != file.size_bytes:
-                found = str(sizes.get(file.name, "no file"))
-                raise self._not_whole(folder, file.name, f"{file.size_bytes} bytes", found)
+        sizes = {file.name: file.size_bytes for index in indexes for file in index.files}
+        self._check_whole(folder, sizes)
         attempt = self._attempt(folder)
-        attempt.sync(names)
+        attempt.sync([*names, *sizes])
         attempt.publish(data)
         for index in indexes:
             self._shared.add(folder, index.files)
@@ -327,16 +318,21 @@ class Copier:
             remedy="wait for that copy to end",
         )
 
-    def _not_whole(self, folder: str, name: str, expected: str, found: str) -> StorageError:
-        return StorageError(
-            "cannot commit a copy that is not whole",
-            where=f"{self._target.url}/{folder}/{name}",
-            expected=expected,
-            found=found,
-            remedy=_RESUMES,
-        )
+    def _check_whole(self, folder: str, wanted: Mapping[str, int | None]) -> None:
+        """Raise `StorageError` if a file is missing at the target or, where a size is given, has
+        another one."""
+        there = self._sizes(folder, wanted)
+        for name, size in wanted.items():
+            if name not in there or size not in (None, there[name]):
+                raise StorageError(
+                    "cannot commit a copy that is not whole",
+                    where=f"{self._target.url}/{folder}/{name}",
+                    expected="a file" if size is None else f"{size} bytes",
+                    found=str(there.get(name, "no file")),
+                    remedy=_RESUMES,
+                )
 
-    def _sizes(self, folder: str, names: Sequence[str]) -> dict[str, int]:
+    def _sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files in a folder at the target and in subfolders of `names`."""
         listed = {"": self._target.list(folder)}
         for inner in inner_folders(names):
@@ -355,12 +351,6 @@ class _CopiedIndex(NamedTuple):
     part: Index
     data: bytes
     dropped: frozenset[str] = frozenset()
-
-
-def _names(commit: Commit, indexes: Sequence[Index]) -> list[str]:
-    """Return the file names of these indexes and of their data files."""
-    files = [file.name for index in indexes for file in index.files]
-    return [*files, *(index_name_of(commit, index.rank) for index in indexes)]
 
 
 def _without(items: Sequence[str]) -> str:
@@ -396,7 +386,6 @@ class _TargetFiles:
         return self._has_links
 
     def add(self, folder: str, files: Iterable[StoredFile]) -> None:
-        """Register the files of a committed checkpoint."""
         self._read.add(folder)
         for file in files:
             self._places.setdefault(file_id(file, folder), f"{folder}/{file.name}")
@@ -424,7 +413,6 @@ class _FileCopies:
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def bring(self, indexes: Sequence[Index]) -> Moved:
-        """Copy all files, rank by rank."""
         moved = Moved()
         self._total_bytes = sum(index.size_bytes for index in indexes)
         for index in indexes:
@@ -462,7 +450,7 @@ class _FileCopies:
         return False
 
     def _run(self, copies: Sequence[_FileCopy]) -> None:
-        """Process all chunks of these files. Afterwards no thread is still working on them."""
+        """Process all chunks of these files; no thread works on them afterwards."""
 
         def take(copy: _FileCopy, chunk: _FileChunk) -> None:
             self.route.pacing.take(chunk.stop - chunk.start)
@@ -651,7 +639,6 @@ class Records:
             raise self._other(f"another job saved there separately: {who}")
 
     def bring_run(self) -> None:
-        """Copy the record of the run."""
         is_same, name = self._check_run(), RUN_NAME
         if name in self._same:
             return

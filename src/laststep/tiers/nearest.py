@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog.attempt import read_decision
-from laststep.catalog.run import Run
+from laststep.catalog.run import Run, run_id
 from laststep.catalog.terms import Terms
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.format.manifest import Commit
 from laststep.memory import segments
 from laststep.process import signals
+from laststep.process.system import boot
 from laststep.process.threads import WorkerPool
 from laststep.storage.registry import open_store
 from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
-from laststep.tiers.snapshots import MemorySnapshot
+from laststep.tiers.snapshots import MemorySnapshot, NodePart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
-    from laststep.tiers.snapshots import NodePart, Readers
+    from laststep.tiers.snapshots import Readers
     from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,6 @@ class NearestStore(Store):
 
     def __init__(self, store: Store, base: str | None, own: Segment | None = None) -> None:
         self.primary = store
-        """The run's own store."""
         self.in_memory = base is not None
         """True if shared memory is searched."""
         self._elsewhere: dict[str, Store] = {}
@@ -102,13 +103,22 @@ class NearestStore(Store):
     @property
     def node(self) -> str:
         """A name for the shared memory in use that is unique across nodes."""
-        return snapshots.node_of(self._base or "")
+        try:
+            place = os.stat(self._base or "")  # noqa: PTH116 (the flusher has no pathlib)
+        except OSError:
+            return f"{boot()}/none"
+        return f"{boot()}/{place.st_dev}/{place.st_ino}"
 
     def left_here(self) -> tuple[NodePart, ...]:
         """Return the parts of snapshots that dead processes have left on this node."""
         there = recovery.segments_of(self.primary, self._base) if self._base else []
         recovery.wait_for_flushers(there)
-        return snapshots.parts_of_dead(there)
+        return tuple(
+            NodePart(segment.folder, segment.owner.rank, segment.owner.ranks, record)
+            for segment in there
+            if not segment.is_alive()
+            for record in snapshots.records_in(segment)
+        )
 
     def open_parts(self, nodes: Sequence[str], parts: Mapping[str, Sequence[NodePart]]) -> None:
         """Use exactly the snapshots that are complete over all nodes together."""
@@ -121,7 +131,7 @@ class NearestStore(Store):
 
     def committed(self) -> list[str]:
         """Return the folders of snapshots that are also committed in the run."""
-        run = recovery.run_id(self.primary)
+        run = run_id(self.primary)
         return [
             folder
             for folder, snapshot in self.look().items()
@@ -135,7 +145,6 @@ class NearestStore(Store):
         return self._readers.get(folder) if folder in self.look() else None
 
     def keep(self, folders: Container[str]) -> None:
-        """Drop all snapshots except these."""
         for folder in [name for name in self.look() if name not in folders]:
             self.look().pop(folder).close()
 
@@ -159,17 +168,12 @@ class NearestStore(Store):
         return nearer
 
     def is_in_primary(self, folder: str) -> bool:
-        """Return True if a checkpoint is read from the run's own store."""
         return folder not in self._elsewhere and folder not in self.look()
 
-    def tier_of(self, folder: str) -> str | None:
-        """Return the URL of the replica that a checkpoint is read from, or None."""
-        is_there = folder in self._elsewhere and folder not in self.look()
-        return self._elsewhere[folder].url if is_there else None
-
     def place_of(self, folder: str) -> Store:
-        """Return the store to read a checkpoint from; damage is reported with its URL."""
-        return self if self.tier_of(folder) is None else self._elsewhere[folder]
+        """Return the store to read a checkpoint from, this one or a replica; damage is reported
+        with its URL."""
+        return self if folder in self.look() else self._elsewhere.get(folder, self)
 
     def _place(self, name: str) -> Store:
         return self._elsewhere.get(name.partition("/")[0], self.primary)
@@ -196,7 +200,6 @@ class NearestStore(Store):
         return sorted(entries.values(), key=lambda entry: entry.name)
 
     def _records(self) -> dict[str, bytes]:
-        """Return the records of runs and terms in memory."""
         snapshots = self.look().values()
         return {name: data for snapshot in snapshots for name, data in snapshot.record.records}
 
@@ -406,12 +409,10 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> N
 
 
 def _lacking(listed: Listed) -> tuple[str, ...]:
-    """Return the items that a partial checkpoint lacks."""
     return () if listed.commit is None else listed.commit.omitted_items
 
 
 def _listed(store: Store) -> tuple[Listed, ...]:
-    """Return all checkpoints, including incomplete ones."""
     try:
         return Run.open(store).checkpoints()
     except NotFoundError:

@@ -26,7 +26,7 @@ import msgspec
 
 from laststep.catalog import terms
 from laststep.catalog.attempt import RUN_NAME, Attempt, read_decision
-from laststep.catalog.run import Run, newest_point
+from laststep.catalog.run import Run, newest_point, run_id
 from laststep.catalog.terms import Terms, order, term_record_name
 from laststep.constants import CHUNK_BYTES, align_up
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, NotFoundError
@@ -101,7 +101,7 @@ def segments_of(store: Store, base: str) -> list[Segment]:
     ]
 
 
-def _has_moved(segment: Segment, run: str | None, place: str) -> bool:
+def _has_moved(segment: Segment, run: str, place: str) -> bool:
     """Return True if a segment has snapshots of this run, which was moved to `place`. If the run
     also still exists at the old place, one of the two is a copy, and the snapshots do not belong to
     the copy."""
@@ -114,15 +114,13 @@ def _has_moved(segment: Segment, run: str | None, place: str) -> bool:
         return False  # unknown
 
 
-def run_id(store: Store) -> str | None:
-    with contextlib.suppress(NotFoundError):
-        return Run.open(store).id
-    return None
-
-
 def is_lost(store: Store) -> bool:
     """Return True if the store has no trace of a run: the run, or its disk, is new."""
-    return run_id(store) is None and not Terms(store).numbers()
+    try:
+        Run.open(store)
+    except NotFoundError:
+        return not Terms(store).numbers()
+    return False
 
 
 def wait_for_flushers(there: Sequence[Segment]) -> None:
@@ -251,8 +249,6 @@ def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> Non
 
 
 class SnapshotState(enum.StrEnum):
-    """The state of a snapshot in shared memory."""
-
     STORED = "stored"
     """The run has it."""
     RECOVERED = "recovered"
@@ -390,7 +386,6 @@ class _RunInMemory:
             self._error = error
 
     def store_all(self, base: str) -> None:
-        """Store the snapshots of dead processes that exist nowhere else."""
         self._has_tried = True
         if self._run is None:
             return
@@ -410,7 +405,6 @@ class _RunInMemory:
                     self._failed[snapshot.folder] = error
 
     def describe(self, segment: Segment, *, is_alive: bool) -> OrphanedSegment:
-        """Describe a segment of this run and the state of each snapshot in it."""
         owner, saves = segment.owner, []
         records = records_in(segment)
         for save in records:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog.attempt import AttemptName, parse_folder
+from laststep.catalog.attempt import AttemptName, by_point, parse_folder
 from laststep.catalog.run import Run
 from laststep.constants import MEMORY
 from laststep.errors import LaststepError, NotFoundError
@@ -46,6 +47,9 @@ class Newest(NamedTuple):
     created_s: float
 
 
+_BY_POINT = operator.attrgetter("name.point")
+
+
 def replica_status(run: Run, urls: Sequence[str] = ()) -> list[ReplicaStatus]:
     """Return the status of each tier of a run, nearest first: the recorded tiers and those at
     `urls`, where `shm:///…` names the location of shared memory."""
@@ -61,7 +65,7 @@ def replica_status(run: Run, urls: Sequence[str] = ()) -> list[ReplicaStatus]:
             found.append(ReplicaStatus(tier=url))  # nothing was replicated yet
         except LaststepError as error:
             found.append(ReplicaStatus(tier=url, error=str(error)))
-    first = max((one.newest for one in found if one.newest is not None), key=_order, default=None)
+    first = max((one.newest for one in found if one.newest), key=_BY_POINT, default=None)
     return [one if first is None else _compared(one, first) for one in found]
 
 
@@ -87,7 +91,7 @@ def _in_memory(run: Run, tier: str, base: str) -> ReplicaStatus | None:
 
 
 def _in_store(tier: str, run: Run) -> ReplicaStatus:
-    whole = sorted((item for item in run.lineage() if item.is_whole), key=lambda item: item.point)
+    whole = sorted((item for item in run.lineage() if item.is_whole), key=by_point)
     status = _status(tier, [Newest(item, item.created_s) for item in whole])
     if not whole or (commit := whole[-1].commit) is None:
         return status
@@ -97,12 +101,8 @@ def _in_store(tier: str, run: Run) -> ReplicaStatus:
 
 def _status(tier: str, known: Sequence[Newest]) -> ReplicaStatus:
     folders = {one.name.folder for one in known}
-    newest = max(known, key=_order, default=None)
+    newest = max(known, key=_BY_POINT, default=None)
     return ReplicaStatus(tier=tier, newest=newest, checkpoints=len(folders))
-
-
-def _order(one: Newest) -> tuple[int, int]:
-    return one.name.point
 
 
 def _compared(one: ReplicaStatus, first: Newest) -> ReplicaStatus:

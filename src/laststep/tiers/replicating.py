@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from laststep.catalog.attempt import AttemptName, copying_name, deleted, parse_folder, read_decision
+from laststep.catalog.attempt import (
+    AttemptName,
+    copying_name,
+    deleted,
+    exists,
+    parse_folder,
+    read_decision,
+)
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
@@ -51,7 +58,9 @@ _PATIENCE_S, _LAST_PATIENCE_S = 900.0, 30.0
 """The time that rank 0 waits for files of other ranks while none is being copied, and the time that
 each rank waits for others when the job ends, since they may have ended earlier."""
 _REMEMBERED = 8
-_PROBE_LIMIT_BYTES = 1 << 16
+
+_State = Literal["copying", "held", "failed"]
+"""The state of a copy; a failed one is retried."""
 
 
 class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +86,7 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 
     at: AttemptName
     tier: str
-    state: Literal["copying", "held", "failed"]
-    """The state of the copy; a failed one is retried."""
+    state: _State
     reason: str = ""
     """The reason for a failure."""
     save: int = 0
@@ -321,7 +329,7 @@ class Replicator:
             with self._changed:
                 due = list(self._due)
             for at in reversed(due):
-                if self._is_begun(at):
+                if exists(self._replica(), f"{at.folder}/{copying_name(0)}"):
                     self._copier().bring(at.folder, [self.rank], self._progress_of(at))
                     return at
                 if read_decision(self._replica(), at.folder) is not None:
@@ -330,13 +338,6 @@ class Replicator:
                 return newest  # the next job instance copies it
             self._rest()
             waited_s += _LOOK_S if self._ends else 0.0
-
-    def _is_begun(self, at: AttemptName) -> bool:
-        try:
-            self._replica().read(f"{at.folder}/{copying_name(0)}", limit_bytes=_PROBE_LIMIT_BYTES)
-        except NotFoundError:
-            return False
-        return True
 
     def _rest(self) -> None:
         """Wait for one polling interval. Raise `AbortedError` if replication was stopped."""
@@ -356,9 +357,7 @@ class Replicator:
         except (LaststepError, OSError) as error:
             log.warning("retention at %s failed: %s", self.order.url, error)
 
-    def _report(
-        self, at: AttemptName, state: Literal["copying", "held", "failed"], reason: str = ""
-    ) -> None:
+    def _report(self, at: AttemptName, state: _State, reason: str = "") -> None:
         self.tell(TierStatus(at=at, tier=self.order.url, state=state, reason=reason))
 
     def _replica(self) -> Store:

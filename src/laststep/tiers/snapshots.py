@@ -33,7 +33,7 @@ from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, ind
 from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory import segments
 from laststep.plan.files import LAYOUT_NAME
-from laststep.process.system import boot, warn_once
+from laststep.process.system import warn_once
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def opened(parts: RankParts) -> list[MemorySnapshot]:
         return []
 
 
-class NodePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class NodePart(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of a snapshot, in a segment of one node."""
 
     folder: str
@@ -358,27 +358,6 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 Readers = Mapping[int, frozenset[int]]
 """For each rank that wrote: the ranks of this job on the node that holds its part."""
-
-
-def node_of(base: str) -> str:
-    """Return a name for this node's shared memory that is unique across nodes."""
-    try:
-        place = os.stat(base)  # noqa: PTH116 (the flusher has no pathlib)
-    except OSError:
-        return f"{boot()}/none"
-    return f"{boot()}/{place.st_dev}/{place.st_ino}"
-
-
-def parts_of_dead(there: Sequence[Segment]) -> tuple[NodePart, ...]:
-    """Return the parts of snapshots that dead processes have left in these segments."""
-    return tuple(
-        NodePart(
-            folder=segment.folder, rank=segment.owner.rank, ranks=segment.owner.ranks, record=record
-        )
-        for segment in there
-        if not segment.is_alive()
-        for record in records_in(segment)
-    )
 
 
 def complete_over_nodes(
