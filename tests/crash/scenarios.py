@@ -39,7 +39,7 @@ from laststep.format import index as index_format
 from laststep.format.layout import FileLayout, TensorEntry, header_bytes_of
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.storage.directory import DirectoryStore
-from laststep.tiers.copying import Copier, CopyRoute
+from laststep.tiers.copying import Copier
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
 """Each checkpoint: its folder, whether it is on the lineage, the digests of its indexes and data
@@ -272,7 +272,7 @@ def copied(number: int) -> Stage:
     def stage(store: DirectoryStore) -> None:
         source = DirectoryStore(_shared_run())
         names = sorted(name for name in source.folder_names("") if name.startswith("step-"))
-        Copier(CopyRoute(source=source, target=store, threads=1)).copy(names[number])
+        Copier(source, store, threads=1).copy(names[number])
 
     return stage
 

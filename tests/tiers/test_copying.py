@@ -33,7 +33,7 @@ from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import failed
 from laststep.tiers import copying
-from laststep.tiers.copying import Copier, CopyRoute, Moved, Pacing
+from laststep.tiers.copying import Copier, Moved, Pacing
 from laststep.tiers.runs import plan_copy
 from stored import contents, flip
 
@@ -90,8 +90,8 @@ def check_sound(run: Path) -> None:
         assert not verify_checkpoint(store, item.folder).damage
 
 
-def copier(source: Path, target: Path, **route: object) -> Copier:
-    return Copier(CopyRoute(source=DirectoryStore(source), target=DirectoryStore(target), **route))
+def copier(source: Path, target: Path, **options: object) -> Copier:
+    return Copier(DirectoryStore(source), DirectoryStore(target), **options)
 
 
 @pytest.mark.parametrize("golden", GOLDEN_RUNS, ids=lambda path: path.name)
@@ -136,9 +136,8 @@ def test_every_chunk_verifies_the_blocks_that_it_has_a_part_of(
 ) -> None:
     monkeypatch.setattr(copying, "CHUNK_BYTES", 8192)
     folder = folders(run)[1].name  # one block of its own, in a pack
-    route = CopyRoute(source=Fickle(run), target=DirectoryStore(tmp_path / "copy"), threads=1)
     with raises(CorruptError, where="blocks-r00000.pack"):
-        Copier(route).copy(folder)
+        Copier(Fickle(run), DirectoryStore(tmp_path / "copy"), threads=1).copy(folder)
     assert Run.open(DirectoryStore(tmp_path / "copy")).checkpoints() == ()
 
 
@@ -320,7 +319,7 @@ def test_an_interrupted_copy_is_invisible_and_gone_on_with(
 ) -> None:
     target = tmp_path / "copy"
     folder = folders(run)[1].name
-    one = Copier(CopyRoute(source=DirectoryStore(run), target=Failing(target, writes), threads=2))
+    one = Copier(DirectoryStore(run), Failing(target, writes), threads=2)
     with pytest.raises(StorageError, match="no more"):
         one.copy(folder)
     there = Run.open(DirectoryStore(target))
@@ -333,7 +332,7 @@ def test_an_interrupted_copy_is_invisible_and_gone_on_with(
         and path.read_bytes() == (run / folder / path.name).read_bytes()
     ]
     counted = Counting(target)
-    moved = Copier(CopyRoute(source=DirectoryStore(run), target=counted)).copy(folder)
+    moved = Copier(DirectoryStore(run), counted).copy(folder)
     assert moved.kept_bytes == sum(path.stat().st_size for path in whole)
     assert counted.written == moved.copied_bytes
     assert contents(target / folder) == contents(run / folder)

@@ -28,7 +28,7 @@ from laststep.errors import (
 from laststep.format import manifest
 from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
-from laststep.tiers.copying import Copier, CopyRoute
+from laststep.tiers.copying import Copier
 from laststep.tiers.replicas import replica_status
 from laststep.tiers.replicating import noted_replicas
 from laststep.tiers.tier import Tier
@@ -561,8 +561,7 @@ def test_an_excerpt_that_says_it_is_whole_is_corrupt_where_items_share_a_file(
 
 
 def copier(source: Path, target: Path) -> Copier:
-    route = CopyRoute(source=DirectoryStore(source), target=DirectoryStore(target))
-    return Copier(route, items=("model",))
+    return Copier(DirectoryStore(source), DirectoryStore(target), items=("model",))
 
 
 def test_a_damaged_file_of_the_items_is_not_brought(saved: Training, run_folder: Path) -> None:
@@ -589,8 +588,7 @@ def test_a_copy_that_was_interrupted_goes_on_with_other_items(
 ) -> None:
     target = run_folder / "copied"
     [folder] = saved.primary.glob("step-00000002.*")
-    route = CopyRoute(source=DirectoryStore(saved.primary), target=DirectoryStore(target))
-    Copier(route).bring(folder.name)
+    Copier(DirectoryStore(saved.primary), DirectoryStore(target)).bring(folder.name)
     assert (target / folder.name / "optimizer.safetensors").exists()
     moved = copier(saved.primary, target).copy(folder.name)
     assert moved is not None

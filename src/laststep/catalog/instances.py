@@ -8,12 +8,9 @@ pending marker therefore misses no announced save, and one that finds markers wa
 liveness lock need not survive a crash of the machine, so it is never synced.
 
 A job instance that did not record a clean end counts as failed. Its uptime lasts from its first
-save to its last sign of life, which is its last commit; time in which nothing ran does not count.
-If retention has deleted all its commits, its uptime lasts until the next job instance began, but no
-longer than the median time between two job instances of this run. A clock may be set while a job
-runs: a job instance that ended well records its uptime by a monotonic clock. Any other cannot have
-run for longer than until the next process of this run began under the same kernel; without such a
-process it counts for at most `UNPROVEN_S`. An underestimate only makes saves more frequent.
+save to its last commit or, if retention has deleted all its commits, until the next job instance
+began, but no longer than the median time between two of them. A clock may be set while a job runs,
+so this is limited (`_longest_s`); an underestimate only makes saves more frequent.
 
 This module knows nothing of the content of a save.
 """
@@ -275,16 +272,14 @@ def _last_commit_s(
     store: Store, records: Iterable[TermRecord], newest_first: Iterable[AttemptName]
 ) -> float | None:
     """Return the time of the last commit of these terms; None if they have none left."""
-    times = []
-    for record in records:
-        for name in newest_first:
-            if name.term == record.term:
-                with contextlib.suppress(LaststepError):
-                    decided = read_decision(store, name.folder)
-                    if isinstance(decided, Commit):
-                        times.append(decided.created_s)
-                        break
-    return max(times, default=None)
+    terms = {record.term for record in records}
+    for name in newest_first:
+        if name.term in terms:
+            with contextlib.suppress(LaststepError):
+                decided = read_decision(store, name.folder)
+                if isinstance(decided, Commit):
+                    return decided.created_s
+    return None
 
 
 def _endings(store: Store) -> dict[str, Ending]:

@@ -1,7 +1,5 @@
 """Deletion: which checkpoints the retention rules keep, and what crashes have left behind.
 
-This is the only implementation of the rules, used by users, the flusher and `prune`.
-
 `decide` is pure: it maps the listed checkpoints and a `Keep` to one verdict each. Regardless of the
 rules, these are kept: the newest good checkpoint of the lineage, the one that the run was resumed
 from, pinned ones, links, and the replacement of a kept checkpoint, without which the replaced one
@@ -13,9 +11,8 @@ present at full length. Other checkpoints are evidence and are kept unless `aban
 checkpoint whose step was committed again is deleted without that. If no checkpoint has the metric
 of a rule (it may be misspelt), nothing is deleted.
 
-A prune is planned first (`PrunePlan`), purely, and then executed. A file that checkpoints share is
-identified by the checkpoint that it was written for, its name there, and its size. If a run was
-copied in a way that turned hard links into separate files, deleting frees more than is computed.
+If a run was copied in a way that turned hard links into separate files, deleting frees more than is
+computed.
 
 Of the debris of crashes (`orphans`) only files are removed that no live writer can still need:
 attempts that were aborted or whose writer is dead; copies in which no process is active and which

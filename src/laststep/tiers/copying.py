@@ -99,14 +99,6 @@ class Pacing:
             raise AbortedError("the copy was stopped", remedy=_RESUMES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRoute:
-    source: Store
-    target: Store
-    threads: int = 4
-    pacing: Pacing = field(default_factory=Pacing)
-
-
 @dataclass(slots=True)
 class Moved:
     """The bytes of a checkpoint's data files, by how they got to the target."""
@@ -120,12 +112,20 @@ class Moved:
 class Copier:
     """Copies checkpoints of one run, one at a time, with all items or only `items`."""
 
-    def __init__(self, route: CopyRoute, items: Sequence[str] | None = None) -> None:
-        self._route = route
-        self._source, self._target = route.source, route.target
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        items: Sequence[str] | None = None,
+        *,
+        threads: int = 4,
+        pacing: Pacing | None = None,
+    ) -> None:
+        self.source, self.target = source, target
+        self.threads, self.pacing = threads, pacing or Pacing()
+        self.shared = TargetFiles(target)
         self._items = items
-        self._records = Records(route.source, route.target)
-        self._shared = _TargetFiles(route.target)
+        self._records = Records(source, target)
 
     def copy(self, folder: str, progress: Progress | None = None) -> Moved | None:
         """Copy one checkpoint. Return None if the target already has it.
@@ -143,7 +143,7 @@ class Copier:
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
-            gone = deleted(self._source, folder)
+            gone = deleted(self.source, folder)
             if gone is not None:
                 raise gone from error
             raise
@@ -157,7 +157,7 @@ class Copier:
     def is_there(self, folder: str) -> bool:
         """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
         different one of that name."""
-        there = read_decision(self._target, folder)
+        there = read_decision(self.target, folder)
         if not isinstance(there, Commit):
             return False
         omitted: tuple[str, ...] = ()
@@ -165,13 +165,13 @@ class Copier:
         if commit is not None and (omitted := self._omitted_items(commit)) != commit.omitted_items:
             same = is_partial(there, commit, omitted)
         else:
-            original = read_manifest(self._source, folder)
-            same = original == read_manifest(self._target, folder)
+            original = read_manifest(self.source, folder)
+            same = original == read_manifest(self.target, folder)
         if not same:
             raise AlreadyExistsError(
                 "a different checkpoint has this name",
-                where=f"{self._target.url}/{folder}",
-                expected=f"a copy of {self._source.url}/{folder}{_without(omitted)}",
+                where=f"{self.target.url}/{folder}",
+                expected=f"a copy of {self.source.url}/{folder}{_without(omitted)}",
                 found=f"another manifest{_without(there.omitted_items)}",
                 remedy="copy to another place",
             )
@@ -191,7 +191,7 @@ class Copier:
         indexes = [original.part for original in originals.values()]
         self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
-            if isinstance(read_decision(self._target, folder), Commit):
+            if isinstance(read_decision(self.target, folder), Commit):
                 return Moved()  # another process was faster
             names = [file.name for index in indexes for file in index.files]
             names += [index_name(rank, commit.ranks) for rank in wanted]
@@ -199,17 +199,17 @@ class Copier:
             there = self._sizes(folder, names)
             for original in originals.values():  # remains of an interrupted copy of other items
                 for name in original.dropped & there.keys():
-                    self._target.delete(f"{folder}/{name}")
-            moved = _FileCopies(self._route, self._shared, folder, there, progress).bring(indexes)
+                    self.target.delete(f"{folder}/{name}")
+            moved = _FileCopies(self, folder, there, progress).bring(indexes)
             for rank, original in originals.items():
                 name, data = index_name(rank, commit.ranks), original.data
                 path = f"{folder}/{name}"
                 is_same_size = there.get(name) == len(data)
-                if is_same_size and self._target.read(path, limit_bytes=len(data)) == data:
+                if is_same_size and self.target.read(path, limit_bytes=len(data)) == data:
                     continue  # another process may be reading it
                 if name in there:
-                    self._target.delete(path)
-                self._target.create(path, data)
+                    self.target.delete(path)
+                self.target.create(path, data)
             return moved
 
     def is_under_way(self, folder: str) -> bool:
@@ -221,33 +221,33 @@ class Copier:
         commit, data = self._manifest(folder)
         names = [index_name(rank, commit.ranks) for rank in range(commit.index_count)]
         self._check_whole(folder, dict.fromkeys(names))
-        indexes = read_indexes(self._target, folder, commit)
+        indexes = read_indexes(self.target, folder, commit)
         sizes = {file.name: file.size_bytes for index in indexes for file in index.files}
         self._check_whole(folder, sizes)
         attempt = self._attempt(folder)
         attempt.sync([*names, *sizes])
         attempt.publish(data)
         for index in indexes:
-            self._shared.add(folder, index.files)
-        if PIN_NAME in self._source.file_names(folder):
+            self.shared.add(folder, index.files)
+        if PIN_NAME in self.source.file_names(folder):
             with contextlib.suppress(AlreadyExistsError):
-                self._target.create(f"{folder}/{PIN_NAME}", b"")
-        for name in filter(is_copying_name, self._target.file_names(folder)):
-            self._target.delete(f"{folder}/{name}")
+                self.target.create(f"{folder}/{PIN_NAME}", b"")
+        for name in filter(is_copying_name, self.target.file_names(folder)):
+            self.target.delete(f"{folder}/{name}")
         _log.info(
             "copied %s from %s to %s (%d bytes)",
             folder,
-            self._source.url,
-            self._target.url,
+            self.source.url,
+            self.target.url,
             commit.size_bytes,
         )
 
     # The checkpoint as the target will have it
 
     def _commit(self, folder: str) -> Commit:
-        commit = read_decision(self._source, folder)
+        commit = read_decision(self.source, folder)
         if not isinstance(commit, Commit):
-            raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
+            raise NotFoundError("there is no such checkpoint", where=f"{self.source.url}/{folder}")
         return commit
 
     def _omitted_items(self, commit: Commit) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class Copier:
     def _manifest(self, folder: str) -> tuple[Commit, bytes]:
         commit = self._commit(folder)
         if self._omitted_items(commit) == commit.omitted_items:
-            return commit, read_manifest(self._source, folder)
+            return commit, read_manifest(self.source, folder)
         written = WrittenIndexes()
         for rank in range(commit.index_count):
             original = self._original(folder, commit, rank)
@@ -267,11 +267,11 @@ class Copier:
         return commit, manifest.encode(commit)
 
     def _original(self, folder: str, commit: Commit, rank: int) -> _CopiedIndex:
-        data, where = read_index_bytes(self._source, folder, commit, rank)
+        data, where = read_index_bytes(self.source, folder, commit, rank)
         index = index_format.decode(data, where=where)
         if self._omitted_items(commit) == commit.omitted_items:
             return _CopiedIndex(index, data)
-        part = only_items(index, self._items or (), f"{self._source.url}/{folder}")
+        part = only_items(index, self._items or (), f"{self.source.url}/{folder}")
         dropped = {file.name for file in index.files} - {file.name for file in part.files}
         return _CopiedIndex(part, index_format.encode(part), frozenset(dropped))
 
@@ -281,8 +281,8 @@ class Copier:
         """Return the attempt, which can be committed only while the target is the same run."""
         name = parse_folder(folder)
         if name is None:
-            raise NotFoundError("there is no such checkpoint", where=f"{self._source.url}/{folder}")
-        return Attempt(self._target, name, self._records.check)
+            raise NotFoundError("there is no such checkpoint", where=f"{self.source.url}/{folder}")
+        return Attempt(self.target, name, self._records.check)
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
         """Create the folder, or resume that of an interrupted copy, and lock it.
@@ -290,13 +290,13 @@ class Copier:
         Processes may copy different ranks at the same time, but a copy of the whole checkpoint
         excludes every other one. Raise `AlreadyExistsError` if another process is in the way.
         """
-        if isinstance(read_decision(self._target, folder), Abort):
-            self._target.delete_folder(folder)
+        if isinstance(read_decision(self.target, folder), Abort):
+            self.target.delete_folder(folder)
         with contextlib.suppress(AlreadyExistsError):
-            self._target.make_folder(folder)
+            self.target.make_folder(folder)
         own, whole = copying_name(first_rank), copying_name(None)
         try:
-            lock = self._target.lock(f"{folder}/{own}")
+            lock = self.target.lock(f"{folder}/{own}")
         except AlreadyExistsError:
             raise self._busy(folder, own) from None
         for name in self._locked(folder):
@@ -307,13 +307,13 @@ class Copier:
 
     def _locked(self, folder: str) -> list[str]:
         """Return the locks that are held by processes copying this checkpoint now."""
-        names = filter(is_copying_name, self._target.file_names(folder))
-        return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
+        names = filter(is_copying_name, self.target.file_names(folder))
+        return [name for name in names if self.target.is_locked(f"{folder}/{name}")]
 
     def _busy(self, folder: str, name: str) -> AlreadyExistsError:
         return AlreadyExistsError(
             "another process is copying this checkpoint",
-            where=f"{self._target.url}/{folder}",
+            where=f"{self.target.url}/{folder}",
             found=f"{name} is locked",
             remedy="wait for that copy to end",
         )
@@ -326,7 +326,7 @@ class Copier:
             if name not in there or size not in (None, there[name]):
                 raise StorageError(
                     "cannot commit a copy that is not whole",
-                    where=f"{self._target.url}/{folder}/{name}",
+                    where=f"{self.target.url}/{folder}/{name}",
                     expected="a file" if size is None else f"{size} bytes",
                     found=str(there.get(name, "no file")),
                     remedy=_RESUMES,
@@ -334,9 +334,9 @@ class Copier:
 
     def _sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files in a folder at the target and in subfolders of `names`."""
-        listed = {"": self._target.list(folder)}
+        listed = {"": self.target.list(folder)}
         for inner in inner_folders(names):
-            listed[f"{inner}/"] = self._target.list(f"{folder}/{inner}")
+            listed[f"{inner}/"] = self.target.list(f"{folder}/{inner}")
         return {
             place + entry.name: entry.size_bytes
             for place, entries in listed.items()
@@ -357,7 +357,7 @@ def _without(items: Sequence[str]) -> str:
     return f" without {', '.join(items)}" if items else ""
 
 
-class _TargetFiles:
+class TargetFiles:
     """The files of checkpoints at the target, which a copy may link."""
 
     def __init__(self, store: Store) -> None:
@@ -402,8 +402,7 @@ class _TargetFiles:
 class _FileCopies:
     """Copies the data files of some ranks of one checkpoint."""
 
-    route: CopyRoute
-    shared: _TargetFiles
+    copier: Copier
     folder: str
     there: Mapping[str, int]
     """The sizes of the files that are already in its folder at the target."""
@@ -416,19 +415,19 @@ class _FileCopies:
         moved = Moved()
         self._total_bytes = sum(index.size_bytes for index in indexes)
         for index in indexes:
-            with closing(BlockReader(self.route.source, self.folder, index)) as opened:
+            with closing(BlockReader(self.copier.source, self.folder, index)) as opened:
                 missing = []
                 for file in file_ranges(opened.sound()):
                     size, is_there = file.file.size_bytes, file.file.name in self.there
                     if is_there and self._is_right(file):
                         moved.kept_bytes += size
-                    elif not is_there and self.shared.link(file.file, self.folder):
+                    elif not is_there and self.copier.shared.link(file.file, self.folder):
                         moved.linked_bytes += size
                         self._tell(size)
                     else:
                         moved.copied_bytes += size
                         name = f"{self.folder}/{file.file.name}"
-                        create = partial(self.route.target.open_writer, name, expected_bytes=size)
+                        create = partial(self.copier.target.open_writer, name, expected_bytes=size)
                         missing.append(_FileCopy(file, file.reader, create))
                 self._run(missing)
         return moved
@@ -437,7 +436,7 @@ class _FileCopies:
         """Verify a file that is already at the target. Delete it and return False if it is wrong or
         if some of its bytes have no digest: those may be holes at the target, and other checkpoints
         may link the file."""
-        name, target = f"{self.folder}/{file.file.name}", self.route.target
+        name, target = f"{self.folder}/{file.file.name}", self.copier.target
         if self.there[file.file.name] == file.file.size_bytes and file.is_covered():
             done_bytes = self._done_bytes
             with closing(target.open_reader(name)) as reader:
@@ -453,11 +452,11 @@ class _FileCopies:
         """Process all chunks of these files; no thread works on them afterwards."""
 
         def take(copy: _FileCopy, chunk: _FileChunk) -> None:
-            self.route.pacing.take(chunk.stop - chunk.start)
+            self.copier.pacing.take(chunk.stop - chunk.start)
             copy.take(chunk)
             self._tell(chunk.stop - chunk.start)
 
-        threads = self.route.threads
+        threads = self.copier.threads
         try:
             with WorkerPool("copy", threads, limit=threads) as workers:
                 for copy in copies:

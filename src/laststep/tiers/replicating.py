@@ -10,8 +10,6 @@ In a job of several ranks each rank copies its own files. Rank 0 announces the c
 creating its folder at the replica, and commits when all files are there. Checkpoints that an
 earlier job instance left incomplete, perhaps with other ranks, are copied by rank 0 alone. This
 module knows nothing of torch or of saves.
-
-A file in the run lists its replicas for later inspection; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ Tell = Callable[[TierStatus], None]
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file that lists a run's replicas."""
+    """The content of the file that lists a run's replicas; nothing depends on it."""
 
     tiers: tuple[str, ...]
     """The URLs of the replicas, nearest first."""
@@ -365,11 +363,10 @@ class Replicator:
 
     def _copier(self) -> Copier:
         # Imported late: the start of a job waits for the imports of its flusher.
-        from laststep.tiers.copying import Copier, CopyRoute, Pacing
+        from laststep.tiers.copying import Copier, Pacing
 
         pacing = Pacing(bytes_per_s=self.order.bytes_per_s, stop=self._stop)
-        route = CopyRoute(source=self.primary, target=self._replica(), pacing=pacing)
-        return Copier(route, self.order.items)
+        return Copier(self.primary, self._replica(), self.order.items, pacing=pacing)
 
     def _progress_of(self, at: AttemptName) -> Progress:
         """Return a function that reports the progress of a copy, once a second."""

@@ -18,7 +18,7 @@ from laststep.catalog.run import Run
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.plan.files import omitted_items_of
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.copying import Copier, CopyRoute, Moved, Pacing, Progress
+from laststep.tiers.copying import Copier, Moved, Pacing, Progress
 
 if TYPE_CHECKING:
     import os
@@ -90,10 +90,8 @@ class CopyPlan:
         a newer commit, which is then copied too. Raise `NotFoundError` if the deleted one was named
         by the caller.
         """
-        route = CopyRoute(
-            source=self.source, target=self.target, threads=threads, pacing=pacing or Pacing()
-        )
-        copier, outcomes = Copier(route, self.items), dict[str, CopyOutcome]()
+        copier = Copier(self.source, self.target, self.items, threads=threads, pacing=pacing)
+        outcomes: dict[str, CopyOutcome] = {}
         pending = self.checkpoints
         for _ in looks():
             for item in pending:
@@ -172,7 +170,7 @@ def plan_copy(
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
     _check_items(chosen, items)
-    copier = Copier(CopyRoute(source=store, target=place), items)
+    copier = Copier(store, place, items)
     there = set()
     for item in chosen:
         with suppress(NotFoundError):  # being deleted: the copy reports it
