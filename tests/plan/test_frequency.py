@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,137 +16,90 @@ from laststep.plan.frequency import (
     PRIOR_S,
     Bound,
     IntervalEstimate,
-    TierCost,
     believed_mtbf_s,
-    cost_share,
-    intervals,
+    best_interval,
     lost_share,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 NO_BOUND = 1 - 1e-9
-TIERS = st.lists(
-    st.builds(
-        TierCost,
-        cost_s=st.floats(1e-4, 10.0),
-        latency_s=st.floats(0.0, 300.0),
-        mtbf_s=st.floats(3600.0, 1e7),
-    ),
-    min_size=1,
-    max_size=3,
-)
+COSTS = st.tuples(st.floats(1e-4, 10.0), st.floats(0.0, 300.0), st.floats(3600.0, 1e7))
+"""Cost of a save, latency, mean time between failures."""
+
+Costs = tuple[float, float, float]
 
 
-def lost_in_a_run(tiers: Sequence[TierCost], every_s: Sequence[float], failures: int) -> float:
+def lost_in_a_run(every_s: float, costs: Costs, failures: int) -> float:
     """The share of the time that a run loses which fails at random, and goes on each time from the
-    newest save that counted by then, of a tier that survives such a failure."""
+    newest save that counted by then."""
+    cost_s, latency_s, mtbf_s = costs
     dice = random.Random(1)
-    rates = [1 / tier.mtbf_s for tier in tiers]
     elapsed = lost = 0.0
-    at = 0.0
-    """What was trained so far; saves hold that."""
-    held = [0.0] * len(tiers)
-    due_s = list(every_s)
+    at = held = 0.0
+    """What was trained so far, and what the newest save holds of it."""
+    due_s = every_s
     for _ in range(failures):
-        life_s = dice.expovariate(sum(rates))
-        nearest = dice.choices(range(len(tiers)), rates)[0]
-        for n, (tier, one) in enumerate(zip(tiers, every_s, strict=True)):
-            begun = math.floor((life_s - due_s[n]) / one) + 1 if life_s >= due_s[n] else 0
-            lost += begun * tier.cost_s
-            counted = life_s - tier.latency_s - due_s[n]
-            if counted >= 0:
-                held[n] = at + due_s[n] + math.floor(counted / one) * one
-            due_s[n] += begun * one - life_s
+        life_s = dice.expovariate(1 / mtbf_s)
+        begun = math.floor((life_s - due_s) / every_s) + 1 if life_s >= due_s else 0
+        lost += begun * cost_s
+        counted = life_s - latency_s - due_s
+        if counted >= 0:
+            held = at + due_s + math.floor(counted / every_s) * every_s
+        due_s += begun * every_s - life_s
         elapsed += life_s
-        best = max(held[nearest:])
-        lost += at + life_s - best
-        at = best
-        held[:nearest] = [0.0] * nearest
+        lost += at + life_s - held
+        at = held
     return lost / elapsed
 
 
 @pytest.mark.parametrize(
-    "tiers",
+    "costs",
     [
-        [TierCost(0.1, 4.0, 6 * 3600.0)],
-        pytest.param([TierCost(0.005, 2.0, 24 * 3600.0)], marks=pytest.mark.long),
-        pytest.param([TierCost(20.0, 60.0, 6 * 3600.0)], marks=pytest.mark.long),
-        [TierCost(0.05, 0.5, 3600.0), TierCost(2.0, 30.0, 24 * 3600.0)],
-        pytest.param(
-            [
-                TierCost(0.05, 0.5, 3600.0),
-                TierCost(0.5, 5.0, 8 * 3600.0),
-                TierCost(5.0, 60.0, 72 * 3600.0),
-            ],
-            marks=pytest.mark.long,
-        ),
+        (0.1, 4.0, 6 * 3600.0),
+        pytest.param((0.005, 2.0, 24 * 3600.0), marks=pytest.mark.long),
+        pytest.param((20.0, 60.0, 6 * 3600.0), marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[TierCost]) -> None:
-    found = [one.seconds for one in intervals(tiers, NO_BOUND)]
-    assert [one.bound for one in intervals(tiers, NO_BOUND)] == [Bound.LEAST] * len(tiers)
-    lost = lost_in_a_run(tiers, found, 8_000)
-    assert lost == pytest.approx(lost_share(tiers, found), rel=0.05)
-    others = [
-        lost_in_a_run(
-            tiers, [one * (factor if n == at else 1.0) for n, one in enumerate(found)], 8_000
-        )
-        for at in range(len(tiers))
-        for factor in (0.25, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 4.0)
-    ]
+def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(costs: Costs) -> None:
+    found, bound = best_interval(*costs, NO_BOUND)
+    assert bound is Bound.LEAST
+    lost = lost_in_a_run(found, costs, 8_000)
+    assert lost == pytest.approx(lost_share(found, *costs), rel=0.05)
+    factors = (0.25, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 4.0)
+    others = [lost_in_a_run(found * factor, costs, 8_000) for factor in factors]
     assert lost <= min(others) * 1.02
     assert lost < max(others) / 1.05  # they do differ
 
 
-@given(TIERS, st.floats(1e-4, 0.5), st.lists(st.floats(-1.5, 1.5), min_size=3, max_size=3))
-def test_no_intervals_within_the_bounds_lose_less(
-    tiers: list[TierCost], most_share: float, moves: list[float]
+@given(COSTS, st.floats(1e-4, 0.5), st.floats(-1.5, 1.5))
+def test_no_interval_within_the_bounds_loses_less(
+    costs: Costs, most_share: float, move: float
 ) -> None:
-    found = [one.seconds for one in intervals(tiers, most_share)]
-    other = [one * math.exp(move) for one, move in zip(found, moves, strict=False)]
-    apart = [APART * tier.latency_s for tier in tiers]
-    for n in range(len(tiers)):  # brought within the bounds that all intervals have
-        other[n] = max(other[n], *apart[: n + 1], *other[:n])
-    if cost_share(tiers, other) <= most_share:
-        assert lost_share(tiers, found) <= lost_share(tiers, other) * (1 + 1e-6)
+    cost_s, latency_s, _ = costs
+    found, _ = best_interval(*costs, most_share)
+    other = max(found * math.exp(move), APART * latency_s, cost_s / most_share)
+    assert lost_share(found, *costs) <= lost_share(other, *costs) * (1 + 1e-6)
 
 
-@given(TIERS, st.floats(1e-4, 0.5))
-def test_the_bounds_hold(tiers: list[TierCost], most_share: float) -> None:
-    found = intervals(tiers, most_share)
-    seconds = [one.seconds for one in found]
-    assert cost_share(tiers, seconds) <= most_share * (1 + 1e-6)
-    assert seconds == sorted(seconds)
-    for one, tier in zip(found, tiers, strict=True):
-        assert one.seconds >= APART * tier.latency_s
-    if len(tiers) == 1:
-        (one,), (tier,) = found, tiers
-        least = math.sqrt(2 * tier.cost_s * tier.mtbf_s)
-        wanted = {
-            Bound.LEAST: least,
-            Bound.LATENCY: APART * tier.latency_s,
-            Bound.SHARE: tier.cost_s / most_share,
-        }
-        assert one.seconds == pytest.approx(max(wanted.values()))
-        assert one.seconds == pytest.approx(wanted[one.bound])
-
-
-def test_a_far_tier_that_fails_often_takes_the_nearer_one_along() -> None:
-    near, far = TierCost(1.0, 1.0, 1e6), TierCost(1.0, 1.0, 1e4)
-    found = [one.seconds for one in intervals([near, far], NO_BOUND)]
-    assert found == pytest.approx([math.sqrt(2 * 2.0 / (1e-6 + 1e-4))] * 2)
+@given(COSTS, st.floats(1e-4, 0.5))
+def test_the_bounds_hold(costs: Costs, most_share: float) -> None:
+    cost_s, latency_s, mtbf_s = costs
+    found, bound = best_interval(*costs, most_share)
+    wanted = {
+        Bound.LEAST: math.sqrt(2 * cost_s * mtbf_s),
+        Bound.LATENCY: APART * latency_s,
+        Bound.SHARE: cost_s / most_share,
+    }
+    assert found == wanted[bound] == max(wanted.values())
 
 
 def test_a_save_that_costs_nothing_is_bound_by_its_latency_alone() -> None:
-    assert intervals([TierCost(0.0, 3.0, 3600.0)], 0.01) == ((APART * 3.0, Bound.LATENCY),)
-    assert intervals([TierCost(0.0, 0.0, 3600.0)], 0.01) == ((0.0, Bound.LEAST),)
+    assert best_interval(0.0, 3.0, 3600.0, 0.01) == (APART * 3.0, Bound.LATENCY)
+    assert best_interval(0.0, 0.0, 3600.0, 0.01) == (0.0, Bound.LEAST)
 
 
 def test_where_nothing_fails_nothing_is_saved() -> None:
-    assert intervals([TierCost(1.0, 1.0, math.inf)], 0.01)[0].seconds == math.inf
+    assert best_interval(1.0, 1.0, math.inf, 0.01)[0] == math.inf
 
 
 def test_a_prior_belief_counts_as_one_failure() -> None:

@@ -10,11 +10,10 @@ backlog or cost more than a given fraction of training.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from laststep.constants import duration_text
 from laststep.events import human
@@ -49,88 +48,23 @@ _WHY = {
 }
 
 
-class TierCost(NamedTuple):
-    """The measured cost of a tier. Sequences of these start with the nearest tier."""
-
-    cost_s: float
-    """Training time that a save to it costs, beyond a save to the nearer tiers."""
-    latency_s: float
-    """Time from the capture until a save to it counts."""
-    mtbf_s: float
-    """Mean time between failures that this tier survives and no nearer one does."""
-
-
-class Interval(NamedTuple):
-    """The time from the start of one save to a tier to the start of the next, and the rule that set
-    it."""
-
-    seconds: float
-    bound: Bound
+def best_interval(
+    cost_s: float, latency_s: float, mtbf_s: float, most_share: float
+) -> tuple[float, Bound]:
+    """Return the interval that loses least, and the rule that determined it."""
+    bounds = {
+        Bound.LEAST: math.sqrt(2 * cost_s * mtbf_s),
+        Bound.LATENCY: APART * latency_s,
+        Bound.SHARE: cost_s / most_share,
+    }
+    bound = max(bounds, key=bounds.__getitem__)
+    return bounds[bound], bound
 
 
-def intervals(tiers: Sequence[TierCost], most_share: float) -> tuple[Interval, ...]:
-    """Return the interval per tier that loses least. Farther tiers never get more saves than nearer
-    ones, since each of their saves is also one to the nearer tiers."""
-    floors = list(itertools.accumulate((APART * tier.latency_s for tier in tiers), max))
-
-    def share(factor: float, floors: Sequence[float] = floors) -> float:
-        return cost_share(tiers, [seconds for seconds, _ in _best(tiers, floors, factor)])
-
-    # If saves cost too much in total, the optimum is to stretch all intervals by one factor: the
-    # bound acts like a higher cost of a save, which enters the interval as a square root.
-    least, most = 1.0, 1.0
-    if share(1.0) > most_share:  # floors only reduce it
-        most = max(share(1.0, [0.0] * len(tiers)) / most_share, 1.0)
-    while most - least > 1e-9 * most:
-        middle = (least + most) / 2
-        if share(middle) > most_share:
-            least = middle
-        else:
-            most = middle
-    why = Bound.SHARE if most > 1.0 else Bound.LEAST
-    found = _best(tiers, floors, most)
-    return tuple(Interval(one, Bound.LATENCY if is_floor else why) for one, is_floor in found)
-
-
-def _best(
-    tiers: Sequence[TierCost], floors: Sequence[float], factor: float
-) -> list[tuple[float, bool]]:
-    """Return sqrt(2·C·M) per tier, times `factor` and at least its floor, and True if the floor
-    applies. A tier that would be saved to more often than a nearer one is merged with it into one
-    interval, computed from the sum of their costs and failure rates."""
-
-    def interval(cost_s: float, rate: float, floor_s: float) -> float:
-        return max(factor * _optimum(cost_s, rate), floor_s)
-
-    pools: list[tuple[float, float, float, int]] = []
-    for tier, floor_s in zip(tiers, floors, strict=True):
-        cost_s, rate, count = tier.cost_s, 1 / tier.mtbf_s, 1
-        while pools and interval(*pools[-1][:3]) >= interval(cost_s, rate, floor_s):
-            before = pools.pop()
-            cost_s, rate, count = cost_s + before[0], rate + before[1], count + before[3]
-        pools.append((cost_s, rate, floor_s, count))
-    return [
-        (interval(cost_s, rate, floor_s), floor_s > factor * _optimum(cost_s, rate))
-        for cost_s, rate, floor_s, count in pools
-        for _ in range(count)
-    ]
-
-
-def _optimum(cost_s: float, rate: float) -> float:
-    return math.sqrt(2 * cost_s / rate) if rate else math.inf
-
-
-def cost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
-    """Return the fraction of training time that saves at these intervals cost."""
-    pairs = zip(tiers, seconds, strict=True)
-    return sum(tier.cost_s / one if tier.cost_s else 0.0 for tier, one in pairs)
-
-
-def lost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
-    """Return the fraction of time that saves at these intervals and failures lose together."""
-    pairs = zip(tiers, seconds, strict=True)
-    failing = sum((one / 2 + tier.latency_s) / tier.mtbf_s for tier, one in pairs)
-    return cost_share(tiers, seconds) + failing
+def lost_share(interval_s: float, cost_s: float, latency_s: float, mtbf_s: float) -> float:
+    """Return the fraction of time that saves at this interval and failures lose together."""
+    saving = cost_s / interval_s if cost_s else 0.0
+    return saving + (interval_s / 2 + latency_s) / mtbf_s
 
 
 def believed_mtbf_s(failures: int, uptime_s: float, ranks: int) -> float:

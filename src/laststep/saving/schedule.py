@@ -453,16 +453,16 @@ class Schedule:
         # The copies on the device may be what slows the iterations down: count that time once.
         cost_s = save.stall_s + max(save.device_s, save.slower_s)
         mtbf_s, mtbf_from = self._mtbf_s()
-        tiers = (frequency.TierCost(cost_s, save.latency_s, mtbf_s),)
-        (chosen,) = frequency.intervals(tiers, self._most_share)
+        costs = cost_s, save.latency_s, mtbf_s
+        interval_s, bound = frequency.best_interval(*costs, self._most_share)
         return frequency.IntervalEstimate(
-            interval_s=chosen.seconds,
-            bound=chosen.bound,
+            interval_s=interval_s,
+            bound=bound,
             cost_s=cost_s,
             latency_s=save.latency_s,
             mtbf_s=mtbf_s,
             mtbf_from=mtbf_from,
-            lost_share=frequency.lost_share(tiers, [chosen.seconds]),
+            lost_share=frequency.lost_share(interval_s, *costs),
             step_s=step_s,
             size_bytes=int(save.size_bytes),
             bytes_per_s=save.bytes_per_s,

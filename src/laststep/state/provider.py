@@ -290,21 +290,17 @@ def _kind_of_torch(owner: object) -> str | None:
     return f"{kind}({', '.join(_kind_of_torch(part) or '…' for part in inner)})"
 
 
-class ScalerProvider(StateProvider):
+class ScalerProvider(StateDictProvider):
     """A torch.amp.GradScaler, without the device synchronisation of its own `state_dict`."""
 
     kind = "scaler"
-    cheap = True
-    passive = True
 
     def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def parts(self) -> tuple[object, ...]:
-        return (self._scaler,)
+        super().__init__(scaler)
+        self.cheap = self.passive = True
 
     def describe(self) -> State:
-        scaler = self._scaler
+        scaler: Any = self._owner
         if not scaler.is_enabled() or scaler._scale is None:
             return State(value=_owned(scaler, scaler.state_dict()), fresh=((),))
         value = {
@@ -333,7 +329,7 @@ class ScalerProvider(StateProvider):
         with handing_over("the gradient scaler"):
             plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in value.items()}
             if not self.check(plain):  # else `check` has already reported it
-                self._scaler.load_state_dict(plain)
+                self._owner.load_state_dict(plain)
 
 
 _OF_SCALER: Final = frozenset(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from laststep.constants import DTYPES
+from laststep.constants import DTYPES, with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.process import system
 from laststep.state.layouts import Layout, Mesh, Placement, Replicate, Shard, Sharded
@@ -422,37 +422,26 @@ class HeldScalar(NamedTuple):
 
 def hold_scalar(name: str, value: object) -> object:
     """Return a snapshot of a metric: a tensor is copied on its device, without waiting for it."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise UsageError(
-                f"metric {name!r} is not one number",
-                expected="a number, a string or a tensor of one element",
-                found=f"{value.dtype}{list(value.shape)}",
-                remedy="reduce it first, e.g. with mean()",
-            )
-        if value.is_meta or value.layout is not torch.strided or not is_backed(value):
-            raise UsageError(
-                f"metric {name!r} has no number",
-                expected="a tensor of one element, with memory",
-                found=f"{value.device}, {value.layout}",
-                remedy="pass float(value) while it has one",
-            )
-        held = value.detach().clone()
-        event = None
-        if held.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(held.device))
-        return HeldScalar(held, event)
+    if type(value) in (int, float, str, bool):
+        return value
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) not in (int, float, str, bool):
-        raise UsageError(
-            f"metric {name!r} is not a number",
-            expected="a number, a string or a tensor of one element",
-            found=type(value).__name__,
-            remedy="pass float(value), or put it into metadata",
-        )
-    return value
+    found = with_article(type(value))
+    if isinstance(value, torch.Tensor):
+        has_number = value.layout is torch.strided and not value.is_meta and is_backed(value)
+        if has_number and value.numel() == 1 and not value.is_complex():
+            held, event = value.detach().clone(), None
+            if held.is_cuda:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(held.device))
+            return HeldScalar(held, event)
+        found = f"{value.dtype}{list(value.shape)} on {value.device}, {value.layout}"
+    raise UsageError(
+        f"metric {name!r} is not one number",
+        expected="a number, a string or a tensor of one element, with memory",
+        found=found,
+        remedy="pass float(value), reduce it first, e.g. with mean(), or put it into metadata",
+    )
 
 
 def plain_scalar(value: object) -> object:
