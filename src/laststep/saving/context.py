@@ -153,8 +153,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the folder at a path or its nearest parent. Raises `StorageError` for what is no
-    folder."""
+    """Return the folder at a path or its nearest parent. Raise `StorageError` if it is none."""
     for place in (path, *path.parents):
         try:
             place.stat()

@@ -54,8 +54,7 @@ class Box(NamedTuple):
         )
 
     def moved(self, by: Index) -> Box:
-        """Return the box shifted by an offset; with `outer.start` this is the inverse of
-        `within`."""
+        """Return the box shifted by an offset; with `outer.start` the inverse of `within`."""
         return Box(
             tuple(map(operator.add, self.start, by)), tuple(map(operator.add, self.stop, by))
         )
@@ -144,8 +143,7 @@ def counts(values: Sequence[Any]) -> Index:
 
 
 class MemoryRange(NamedTuple):
-    """The bytes of a tensor: address of its storage, start and stop byte in it, and exact
-    window."""
+    """The bytes of a tensor: address of its storage, bytes in it, and exact window."""
 
     name: str
     storage: int
@@ -164,8 +162,7 @@ class Overlap(NamedTuple):
 
 
 def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
-    """Return name → first name with exactly the same window, for every name that is not the
-    first."""
+    """Return name → first name with exactly the same window, if that is another one."""
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for extent in extents:
@@ -178,8 +175,7 @@ def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
 
 
 def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
-    """Return the groups of at least two different windows of a storage whose byte ranges
-    overlap."""
+    """Return the groups of different windows of a storage whose byte ranges overlap."""
     by_storage: dict[int, list[MemoryRange]] = defaultdict(list)
     for extent in extents:
         if extent.start < extent.stop:

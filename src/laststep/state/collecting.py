@@ -70,8 +70,7 @@ _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
 such as 0.0 and -0.0, or (1,) and (True,)."""
 _SMALL_BYTES = 4096
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
-"""Array types that consist of their elements only; other subclasses, such as masked arrays, hold
-more."""
+"""Array types that consist of their elements only, unlike masked arrays."""
 _ARRAY_DTYPES: Final = frozenset(
     map(
         np.dtype,
@@ -79,8 +78,7 @@ _ARRAY_DTYPES: Final = frozenset(
     )
 )
 _BASE_ALIGN = 16
-"""Alignment of the start of a base: the size of the largest element, so that every view is
-aligned."""
+"""The size of the largest element, so that every view of a base is aligned."""
 
 
 class _Different(Exception):
@@ -123,8 +121,7 @@ class _Walk:
         self.owners: dict[str, object] = {}
 
     def copy(self, value: Any, path: Path) -> object:
-        """Return the tree of a value: copied containers and plain values, with a `TensorRef` or
-        `Tagged` for every leaf."""
+        """Return the tree of a value, with a `TensorRef` or `Tagged` for every leaf."""
         kind = type(value)
         if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):
             return value
@@ -167,8 +164,7 @@ class _Walk:
     def _note(
         self, path: Path, names: Collection[object], rows: Collection[dict[object, Any]]
     ) -> _Part:
-        """Note one container of tensors, or all containers of tensors in `names`, and return its
-        tree."""
+        """Note one container of tensors, or all those in `names`, and return its tree."""
         self.leaves += chain.from_iterable(map(dict.values, rows))
         self.keys += path
         self.keys += names
@@ -488,8 +484,7 @@ def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], l
 
 
 def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
-    """Return True if all are plain tensors of known dtypes whose memory exists and is their
-    values."""
+    """Return True if all are plain tensors of known dtypes, with memory that is their values."""
     if (
         forms.marked
         or not PLAIN_TENSORS.issuperset(map(type, memories))
@@ -545,8 +540,7 @@ def _describe(
 
 
 def _lie_apart(memories: Collection[torch.Tensor], forms: TensorForms) -> bool:
-    """Return True if all are contiguous and no two share bytes: a quick test for the common
-    case."""
+    """Return True if all are contiguous and no two share bytes: the common case."""
     if not all(forms.contiguous):
         return False
     starts = np.array(forms.addresses, dtype=np.int64)

@@ -69,8 +69,8 @@ _MAX_WRAPPERS = 8
 
 
 class Unwrapped(AroundProvider):
-    """Provides the object inside transparent wrappers; checks at each save that they still are
-    transparent, because their own state would be lost."""
+    """Provides the object inside wrappers. Checks at each save that they still are transparent,
+    because their own state would be lost."""
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
         self._layers, self._inner = layers, inner
@@ -137,8 +137,7 @@ def _warn_of_other_state(wrapper: Any, inner: Any) -> None:
 
 
 def _is_transparent(wrapper: Any, inner: Any) -> bool:
-    """Return True if the wrapper has no state besides the inner object's. Quick: builds no
-    state."""
+    """Return True if the wrapper has no state besides the inner object's. Builds no state."""
     if not isinstance(wrapper, Optimizer):
         return _hands_over(wrapper, inner)
     mine, its = wrapper.param_groups, inner.param_groups
@@ -212,8 +211,7 @@ class EntryProvider(StateProvider):
 
 
 class GroupProvider(StateProvider):
-    """Several providers as one item, each under its own key. `make` creates the provider for a
-    key."""
+    """Several providers as one item, each under its own key, for which `make` creates it."""
 
     kind = "group"
 
@@ -252,8 +250,7 @@ class GroupProvider(StateProvider):
 
     @property
     def mixed(self) -> bool:
-        """True if some members are per-rank and some are not; a job of several ranks cannot save
-        that."""
+        """True if only some members are per-rank; a job of several ranks cannot save that."""
         members = self._members.values()
         inside = any(getattr(member, "mixed", False) for member in members)
         return inside or len({member.per_rank for member in members}) > 1
@@ -348,8 +345,7 @@ class GroupProvider(StateProvider):
 
 
 def _is_plain(member: StateProvider) -> bool:
-    """Return True for a plain entry, and for a dict that no longer contains an object with a
-    state."""
+    """Return True for a plain entry, and a dict that no longer contains an object with a state."""
     if isinstance(member, GroupProvider):
         return all(map(_is_plain, member._members.values()))
     return isinstance(member, EntryProvider)

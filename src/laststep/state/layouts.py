@@ -235,8 +235,7 @@ class Sharded:
         return Box(tuple(start), tuple(stop))
 
     def cuts(self) -> object:
-        """Return a key that is equal for layouts with the same boxes, regardless of the ranks that
-        hold them."""
+        """Return a key that is equal for layouts with the same boxes, whoever holds them."""
         sizes = self.mesh.sizes
         orders = [[sizes[axis] for axis in self._order(dim)] for dim in range(len(self.shape))]
         return self.shape, tuple(tuple(n for n in order if n > 1) for order in orders)
@@ -414,8 +413,7 @@ class Flat:
         return (first, last) if first < last else None
 
     def cuts(self) -> object:
-        """Return a key that is equal for layouts with the same boxes, regardless of the ranks that
-        hold them."""
+        """Return a key that is equal for layouts with the same boxes, whoever holds them."""
         return self.shape, self._cut.cuts(), self.offset, self._each
 
     def copies(self, held: tuple[Box, ...]) -> MeshRange | None:
@@ -501,14 +499,12 @@ def held_whole(shape: Index, ranks: Sequence[int]) -> Layout:
 
 
 def of_one_replica(layout: Layout) -> Layout:
-    """Return the layout reduced to the replica with the lowest rank, so that one rank holds each
-    box."""
+    """Return the layout reduced to the replica with the lowest rank: one rank holds each box."""
     return replace(layout, mesh=layout.mesh.cut_down(layout.cutting))
 
 
 def to_plain(layout: Layout) -> tuple[object, ...]:
-    """Convert a layout to nested tuples of numbers and strings, for a local layout and its
-    digest."""
+    """Convert a layout to nested tuples, for a local layout and its digest."""
     grid = layout.mesh
     mesh = (grid.names, grid.sizes, grid.strides, grid.base, grid.listed)
     cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)

@@ -251,8 +251,7 @@ def _form(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
-    """Return True if a tree has the form that `OptimizerProvider` describes; parts of it may be
-    ABSENT."""
+    """Return True if a tree is an optimizer's state as described here; parts may be ABSENT."""
     if not isinstance(stored, dict) or not {"state", "groups"} <= set(stored):
         return False
     state, groups = stored["state"], stored["groups"]
@@ -300,8 +299,10 @@ def _odd_entry(entries: object, shape: tuple[int, ...]) -> str | None:
 
 def group_of(stored: dict[str, Any]) -> dict[str, int]:
     """Return the number of the group of each parameter whose state is stored."""
-    groups = enumerate(stored["groups"])
-    return {name: number for number, group in groups for name in _entries(group["params"])}
+    numbers: dict[str, int] = {}
+    for number, group in enumerate(stored["groups"]):
+        numbers |= dict.fromkeys(_entries(group["params"]), number)
+    return numbers
 
 
 def _entries(node: dict[str, Any] | Absent) -> dict[str, Any]:

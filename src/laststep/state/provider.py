@@ -61,11 +61,9 @@ class State:
     value: object
     """Containers, plain values and live tensors or arrays."""
     fresh: tuple[Path, ...] = ()
-    """Paths under which a restore passes new tensors to the provider instead of writing into live
-    ones."""
+    """Paths under which a restore passes new tensors instead of writing into live ones."""
     loose: tuple[Path, ...] = ()
-    """Paths under which live and stored tensors need not match one to one; `check` reports
-    mismatches."""
+    """Paths under which tensors need not match one to one; `check` reports mismatches."""
     things: tuple[Path, ...] = ()
     """Paths of dict entries that are objects with a state of their own: a restore never deletes
     them, and reports one that is not stored as missing."""
@@ -91,8 +89,7 @@ def has_absent(entry: object) -> bool:
 
 
 def has_loaded(entry: object) -> bool:
-    """Return True if any part of a restored tree was restored; an empty container counts as
-    restored."""
+    """Return True if any part of a tree was restored; an empty container counts as restored."""
     parts = _parts(entry)
     return any(map(has_loaded, parts)) if parts else entry is not ABSENT
 
@@ -227,8 +224,7 @@ class AroundProvider(StateProvider):
 
 @runtime_checkable
 class HasStateDict(Protocol):
-    """LR schedulers, scalers, stateful data loaders, and any other object with these two
-    methods."""
+    """LR schedulers, scalers, stateful loaders, and any other object with these methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -268,8 +264,8 @@ class StateDictProvider(StateProvider):
 
 
 def of_torch(owner: object) -> str | None:
-    """Return the name of the torch class that an object is of, or derives from; None if there is
-    none. A user may rename their own class and still resume."""
+    """Return the torch class that an object is of, or derives from: a user may rename their own
+    class and still resume."""
     names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
     return next(names, None)
 
@@ -471,8 +467,7 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
 
 
 def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
-    """Return a list as it was stored; a partial restore changes only elements that exist
-    already."""
+    """Return a list as it was stored; a partial restore only changes elements that exist."""
     merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
     if has_absent(loaded):
         return merged + live[len(loaded) :]

@@ -242,7 +242,8 @@ _IS_NEGATIVE: Final = torch.Tensor.is_neg
 def in_batches(many: Sequence[_T]) -> Iterator[Sequence[_T]]:
     """Iterate over batches that are small enough to stay in the processor's cache while several
     properties are read from each tensor: 1.6 times as fast for 100,000 tensors."""
-    return (many[first : first + 1024] for first in range(0, len(many), 1024))
+    for first in range(0, len(many), 1024):
+        yield many[first : first + 1024]
 
 
 class TensorForms(NamedTuple):
@@ -297,8 +298,7 @@ class KnownTensors:
         self._forms = forms_of(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
-        """Return strong references to all tensors if each is alive with the same form and memory;
-        else None."""
+        """Return all tensors if each is alive with the same form and memory; else None."""
         alive: list[torch.Tensor | None] = list(map(operator.call, self._refs))
         if any(map(operator.is_, alive, repeat(None))):
             return None
@@ -352,8 +352,7 @@ def expected_bytes(part: object, ranks: int, *, trained_only: bool) -> Iterator[
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors are the same window of the same storage; False if either has
-    none."""
+    """Return True if two tensors are the same window of the same storage."""
     a, b = local_tensor(a), local_tensor(b)
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
@@ -361,16 +360,14 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors of one form have the same bytes; NaNs are compared by their
-    bits."""
+    """Return True if two tensors of one form have the same bytes."""
     rows = (t.detach().contiguous() for t in (a, b))
     # as_strided, not view: a contiguous tensor of one element may have any stride.
     return torch.equal(*(t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in rows))
 
 
 def repeats_itself(tensor: torch.Tensor) -> bool:
-    """Return True if several elements share one address, as after `expand`: torch refuses to write
-    into such a tensor."""
+    """Return True if several elements share one address, which torch refuses to write to."""
     if tensor.numel() == 0 or 0 not in tensor.stride():
         return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -471,8 +468,7 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
 
 
 def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
-    """Rebuild a value that `collecting` wrote. Any exception on other values becomes
-    CorruptError."""
+    """Rebuild a value that `collecting` wrote. Raise anything for other values."""
     value: Any = tagged.value
     match tagged.tag:
         case "pickle":

@@ -34,8 +34,7 @@ _RESERVED = "__metadata__"
 
 
 def name_of(path: tuple[object, ...]) -> str:
-    """Return the name of the leaf at `path`. Raise `UsageError` if a key is of a type that has no
-    name."""
+    """Return the name of the leaf at `path`. Raise `UsageError` if a key has no name."""
     return "/".join(map(_escaped, path))
 
 
@@ -87,8 +86,7 @@ def _escaped(key: object) -> str:
 
 
 def _key(part: str) -> object:
-    """Return the key for a part of a name. Does not detect every form that `_escaped` never
-    writes."""
+    """Return the key for a part of a name, even if `_escaped` would write the key differently."""
     if part == "~4":
         return ""
     if part == "~5":
@@ -123,8 +121,7 @@ OWNED: Final = "owned"
 def rebuild(
     tree: object, *, leaf: Callable[[TensorRef], object], revive: Callable[[Tagged], object]
 ) -> object:
-    """Rebuild a nested state: replace every TensorRef by `leaf` of it, every Tagged by `revive` of
-    it."""
+    """Rebuild a state: replace every TensorRef by `leaf` of it, every Tagged by `revive` of it."""
 
     def build(node: object) -> object:
         kind = type(node)
@@ -204,8 +201,7 @@ class BoxPart(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor of an item, described without its memory, because pieces are keys of cached
-    plans."""
+    """A tensor of an item, without its memory, because pieces are keys of cached plans."""
 
     name: str
     dtype: str
@@ -214,12 +210,10 @@ class Piece(NamedTuple):
     device: str
     contiguous: bool
     volatile: bool
-    """True if a forward pass may change it (BatchNorm's statistics); it is then never captured
-    lazily."""
+    """True if a forward pass may change it, so that it is never captured lazily."""
     part: BoxPart | None = None
     trained: bool = False
-    """True if an optimizer may change it. Frozen tensors are stored together, apart from trained
-    ones."""
+    """True if an optimizer may change it. Frozen tensors are stored apart."""
 
 
 class View(NamedTuple):
@@ -246,8 +240,7 @@ class Collected:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every tensor by name, including those that share bytes; opaque like `sources`."""
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layouts of the tensors that are sharded; `tensors` and `sources` contain this rank's part of
-    them."""
+    """Layouts of the sharded tensors; `tensors` and `sources` contain this rank's part of them."""
     owners: dict[str, object] = field(default_factory=dict)
     """The live object of each tensor in `layouts`, to return after its part has been restored."""
 
