@@ -38,12 +38,12 @@ _SAVING: Final = attrgetter(
 )
 
 
-def walk_modules(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
-    """Return (own prefix, plain prefix, module) of every submodule, wrappers looked through."""
-    nodes: list[tuple[str, str, nn.Module]] = []
+def walk_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """Return own prefix → (plain prefix, module) of every submodule, wrappers looked through."""
+    nodes: dict[str, tuple[str, nn.Module]] = {}
 
     def visit(node: nn.Module, own: str, plain: str) -> None:
-        nodes.append((own, plain, node))
+        nodes[own] = plain, node
         wrapped = _WRAPPERS.get(type(node).__name__)
         for name, child in node._modules.items():
             if child is not None:
@@ -56,7 +56,7 @@ def walk_modules(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Return id of a parameter → its plain name (the first name of a tied one)."""
     names: dict[int, str] = {}
-    for _own, plain, node in walk_modules(module):
+    for plain, node in walk_modules(module).values():
         for name, parameter in node._parameters.items():
             if parameter is not None:
                 names.setdefault(id(parameter), plain + name)
@@ -100,14 +100,13 @@ class ModuleProvider(StateProvider):
         if not self.passive:
             entries = self._module.state_dict().items()
             nodes = walk_modules(self._module)  # again, because foreign code has run
-            plain_of = {own: plain for own, plain, _node in nodes}
-            value = {_plain(name, plain_of): entry for name, entry in entries}
-            volatile = [(plain + name,) for _own, plain, node in nodes for name in node._buffers]
+            value = {_plain(name, nodes): entry for name, entry in entries}
+            volatile = [(plain + name,) for plain, node in nodes.values() for name in node._buffers]
             # Extra state may have any shape, also another one than the stored extra state.
             fresh = tuple((name,) for name in value if name.rpartition(".")[2] == "_extra_state")
             return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
         # Equal to state_dict(), without its detach() per tensor.
-        for _own, plain, node in nodes:
+        for plain, node in nodes.values():
             for name, parameter in node._parameters.items():
                 if parameter is not None:
                     value[plain + name] = parameter
@@ -117,10 +116,10 @@ class ModuleProvider(StateProvider):
                     volatile.append((plain + name,))
         return State(value=value, volatile=frozenset(volatile), standalone=True)
 
-    def _is_standard(self, nodes: list[tuple[str, str, nn.Module]]) -> bool:
+    def _is_standard(self, nodes: dict[str, tuple[str, nn.Module]]) -> bool:
         """Return True if state_dict() returns just the parameters and persistent buffers."""
         kinds = set()
-        for _own, _plain, node in nodes:
+        for _, node in nodes.values():
             if self._hooks and (node._state_dict_hooks or node._state_dict_pre_hooks):
                 return False
             if _WRAPPERS.get(type(node).__name__) not in node._modules:
@@ -139,13 +138,12 @@ class ModuleProvider(StateProvider):
         nodes = walk_modules(self._module)
         by_hook: dict[str, object] = {}
         if self._hooks or not self._is_standard(nodes):
-            plain_of = {own: plain for own, plain, _node in nodes}
             live: dict[str, torch.Tensor | None] = {}
-            for _own, plain, node in nodes:
+            for plain, node in nodes.values():
                 for name, tensor in (*node._parameters.items(), *node._buffers.items()):
                     live[plain + name] = tensor
             for own in self._module.state_dict():
-                name = _plain(own, plain_of)
+                name = _plain(own, nodes)
                 entry, tensor = value.get(name, ABSENT), live.get(name)
                 in_place = (
                     isinstance(entry, torch.Tensor)
@@ -160,21 +158,21 @@ class ModuleProvider(StateProvider):
         elif any(entry is not ABSENT for entry in value.values()):
             # As load_state_dict does at its end, submodules first, so that values derived from the
             # state, such as caches, are computed again.
-            for _own, _prefix, node in reversed(nodes):
+            for _, node in reversed(nodes.values()):
                 for hook in list(node._load_state_dict_post_hooks.values()):
                     what = f"a hook for the end of load_state_dict of {type(node).__name__}"
                     with handing_over(what):
                         hook(node, nn.modules.module._IncompatibleKeys([], []))
 
 
-def _plain(name: str, plain_of: dict[str, str]) -> str:
+def _plain(name: str, nodes: dict[str, tuple[str, nn.Module]]) -> str:
     """Return the plain form of a state_dict key, with its longest known module prefix replaced."""
     prefix = name
     while True:
         cut = prefix.rfind(".", 0, len(prefix) - 1)
         prefix = name[: cut + 1]
-        if prefix in plain_of:
-            return plain_of[prefix] + name[cut + 1 :]
+        if prefix in nodes:
+            return nodes[prefix][0] + name[cut + 1 :]
         if not prefix:
             return name
 
@@ -219,7 +217,7 @@ class TrainableProvider(ModuleProvider):
     def _names(self) -> set[str]:
         names: set[str] = set()
         is_trained = False
-        for _own, prefix, node in walk_modules(self._module):
+        for prefix, node in walk_modules(self._module).values():
             trained = [
                 name
                 for name, parameter in node._parameters.items()

@@ -90,8 +90,7 @@ class OptimizerProvider(StateProvider):
         problems = []
         if count != len(stored["groups"]):
             problems = [f"has {count} parameter groups, but {len(stored['groups'])} were stored"]
-        missing = sorted(ours.keys() - theirs)
-        problems += [f"has no stored state for parameter {name}" for name in missing]
+        problems += map("has no stored state for parameter {}".format, sorted(ours.keys() - theirs))
         if not problems and any(theirs[name] != number for name, (_, number) in ours.items()):
             problems.append("groups its parameters differently than the stored one")
         stored_as = self._stored_as(ours, stored)

@@ -342,7 +342,8 @@ def decode_item(
             )
         tree = part if number == 0 else merge_trees(tree, part)
         ties.update(tied)
-        views.update({key: _view(entry, where) for key, entry in viewed.items()})
+        for key, entry in viewed.items():
+            views[key] = _view(entry, where)
     where = trees[0][1]
     try:
         owners(tree)
