@@ -496,19 +496,20 @@ def _item(outer: str, key: object) -> str:
 def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
     """Return id of a parameter → (item, name). Called at each save, because parameters and the
     entries of dicts can be replaced."""
-    in_modules: dict[int, tuple[str, str]] = {}
-    elsewhere: dict[int, tuple[str, str]] = {}
-    for outer, key, thing in _things_in(items):
+    names: dict[int, tuple[str, str]] = {}
+    things = list(_things_in(items))
+    for outer, key, thing in things:
         if isinstance(thing, nn.Module):
             for parameter, name in parameter_names(thing).items():
-                in_modules.setdefault(parameter, (_item(outer, key), name))
-        elif isinstance(thing, Tensor):
-            elsewhere.setdefault(id(thing), (outer, str(key)))
+                names.setdefault(parameter, (_item(outer, key), name))
+    # After modules, so that a parameter that is also in a dict has the same name without the dict.
+    for outer, key, thing in things:
+        if isinstance(thing, Tensor):
+            names.setdefault(id(thing), (outer, str(key)))
         elif type(thing) is dict:
             for tensor, name in _tensors_in(thing):
-                elsewhere.setdefault(tensor, (_item(outer, key), name))
-    # A parameter that is also in a dict has the same name without the dict.
-    return elsewhere | in_modules
+                names.setdefault(tensor, (_item(outer, key), name))
+    return names
 
 
 def _tensors_in(

@@ -44,10 +44,11 @@ def walk_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
     def visit(node: nn.Module, own: str, plain: str) -> None:
         nodes[own] = plain, node
-        wrapped = _WRAPPERS.get(type(node).__name__)
-        for name, child in node._modules.items():
-            if child is not None:
-                visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
+        if node._modules:
+            wrapped = _WRAPPERS.get(type(node).__name__)
+            for name, child in node._modules.items():
+                if child is not None:
+                    visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
 
     visit(module, "", "")
     return nodes
@@ -118,14 +119,14 @@ class ModuleProvider(StateProvider):
 
     def _is_standard(self, nodes: dict[str, tuple[str, nn.Module]]) -> bool:
         """Return True if state_dict() returns just the parameters and persistent buffers."""
-        kinds = set()
+        by_kind: dict[type, nn.Module] = {}
         for _, node in nodes.values():
             if self._hooks and (node._state_dict_hooks or node._state_dict_pre_hooks):
                 return False
-            if _WRAPPERS.get(type(node).__name__) not in node._modules:
-                kinds.add(type(node))
-        for kind in kinds:
-            if kind.__module__ not in _VERSIONED and _SAVING(kind) != _SAVING(nn.Module):
+            by_kind[type(node)] = node
+        for kind, node in by_kind.items():
+            is_known = kind.__module__ in _VERSIONED or _SAVING(kind) == _SAVING(nn.Module)
+            if not is_known and _WRAPPERS.get(kind.__name__) not in node._modules:
                 return False
         return True
 
