@@ -10,8 +10,8 @@ every run.
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -143,29 +143,21 @@ def _check_round_trip(codec: BlockCodec, case: _Case) -> bytes | None:
 
 def _check_threads(codec: BlockCodec, cases: list[_Case], expected: list[bytes | None]) -> None:
     """Check that four concurrent threads encode and decode the same bytes as one."""
-    wrong: list[str] = []
-    decoded = [
-        None if stored is None else case.decode(codec, stored)
+    known = [
+        (case, stored, None if stored is None else case.decode(codec, stored))
         for case, stored in zip(cases, expected, strict=True)
     ]
 
     def act(first: int) -> None:
-        try:
-            for at in range(first, len(cases), 4):
-                case, stored = cases[at], cases[at].encode(codec)
-                if stored != expected[at]:
-                    wrong.append(f"{case.what}: encodes differently with concurrent threads")
-                elif stored is not None and case.decode(codec, stored) != decoded[at]:
-                    wrong.append(f"{case.what}: decodes differently with concurrent threads")
-        except Exception as error:  # noqa: BLE001 - raised below, on the caller's thread
-            wrong.append(f"beside other threads: {error!r}")
+        for case, stored, data in known[first::4]:
+            check(case.encode(codec) == stored, f"{case.what}: threads encode differently")
+            if stored is not None:
+                check(
+                    case.decode(codec, stored) == data, f"{case.what}: threads decode differently"
+                )
 
-    threads = [threading.Thread(target=act, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    check(not wrong, "; ".join(wrong[:3]))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(act, range(4)))
 
 
 def _check_damaged(codec: BlockCodec, case: _Case, stored: bytes, rng: np.random.Generator) -> None:
