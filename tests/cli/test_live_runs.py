@@ -11,7 +11,7 @@ import laststep as library
 from expect import names
 from laststep.browse import Catalog
 from laststep.catalog.run import Run
-from laststep.cli import places, showing, verifying
+from laststep.cli import listing, places, showing
 from laststep.constants import MANIFEST_NAME
 from laststep.storage.directory import DirectoryStore
 from waiting import wait_until
@@ -37,14 +37,14 @@ def delete(maker, folder: str) -> None:
 def gone_when_verified(three, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder that retention takes when its turn comes."""
     victim = "step-00000200.1-2"
-    verify = verifying.verify_checkpoint
+    verify = listing.verify_checkpoint
 
     def overtaken(store: object, folder: str, **more: object) -> object:
         if folder == victim:
             delete(three, victim)
         return verify(store, folder, **more)
 
-    monkeypatch.setattr(verifying, "verify_checkpoint", overtaken)
+    monkeypatch.setattr(listing, "verify_checkpoint", overtaken)
     return victim
 
 

@@ -127,11 +127,6 @@ def test_a_path_that_is_a_file_is_called_a_file(tmp_path, laststep: Callable) ->
         assert (ended.status, ended.out) == (1, "")
         assert names(ended.err, "laststep: ", file)
         assert ended.err.count("\n") == 1
-    # A part of a run: whose it is can be said.
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    assert f" {run}\n" in laststep("ls", run / "run.json").err
 
 
 def test_ls_and_show_agree_on_the_size(maker, laststep: Callable) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import laststep as library
 from expect import names, raises, warned
-from laststep.cli.showing import _ranks_text
 from laststep.constants import BLOCK_BYTES
 from stored import flip
 
@@ -57,7 +56,7 @@ def test_what_each_rank_has_for_itself_is_listed_by_rank_and_once_if_alike(
         ("place/seen", "4", "of rank 0"),
         ("place/seen", "8", "of rank 1"),
         ("place/seen", "12", "of rank 2"),
-        ("place/alike", "40", "each of ranks 0-2"),
+        ("place/alike", "40", "each of ranks 0, 1, 2"),
     ]
 
 
@@ -165,19 +164,6 @@ def test_tensors_that_are_left_out_are_all_counted(maker, laststep: Callable) ->
     # Of 25 `seen` 19 are listed, and `alike` is one line for 25.
     assert names(out, "31 more tensors", "--all")
     assert len(rows(laststep("show", maker.path, "--all").out, "place/")) == 26
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "of rank 3"),
-        ([0, 1, 2], "each of ranks 0-2"),
-        ([0, 1, 5, 8, 9], "each of ranks 0-1, 5, 8-9"),
-        ([0, 2, 4, 6], "each of 4 ranks"),
-    ],
-)
-def test_ranks_are_told_as_spans(ranks: list[int], text: str) -> None:
-    assert _ranks_text(ranks) == text
 
 
 # verify

@@ -14,10 +14,9 @@ import typer
 
 from laststep.cli.changing import copy, pin, prune, recover, unpin
 from laststep.cli.foreign import export, import_
-from laststep.cli.listing import du, ls
+from laststep.cli.listing import du, ls, verify
 from laststep.cli.output import FAILED, MISUSED
 from laststep.cli.showing import show
-from laststep.cli.verifying import verify
 from laststep.errors import LaststepError, UsageError
 from laststep.version import VERSION
 

@@ -37,7 +37,7 @@ from laststep.tiers.recovery import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from laststep.catalog.listing import Listed
     from laststep.catalog.retention import PrunePlan, Sharing
@@ -82,9 +82,8 @@ def copy(
         ended=(lambda *_: None) if as_json else _say,
     )
     if as_json:
-        names = ("copied", "there", "deleted", "copied_bytes", "linked_bytes", "kept_bytes")
-        damaged = [folder for folder, _ in report.damaged]
-        print_json({**where, **fields(report, *names), "damaged": damaged})
+        counts = fields(report, "copied there deleted copied_bytes linked_bytes kept_bytes")
+        print_json({**where, **counts, "damaged": [folder for folder, _ in report.damaged]})
     elif not plan.checkpoints:
         say(f"{plan.source.url} has no checkpoint yet")
     else:
@@ -175,7 +174,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         copies = [orphan for orphan in copies if remove(opened.store, orphan)]
     if as_json:
         checkpoints = [
-            fields(verdict, "step", "folder", "keep", "reasons")
+            fields(verdict, "step folder keep reasons")
             | {"size_bytes": sharing.freed_bytes([verdict.folder])}
             for verdict in plan.verdicts
         ]
@@ -207,9 +206,8 @@ def _resumed_from(run: Run) -> str | None:
     newest = max((item.term for item in listed), default=0)
     writer = run.live_writer()
     record = run.term(newest if writer is None else writer.term)
-    if record is None or record.continues is None:
-        return None
-    return {item.point: item.folder for item in listed}.get(record.continues)
+    folders = {item.point: item.folder for item in listed}
+    return None if record is None or record.continues is None else folders.get(record.continues)
 
 
 def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
@@ -226,8 +224,7 @@ def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
                 "folder": verdict.folder,
             }
             for verdict in plan.verdicts
-        ],
-        [None if verdict.keep else "red" for verdict in plan.verdicts],
+        ]
     )
 
 
@@ -262,29 +259,22 @@ Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
 
 def pin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Keep the checkpoint of a step, whatever the retention rules are."""
-    opened = places.open_run(run)
-    listed, _ = places.find(opened, step)
-    opened.pin(listed.folder)
-    _tell(step, listed.folder, pinned=True, as_json=as_json)
+    _set_pinned(run, step, pinned=True, as_json=as_json)
 
 
 def unpin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
     """Let the retention rules apply to the checkpoint of a step again."""
-    opened = places.open_run(run)
-    listed, _ = places.find(opened, step)
-    if not listed.pinned and not as_json:
-        say(f"step {step} ({listed.folder}) was not pinned")
-        return
-    opened.unpin(listed.folder)
-    _tell(step, listed.folder, pinned=False, as_json=as_json)
+    _set_pinned(run, step, pinned=False, as_json=as_json)
 
 
-def _tell(step: int, folder: str, *, pinned: bool, as_json: bool) -> None:
+def _set_pinned(path: str, step: int, *, pinned: bool, as_json: bool) -> None:
+    run = places.open_run(path)
+    folder = places.find(run, step)[0].folder
+    (run.pin if pinned else run.unpin)(folder)
     if as_json:
         print_json({"step": step, "folder": folder, "pinned": pinned})
     else:
-        text = "is pinned" if pinned else "is no longer pinned"
-        say(f"step {step} ({folder}) {text}")
+        say(f"step {step} ({folder}) is {'pinned' if pinned else 'not pinned'}")
 
 
 def recover(
@@ -315,62 +305,27 @@ def recover(
     if not as_json:
         _print_recovered(report, base, dry_run=dry_run)
     if discard and report.stays and not dry_run:
-        report = _discarded(report, ask=not yes, told=not as_json)
+        # What could not be stored has been listed already.
+        lost = [save for segment in report.stays for save in segment.saves]
+        steps = {f"step {save.step}" for save in lost if save.fate is SnapshotState.NOT_STORED}
+        unreadable = sum(segment.unreadable for segment in report.stays)
+        what = listed(sorted(steps)) or count_text(unreadable, "record")
+        size_bytes = sum(segment.size_bytes for segment in report.stays)
+        if not yes:
+            confirm("give up", f"{what} in shared memory, for good", size_bytes)
+        report = report.discard()
+        if not as_json:
+            say(f"discarded {what}: freed {size_text(size_bytes)} of memory")
     if as_json:
-        print_json(_recover_document(report))
+        print_json({"ok": report.ok, "segments": report.segments, "debris": report.debris})
     if not report.ok:
         raise typer.Exit(FAILED)
-
-
-def _discarded(report: RecoverReport, *, ask: bool, told: bool) -> RecoverReport:
-    """Discard the snapshots that could not be stored, which have been listed already."""
-    saves = [
-        save for one in report.stays for save in one.saves if save.fate is SnapshotState.NOT_STORED
-    ]
-    unreadable = sum(one.unreadable for one in report.stays)
-    steps = listed(sorted({f"step {save.step}" for save in saves}))
-    what = steps or count_text(unreadable, "record")
-    size_bytes = sum(one.size_bytes for one in report.stays)
-    if ask:
-        confirm("give up", f"{what} in shared memory, for good", size_bytes)
-    after = report.discard()
-    if told:
-        say(f"discarded {what}: freed {size_text(size_bytes)} of memory")
-    return after
-
-
-def _recover_document(report: RecoverReport) -> dict[str, object]:
-    segments = [
-        {
-            **fields(
-                one,
-                "folder",
-                "run",
-                "rank",
-                "ranks",
-                "pid",
-                "host",
-                "created_s",
-                "size_bytes",
-                "is_alive",
-                "is_removed",
-                "unreadable",
-            ),
-            "saves": [
-                fields(save, "step", "folder", "created_s", "size_bytes", "fate", "error")
-                for save in one.saves
-            ],
-        }
-        for one in report.segments
-    ]
-    return {"ok": report.ok, "segments": segments, "debris": report.debris}
 
 
 def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None:
     if not report.segments:
         say(f"shared memory is empty ({base})")
-    else:
-        print_table([row for one in report.segments for row in _rows(one, dry_run=dry_run)])
+    print_table([row for one in report.segments for row in _rows(one, dry_run=dry_run)])
     for one in report.segments:
         for save in one.saves:
             if save.error is not None:
@@ -387,10 +342,9 @@ def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None
 
 def _rows(one: OrphanedSegment, *, dry_run: bool) -> Iterator[dict[str, str]]:
     """Yield a row for each save in a segment, or one for a segment without saves."""
-    empty = "holds no save" + ("" if one.is_alive or dry_run else _gone(one))
-    saves: Sequence[OrphanedSnapshot | None] = one.saves or (None,)
-    for save in saves:
+    for save in one.saves or (None,):
         sized = one if save is None else save
+        fate = "holds no save" if save is None else _fate(save, one, dry_run=dry_run)
         yield {
             "run": one.run,
             "step": "" if save is None else str(save.step),
@@ -398,21 +352,18 @@ def _rows(one: OrphanedSegment, *, dry_run: bool) -> Iterator[dict[str, str]]:
             "size": size_text(sized.size_bytes),
             "owner": f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}",
             "age": duration_text(max(time.time() - sized.created_s, 0.0)),
-            "what became of it": empty if save is None else _became(save, one, dry_run=dry_run),
+            "what became of it": fate + (", removed" if one.is_removed else ""),
         }
 
 
-def _became(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> str:
+def _fate(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> str:
+    is_alone = save.fate is SnapshotState.ALONE
     if one.is_alive:
-        return "left alone" if save.fate is SnapshotState.ALONE else "left alone, stored"
-    if dry_run and save.fate is SnapshotState.ALONE:
+        return "left alone" if is_alone else "left alone, stored"
+    if is_alone and dry_run:
         return "would be stored"
-    if save.fate is SnapshotState.LEFT_BEHIND:
-        return "superseded by a later job instance" + _gone(one)
-    if save.fate is SnapshotState.NOT_STORED:
-        return "NOT STORED"
-    return ("stored now" if save.fate is SnapshotState.RECOVERED else "stored already") + _gone(one)
-
-
-def _gone(one: OrphanedSegment) -> str:
-    return ", removed" if one.is_removed else ""
+    return {
+        SnapshotState.LEFT_BEHIND: "superseded by a later job instance",
+        SnapshotState.NOT_STORED: "NOT STORED",
+        SnapshotState.RECOVERED: "stored now",
+    }.get(save.fate, "stored already")

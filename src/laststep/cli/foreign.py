@@ -11,7 +11,6 @@ import contextlib
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,14 +21,8 @@ from laststep.browse import open_folder
 from laststep.catalog.run import Run
 from laststep.cli import places
 from laststep.cli.output import AsJson, count_text, fields, print_json, print_table, say, size_text
-from laststep.constants import is_item_name
-from laststep.errors import (
-    AbortedError,
-    AlreadyExistsError,
-    CorruptError,
-    NotFoundError,
-    StorageError,
-)
+from laststep.constants import bytes_per_s, is_item_name
+from laststep.errors import AbortedError, AlreadyExistsError, NotFoundError, StorageError
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
 
 _MODEL = "model"
 _SHARD = "5GB"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _SHOWN_TIED = 20
 
@@ -122,9 +114,17 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     checkpoint, items, exported = places.read(path, step, write)
     own = [name for name in checkpoint.per_rank() if name in items]
     if as_json:
-        facts = fields(checkpoint, "step", "folder")
-        facts |= {"target": target, "format": format_, "items": items, "per_rank": own}
-        print_json(facts | {"rank": (rank or 0) if own else None} | _document(exported))
+        print_json(
+            {
+                **fields(checkpoint, "step folder"),
+                "target": target,
+                "format": format_,
+                "items": items,
+                "per_rank": own,
+                "rank": (rank or 0) if own else None,
+                **fields(exported, "tensors size_bytes values dropped omitted_values files"),
+            }
+        )
         return
     _print(exported, f"exported {', '.join(items)} of step {checkpoint.step} to {target}")
     if own:
@@ -151,11 +151,11 @@ def _choices(
         if not given:
             raise _misused(f"{text!r} is not REGEX=REPLACEMENT", "--rename")
         rules.append(Rename(pattern=_pattern(regex, "--rename"), replacement=replacement))
+    size = float(shard_bytes) if shard_bytes.isdecimal() else bytes_per_s(shard_bytes)
+    if not size:
+        raise _misused(f"{shard_bytes!r} is not a size such as 5GB or 512MiB", "--shard-bytes")
     return Choices(
-        shard_bytes=_size(shard_bytes),
-        casts=tuple(casts),
-        renames=tuple(rules),
-        keep_tied=keep_tied,
+        shard_bytes=int(size), casts=tuple(casts), renames=tuple(rules), keep_tied=keep_tied
     )
 
 
@@ -164,14 +164,6 @@ def _pattern(regex: str, option: str) -> re.Pattern[str]:
         return re.compile(regex)
     except re.error as error:
         raise _misused(f"{regex!r} is not a regular expression: {error}", option) from None
-
-
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise _misused(f"{text!r} is not a size such as 5GB or 512MiB", "--shard-bytes")
-    unit = 1024 if match[3] else 1000
-    return int(float(match[1]) * unit ** ("kmgt".find((match[2] or " ").lower()) + 1))
 
 
 def _misused(text: str, option: str) -> typer.BadParameter:
@@ -193,13 +185,6 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number in wanted:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _document(exported: Exported) -> dict[str, object]:
-    return {
-        **fields(exported, "tensors", "size_bytes", "values", "dropped", "omitted_values"),
-        "files": [asdict(file) for file in exported.files],
-    }
 
 
 def _print(exported: Exported, what: str) -> None:
@@ -279,20 +264,17 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
 
 
 def read_state(source: str) -> object:
+    from laststep.adapters.importing import dcp_folder, tensor_files
+
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            return _read_folder(path, source)
+            return dcp_folder.read_folder(path)
         if not path.is_file():
             raise NotFoundError(
                 "cannot import", where=source, found="no such file", remedy="check the path"
             )
-        if path.suffix == ".safetensors" or _is_safetensors(path):
-            return _read_safetensors(path)
-        from laststep.adapters.importing import tensor_files
-
-        remedy = "load the file yourself if you trust it, and save its state_dict()"
-        return tensor_files.load(path, where=str(path), remedy=remedy)
+        return tensor_files.read_file(path)
     except OSError as error:
         raise StorageError("cannot import", where=source, found=str(error.strerror)) from error
     except MemoryError as error:
@@ -302,30 +284,6 @@ def read_state(source: str) -> object:
             found=f"too little memory: {error}",
             remedy="import where all of it fits into memory",
         ) from error
-
-
-def _read_folder(path: Path, source: str) -> object:
-    from laststep.adapters.importing import dcp_folder
-
-    if not dcp_folder.is_one(path):
-        raise NotFoundError(
-            "cannot import",
-            where=source,
-            expected="a file of torch.save or safetensors, or a folder of "
-            "torch.distributed.checkpoint",
-            found="a folder",
-            remedy="name a file in it",
-        )
-    return dcp_folder.read_folder(path)
-
-
-def _read_safetensors(path: Path) -> dict[str, object]:
-    from laststep.adapters.importing.tensor_files import open_part, read_tensor
-
-    where = str(path)
-    with path.open("rb") as file:
-        part = open_part(file, start=0, stop=path.stat().st_size, where=where)
-        return {name: read_tensor(file, part, name, where=where) for name in part.entries}
 
 
 def items_of(state: object) -> dict[str, object]:
@@ -347,12 +305,3 @@ def items_of(state: object) -> dict[str, object]:
             name += "_"
         items[name] = rest
     return items
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Return True if the file starts with a header length and JSON, as no torch file does."""
-    with path.open("rb") as file:
-        head = file.read(9)
-    if not head:
-        raise CorruptError("cannot import", where=str(path), found="an empty file")
-    return len(head) == 9 and head[8:] == b"{"

@@ -1,18 +1,22 @@
-"""`laststep ls` and `du`: the checkpoints of a run, the status of its tiers, and shared files."""
+"""`laststep ls`, `du` and `verify`: the checkpoints of a run, its tiers, shared files, damage."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from laststep.catalog.attempt import looks
 from laststep.catalog.retention import sharing_of
 from laststep.catalog.run import Run
 from laststep.cli import places
 from laststep.cli.output import (
+    DAMAGED,
     FAILED,
     AsJson,
+    Threads,
+    bar,
     count_text,
     fields,
     metrics_text,
@@ -22,8 +26,9 @@ from laststep.cli.output import (
     size_text,
     time_text,
 )
-from laststep.constants import duration_text
-from laststep.errors import NotFoundError, UsageError
+from laststep.constants import duration_text, listed
+from laststep.errors import CorruptError, NotFoundError, UsageError
+from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.storage.registry import open_store
 from laststep.tiers.replicas import replica_status
 
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.catalog.listing import Listed, OpenAttempt
-    from laststep.catalog.retention import Sharing
     from laststep.tiers.replicas import ReplicaStatus
 
 
@@ -46,18 +50,17 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run, newest last; or its tiers, nearest first."""
+    if urls and not tiers:
+        raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
+    try:
+        opened = places.open_run(run)
+    except NotFoundError:
+        if not urls:
+            raise
+        opened = Run(open_store(run), None)  # lost: the replicas may have checkpoints
     if tiers:
-        try:
-            opened = places.open_run(run)
-        except NotFoundError:
-            if not urls:
-                raise
-            opened = Run(open_store(run), None)  # lost: the replicas may have checkpoints
         _print_tiers(opened, urls or (), as_json=as_json)
         return
-    if urls:
-        raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
-    opened = places.open_run(run)
     checkpoints, attempts = opened.look()
     if as_json:
         print_json(
@@ -65,13 +68,12 @@ def ls(
                 "run": opened.store.url,
                 "checkpoints": [_document(item) for item in checkpoints],
                 "attempts": [
-                    fields(item, "step", "folder", "size_bytes", "alive", "is_copy")
-                    for item in attempts
+                    fields(item, "step folder size_bytes alive is_copy") for item in attempts
                 ],
             }
         )
-        return
-    _print(run, checkpoints, attempts)
+    else:
+        _print(run, checkpoints, attempts)
 
 
 def lineage_of(listed: Listed) -> str:
@@ -81,47 +83,40 @@ def lineage_of(listed: Listed) -> str:
     return "abandoned" if listed.superseded_by is None else "superseded"
 
 
-def is_in_progress(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
-    """Return True if a living writer may still commit the attempt."""
-    return attempt.alive and (attempt.is_copy or not _is_overtaken(attempt, checkpoints))
-
-
 def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
-    """Explain a folder without a manifest that is not in progress. The folder alone does not show
-    whether it never had a manifest or has lost it."""
-    if attempt.is_copy:
-        return "an interrupted copy; `laststep copy` resumes it if the source still has it"
-    if _is_overtaken(attempt, checkpoints):
-        return "a checkpoint that is partly deleted, or one whose manifest was lost"
-    return "an unfinished save, or one whose manifest was lost"
-
-
-def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
-    """Return True if a folder without a manifest once had one: deletion removes the manifest first.
+    """Explain a folder without a manifest. The folder alone does not show whether it never had one
+    or has lost it, but deletion removes the manifest first.
 
     A writer commits in the order of its attempts, and a new writer aborts the open attempts of dead
-    ones. So the attempt is overtaken if there is a later commit.
+    ones. So a later commit shows that the folder once had a manifest.
     """
-    return any(
+    is_overtaken = any(
         later.attempt > attempt.attempt
         if later.term == attempt.term
         else later.term > attempt.term and not attempt.alive
         for later in checkpoints
     )
+    if attempt.alive and (attempt.is_copy or not is_overtaken):
+        return "a save in progress"
+    if attempt.is_copy:
+        return "an interrupted copy; `laststep copy` resumes it if the source still has it"
+    if is_overtaken:
+        return "a checkpoint that is partly deleted, or one whose manifest was lost"
+    return "an unfinished save, or one whose manifest was lost"
 
 
 def _document(item: Listed) -> dict[str, object]:
-    told: dict[str, object] = {
+    unknown: dict[str, object] = {
         "shared_bytes": None,
         "lossy": (),
         "omitted_items": (),
         "metrics": {},
     }
     return {
-        **fields(item, "step", "folder", "created_s", "size_bytes"),
-        **(told if item.commit is None else fields(item.commit, *told)),
+        **fields(item, "step folder created_s size_bytes superseded_by pinned term attempt"),
+        **(unknown if item.commit is None else fields(item.commit, " ".join(unknown))),
         "lineage": lineage_of(item),
-        **fields(item, "superseded_by", "pinned", "term", "attempt", "incomplete"),
+        "incomplete": item.incomplete,
         "error": None if item.error is None else str(item.error),
     }
 
@@ -157,76 +152,65 @@ def _unreadable(item: Listed) -> str:
     return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
-def _dimmed(checkpoints: Sequence[Listed]) -> list[str | None]:
-    """Return the styles of rows: checkpoints off the lineage are dimmed."""
-    return [None if item.on_lineage else "dim" for item in checkpoints]
-
-
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
     if not checkpoints:
         say(f"{run} has no checkpoint yet")
     share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
-    print_table([_row(item, share=share) for item in checkpoints], _dimmed(checkpoints))
+    print_table([_row(item, share=share) for item in checkpoints])
     for item in checkpoints:
         if item.error is not None:
             say(f"step {item.step} is {_unreadable(item)}: {item.error}")
         elif item.incomplete is not None:
             say(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:
-        size = size_text(attempt.size_bytes)
-        if is_in_progress(attempt, checkpoints):
-            text = f"is in progress ({attempt.folder}, {size} so far)"
-        else:
-            text = f"has no manifest: {why_no_manifest(attempt, checkpoints)}"
-            text += f" ({attempt.folder}, {size})"
-        say(f"step {attempt.step} {text}")
+        why, size = why_no_manifest(attempt, checkpoints), size_text(attempt.size_bytes)
+        say(f"step {attempt.step} has no manifest: {why} ({attempt.folder}, {size})")
 
 
 def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
     found, now_s = replica_status(run, urls), time.time()
     if as_json:
-        documents = [_tier_document(one, now_s) for one in found]
+        documents = [_tier_document(tier, now_s) for tier in found]
         print_json({"run": run.store.url, "tiers": documents})
     else:
-        print_table([_tier_row(one, now_s) for one in found])
-        for one in found:
-            if one.error is not None:
-                say(f"cannot read {one.tier}: {one.error}")
-    if any(one.error is not None for one in found):
+        print_table([_tier_row(tier, now_s) for tier in found])
+        for tier in found:
+            if tier.error is not None:
+                say(f"cannot read {tier.tier}: {tier.error}")
+    if any(tier.error is not None for tier in found):
         raise typer.Exit(FAILED)
 
 
-def _tier_document(one: ReplicaStatus, now_s: float) -> dict[str, object]:
-    newest = one.newest
+def _tier_document(tier: ReplicaStatus, now_s: float) -> dict[str, object]:
+    newest = tier.newest
     return {
-        "tier": one.tier,
+        **fields(tier, "tier checkpoints behind_steps behind_s omitted_items error"),
         "step": None if newest is None else newest.name.step,
         "folder": None if newest is None else newest.name.folder,
         "created_s": None if newest is None else newest.created_s,
         "age_s": None if newest is None else now_s - newest.created_s,
-        **fields(one, "checkpoints", "behind_steps", "behind_s", "omitted_items", "error"),
     }
 
 
-def _tier_row(one: ReplicaStatus, now_s: float) -> dict[str, str]:
+def _tier_row(tier: ReplicaStatus, now_s: float) -> dict[str, str]:
     step = age = ""
-    count, risk = ("?", "unknown") if one.error else ("0", "everything")
-    if one.newest is not None:
-        step, age = str(one.newest.name.step), duration_text(max(now_s - one.newest.created_s, 0.0))
-        count, risk = f"{one.checkpoints:,}", _at_risk(one)
-    return {"tier": one.tier, "step": step, "age": age, "checkpoints": count, "at risk": risk}
+    count, risk = ("?", "unknown") if tier.error else ("0", "everything")
+    if tier.newest is not None:
+        step = str(tier.newest.name.step)
+        age = duration_text(max(now_s - tier.newest.created_s, 0.0))
+        count, risk = f"{tier.checkpoints:,}", _at_risk(tier)
+    return {"tier": tier.tier, "step": step, "age": age, "checkpoints": count, "at risk": risk}
 
 
-def _at_risk(one: ReplicaStatus) -> str:
-    """Describe the work that is lost if all nearer tiers are lost, apart from training since the
-    last save."""
+def _at_risk(tier: ReplicaStatus) -> str:
+    """Describe the saved work that is lost if all nearer tiers are lost."""
     text = ""
-    if one.behind_s or one.behind_steps:
-        steps = count_text(one.behind_steps or 0, "step")
-        text = f"{steps}, {duration_text(one.behind_s or 0)}"
-    if one.omitted_items:  # the replica has partial checkpoints
-        rest = f"; of {', '.join(one.items)} {text}" if text else ""
-        return f"all of {', '.join(one.omitted_items)}{rest}"
+    if tier.behind_s or tier.behind_steps:
+        steps = count_text(tier.behind_steps or 0, "step")
+        text = f"{steps}, {duration_text(tier.behind_s or 0)}"
+    if tier.omitted_items:  # the replica has partial checkpoints
+        rest = f"; of {', '.join(tier.items)} {text}" if text else ""
+        return f"all of {', '.join(tier.omitted_items)}{rest}"
     return text or "nothing"
 
 
@@ -235,55 +219,181 @@ def du(run: places.RunPath, *, as_json: AsJson = False) -> None:
     opened = places.open_run(run)
     checkpoints = opened.checkpoints()
     sharing = sharing_of(opened.store, checkpoints)
-    apart_bytes = sum(item.stored_bytes for item in checkpoints)
     stored_bytes = sharing.stored_bytes()
+    apart_bytes = sum(item.stored_bytes for item in checkpoints)
+    documents: list[dict[str, object]] = []
+    rows: list[dict[str, str]] = []
+    for item in checkpoints:
+        commit, others = item.commit, sharing.sharers(item.folder)
+        new_bytes = item.stored_bytes - (0 if commit is None else commit.shared_bytes)
+        alone_bytes = sharing.freed_bytes([item.folder])
+        documents.append(
+            {
+                **fields(item, "step folder"),
+                "size_bytes": item.stored_bytes,
+                "new_bytes": new_bytes,
+                "alone_bytes": alone_bytes,
+                "shared_with": others,
+                "files": None if commit is None else commit.written.files,
+                "error": None if item.error is None else str(item.error),
+            }
+        )
+        rows.append(
+            {
+                "step": str(item.step),
+                "size": size_text(item.stored_bytes),
+                "new": size_text(new_bytes),
+                "only here": size_text(alone_bytes),
+                "files": "" if commit is None else f"{commit.written.files:,}",
+                "shared with": count_text(len(others), "checkpoint") if others else "",
+                "folder": item.folder,
+            }
+        )
     saved_bytes = apart_bytes - stored_bytes
+    if as_json:
+        totals = {"apart_bytes": apart_bytes, "stored_bytes": stored_bytes}
+        totals["saved_bytes"] = saved_bytes
+        print_json({"run": opened.store.url, "checkpoints": documents, **totals})
+    elif not checkpoints:
+        say(f"{run} has no checkpoint yet")
+    else:
+        print_table(rows)
+        total = f"{count_text(len(checkpoints), 'checkpoint')}: "
+        if saved_bytes:
+            apart = size_text(apart_bytes)
+            total += f"{apart} if each stood alone, {size_text(saved_bytes)} saved, "
+        say(f"{total}{size_text(stored_bytes)} on the disk")
+
+
+def verify(
+    path: places.RunOrCheckpoint,
+    *,
+    step: places.StepOption = None,
+    threads: Threads = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte against its digest.
+
+    Checks all checkpoints of a run, or one.
+    """
+    named = step is not None or places.is_checkpoint(path)
+    reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
+    deleted: list[str] = []
+    for _ in looks():
+        # Retention deletes a checkpoint only after a newer commit: then check the new one too.
+        found = _find(path, step, named=named)
+        known = {*deleted, *(place.folder for place, _ in reports)}
+        gone_before = len(deleted)
+        for place in found.places:
+            if place.folder in known:
+                continue
+            try:
+                with bar(place.folder) as show:
+                    report = verify_checkpoint(
+                        place.store, place.folder, threads=threads, progress=show
+                    )
+            except NotFoundError:
+                if named:  # The requested checkpoint itself is gone: nothing was checked.
+                    raise
+                deleted.append(place.folder)
+                if not as_json:
+                    say(f"{place.folder}: deleted in the meantime")
+                continue
+            reports.append((place, report))
+            if not as_json:
+                _print_report(place, report)
+        if len(deleted) == gone_before:
+            break
+    sound = found.error is None and not any(report.damage for _, report in reports)
     if as_json:
         print_json(
             {
-                "run": opened.store.url,
-                "checkpoints": [_usage_document(item, sharing) for item in checkpoints],
-                "apart_bytes": apart_bytes,
-                "stored_bytes": stored_bytes,
-                "saved_bytes": saved_bytes,
+                "sound": sound,
+                "checkpoints": [_report_document(place, report) for place, report in reports],
+                "deleted_meanwhile": deleted,
+                "no_manifest": [attempt.folder for attempt in found.attempts],
+                "run_error": None if found.error is None else str(found.error),
             }
         )
-        return
-    if not checkpoints:
-        say(f"{run} has no checkpoint yet")
-        return
-    print_table([_usage_row(item, sharing) for item in checkpoints], _dimmed(checkpoints))
-    total = f"{count_text(len(checkpoints), 'checkpoint')}: "
-    if saved_bytes:
-        apart = size_text(apart_bytes)
-        total += f"{apart} if each stood alone, {size_text(saved_bytes)} saved, "
-    say(f"{total}{size_text(stored_bytes)} on the disk")
+    else:
+        _print_unchecked(path, found)
+    if not sound:
+        raise typer.Exit(DAMAGED)
 
 
-def _new_bytes(item: Listed) -> int:
-    return item.stored_bytes - (0 if item.commit is None else item.commit.shared_bytes)
+class _ToVerify(NamedTuple):
+    """Checkpoints, other folders without a manifest, and damage to the records of the run."""
+
+    places: list[places.CheckpointPath]
+    attempts: list[OpenAttempt]
+    error: CorruptError | None
 
 
-def _usage_document(item: Listed, sharing: Sharing) -> dict[str, object]:
+def _find(path: str, step: int | None, *, named: bool) -> _ToVerify:
+    """Return the named checkpoint, or all of a run, also if the run's record is damaged."""
+    damage: CorruptError | None = None
+    try:
+        if named:
+            return _ToVerify([places.resolve(path, step)], [], None)
+        try:
+            run = places.open_run(path)
+        except CorruptError as error:
+            damage = error
+            run = Run(open_store(path), None)
+        checkpoints, attempts = run.look()
+    except CorruptError as error:  # in the record of a term
+        return _ToVerify([], [], damage or error)
+    found = [places.CheckpointPath(run.store, item.folder, item) for item in checkpoints]
+    return _ToVerify(found, [attempt for attempt in attempts if attempt.size_bytes], damage)
+
+
+def _print_unchecked(path: str, found: _ToVerify) -> None:
+    checkpoints = [place.listed for place in found.places if place.listed is not None]
+    for attempt in found.attempts:
+        why = why_no_manifest(attempt, checkpoints)
+        size = size_text(attempt.size_bytes)
+        say(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
+    if found.error is not None:
+        say(f"the run is DAMAGED: {found.error}")
+    elif not found.places:
+        say(f"{path} has no checkpoint yet")
+
+
+def _report_document(place: places.CheckpointPath, report: VerifyReport) -> dict[str, object]:
     return {
-        **fields(item, "step", "folder"),
-        "size_bytes": item.stored_bytes,
-        "new_bytes": _new_bytes(item),
-        "alone_bytes": sharing.freed_bytes([item.folder]),
-        "shared_with": sharing.sharers(item.folder),
-        "files": None if item.commit is None else item.commit.written.files,
-        "error": None if item.error is None else str(item.error),
+        "step": None if place.listed is None else place.listed.step,
+        "folder": place.folder,
+        **fields(report, "files blocks bytes unchecked_bytes"),
+        "damage": [
+            fields(damage, "file what start stop expected found touches")
+            for damage in report.damage
+        ],
     }
 
 
-def _usage_row(item: Listed, sharing: Sharing) -> dict[str, str]:
-    others = sharing.sharers(item.folder)
-    return {
-        "step": str(item.step),
-        "size": size_text(item.stored_bytes),
-        "new": size_text(_new_bytes(item)),
-        "only here": size_text(sharing.freed_bytes([item.folder])),
-        "files": "" if item.commit is None else f"{item.commit.written.files:,}",
-        "shared with": count_text(len(others), "checkpoint") if others else "",
-        "folder": item.folder,
-    }
+def _print_report(place: places.CheckpointPath, report: VerifyReport) -> None:
+    checked = (
+        f"{count_text(report.files, 'file')}, {count_text(report.blocks, 'block')}, "
+        f"{size_text(report.bytes)}"
+    )
+    if not report.damage:
+        say(f"{place.folder}: sound ({checked})")
+        return
+    say(f"{place.folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
+    for damage in report.damage:
+        at = ""
+        if damage.stop > damage.start:
+            at = f", bytes {damage.start} to {damage.stop}"
+        elif damage.start:
+            at = f", from byte {damage.start} on"
+        touched = f" (holds {listed(damage.touches, 3)})" if damage.touches else ""
+        say(
+            f"  {damage.file}: {damage.what}{at}{touched}: "
+            f"expected {damage.expected}, found {damage.found}"
+        )
+    if report.unchecked_bytes:
+        size = size_text(report.unchecked_bytes)
+        say(f"  {size} could not be checked: the digests that vouch for them are lost")
+    # These hide which tensors are affected.
+    if any(damage.what in ("missing file", "index") for damage in report.damage):
+        say(f"  `laststep show {place.store.url}/{place.folder}` lists what is left of it")

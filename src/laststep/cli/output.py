@@ -1,15 +1,16 @@
 """Output of the commands: tables and lines for people, one JSON document for programs.
 
-Knows nothing about checkpoints. Output for people uses rich, without colour or truncated columns if
-stdout is not a terminal. With --json, the document is the only output on stdout; numbers that JSON
-cannot express become the strings "nan", "inf" and "-inf", and other such values become their
-`repr`.
+Knows nothing about checkpoints. With --json, the document is the only output on stdout; numbers
+that JSON cannot express become the strings "nan", "inf" and "-inf", and other such values become
+their `repr`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,17 +18,12 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from laststep.errors import UsageError
 from laststep.events import human
 
 SCHEMA = 1
-"""Incremented when a document changes in a way that could break its readers; adding fields does
-not."""
-
-_WIDE = 10_000
+"""Incremented when a document changes in a way that could break its readers."""
 
 FAILED = 1
 """Exit status: the command failed; one line on stderr gives the reason."""
@@ -42,22 +38,7 @@ Threads = Annotated[int, typer.Option(help="How many threads work at once.", min
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def say(text: str = "") -> None:
-    """Print a line for people on stdout."""
-    _console().print(text)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    """Return a console for people; output to a pipe is never wrapped or truncated."""
-    stream = sys.stderr if stderr else sys.stdout
-    watched = stream.isatty()
-    return Console(
-        file=stream,
-        highlight=False,
-        markup=False,
-        soft_wrap=not watched,
-        width=None if watched else _WIDE,
-    )
+say = typer.echo
 
 
 def confirm(what: str, how: str, size_bytes: int) -> None:
@@ -74,48 +55,40 @@ def confirm(what: str, how: str, size_bytes: int) -> None:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr if it is a terminal; yields a callback for (done, total)
-    bytes."""
+    """Show a progress bar on stderr if it is a terminal; yield a callback for (done, total)."""
     if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=_console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(title)
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
-MANY_ROWS = 500
-"""Maximum number of rows printed through rich, which takes 0.5 ms for each; people search longer
-tables rather than read them."""
-_COUNTS = ("checkpoints", "files", "parts", "tensors")
-_NUMBERS = ("age", "bytes", "new", "only here", "rank", "size", "step", *_COUNTS)
+_NUMBERS = (
+    *("age", "bytes", "checkpoints", "files", "new", "only here"),
+    *("parts", "rank", "size", "step", "tensors"),
+)
 """Columns that are aligned to the right."""
 
 
-def print_table(rows: Sequence[Mapping[str, str]], styles: Sequence[str | None] = ()) -> None:
-    """Print rows, which map columns to cells; `styles` apply to the rows."""
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows, which map columns to cells; on a terminal, cut lines to its width."""
     if not rows:
         return
-    columns = list(rows[0])
-    if len(rows) > MANY_ROWS:
-        lines = [columns, *([*row.values()] for row in rows)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            cells = [
-                cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
-                for column, cell, width in zip(columns, line, widths, strict=True)
-            ]
-            sys.stdout.write("  ".join(cells).rstrip() + "\n")
-        return
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        made.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
-    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
-        made.add_row(*row.values(), style=style)
-    _console().print(made)
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            for column, cell, width in zip(lines[0], line, widths, strict=True)
+        ]
+        sys.stdout.write("  ".join(cells).rstrip()[:limit] + "\n")
+    sys.stdout.flush()
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -123,8 +96,9 @@ def print_json(document: Mapping[str, object]) -> None:
     sys.stdout.write(text + "\n")
 
 
-def fields(record: object, *names: str) -> dict[str, object]:
-    return {name: getattr(record, name) for name in names}
+def fields(record: object, names: str) -> dict[str, object]:
+    """Return the attributes with these names, which are separated by spaces."""
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def plain(value: object) -> object:
@@ -138,6 +112,10 @@ def plain(value: object) -> object:
             return {str(key): plain(inner) for key, inner in value.items()}
         case list() | tuple() | set() | frozenset():
             return [plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     return repr(value)
 
 

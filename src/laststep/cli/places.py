@@ -9,7 +9,7 @@ import typer
 
 from laststep import browse
 from laststep.catalog import attempt
-from laststep.catalog.attempt import RUN_NAME, parse_folder, read_newest
+from laststep.catalog.attempt import parse_folder, read_newest
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.cli.output import count_text
@@ -54,9 +54,7 @@ def open_run(path: str) -> Run:
     """Open the run in that folder. Raise `NotFoundError` if there is none."""
     local = local_path(path)
     if local is not None and Path(local).is_file():
-        runs = [above for above in Path(local).resolve().parents[:2] if _is_run(above)]
-        remedy = f"its run may be {runs[0]}" if runs else "name a folder"
-        raise NotFoundError("there is no run", where=path, found="a file", remedy=remedy)
+        raise NotFoundError("there is no run", where=path, found="a file", remedy="name a folder")
     return browse.open_run(path)
 
 
@@ -118,9 +116,3 @@ def resolve(path: str, step: int | None) -> CheckpointPath:
             if listed.folder == folder:
                 return CheckpointPath(store, folder, listed, among)
     return CheckpointPath(store, folder)
-
-
-def _is_run(folder: Path) -> bool:
-    if (folder / RUN_NAME).exists():
-        return True
-    return any(parse_folder(entry.name) is not None for entry in folder.iterdir())
