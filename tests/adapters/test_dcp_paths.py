@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_rounds import ALONE, failing, same, steps
+from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -152,7 +152,7 @@ def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
         assert same(loaded(Reader(tmp_path / str(number))), state_of(1))
     told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(told) == 5
-    assert all("=" in text for text in told)
+    assert all("no effect" in text for text in told)
     caplog.clear()
     monkeypatch.setattr(dcp_writer, "_told", set())
     Writer(tmp_path, single_file_per_rank=True, sync_files=True)  # as it is here
@@ -270,8 +270,8 @@ def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> No
 
     def lying(*arguments: Any, **more: Any) -> record.DcpRecord:
         found = decode(*arguments, **more)
-        entry = dataclasses.replace(found.entries[0], kind="part", start=(4,), shape=(5,))
-        return dataclasses.replace(found, entries=(entry,))
+        entry = replace(found.entries[0], kind="part", start=(4,), shape=(5,))
+        return replace(found, entries=(entry,))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(content.dcp_record, "decode", lying)

@@ -15,7 +15,7 @@ from expect import raises
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.dcp import record as dcp_record
-from laststep.dcp.record import FlatEntry, entries_of, locate, paths_told, tensor_name
+from laststep.dcp.record import locate, paths_of, paths_told, tensor_name
 from laststep.errors import CorruptError, UsageError
 
 KEYS = st.sampled_from(["a", "b", "model", "shared", "x/y", "", "ü", "a.b"])
@@ -26,19 +26,16 @@ PATHS = st.tuples(KEYS, st.lists(KEYS | st.integers(0, 3), max_size=3)).map(
 
 @given(st.lists(st.tuples(PATHS, st.booleans()), max_size=8))
 def test_entries_never_get_in_each_others_way(told: list[tuple[Any, bool]]) -> None:
-    entries = [
-        FlatEntry(fqn=f"fqn {number}", path=path, in_parts=in_parts)
-        for number, (path, in_parts) in enumerate(told)
-    ]
-    found = locate(entries)
-    assert found.keys() == {entry.fqn for entry in entries}
+    paths = {f"fqn {number}": path for number, (path, _) in enumerate(told)}
+    sharded = {f"fqn {number}" for number, (_, is_sharded) in enumerate(told) if is_sharded}
+    found = locate(paths, sharded)
+    assert found.keys() == paths.keys()
     assert len(set(found.values())) == len(found)
     nest(((path, None) for path in found.values()), where="")
-    for entry in entries:
-        item = found[entry.fqn][0]
-        assert "/" not in str(item)
-        assert item not in ("", "shared")
-        assert tensor_name(found[entry.fqn]) or not entry.in_parts
+    for fqn, location in found.items():
+        assert "/" not in str(location[0])
+        assert location[0] not in ("", "shared")
+        assert tensor_name(location) or fqn not in sharded
 
 
 def test_paths_are_taken_only_from_what_looks_like_them() -> None:
@@ -51,9 +48,7 @@ def test_paths_are_taken_only_from_what_looks_like_them() -> None:
 def test_entries_of_all_ranks_count_once() -> None:
     plans = [create_default_local_save_plan({"w": torch.ones(2), "n": 1}, True) for _ in range(2)]
     plans.append(SavePlan([], usable=False))
-    found = entries_of(plans)
-    assert [entry.fqn for entry in found] == ["w", "n"]
-    assert not any(entry.in_parts for entry in found)
+    assert paths_of(plans) == ({"w": ("w",), "n": ("n",)}, set())
 
 
 @given(

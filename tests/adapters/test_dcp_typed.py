@@ -14,7 +14,7 @@ from dcp_rounds import ALONE, failing, load, same, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import laststep
-from laststep.dcp import typed
+from laststep.dcp import values
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 pytestmark = ALONE
@@ -183,7 +183,7 @@ def test_a_dataclass_with_other_fields_now_is_told(tmp_path: Path) -> None:
 )
 def test_what_a_file_says_makes_nothing_else(tree: object) -> None:
     with pytest.raises(CorruptError):
-        typed.rebuilt(tree, {}, fqn="n")
+        values.rebuilt(tree, {}, fqn="n")
 
 
 def test_a_dict_that_looks_like_a_described_value_comes_back(tmp_path: Path) -> None:

@@ -39,8 +39,7 @@ Entries = dict[str, object]
 
 
 def need(owner: object, name: str, tested: str) -> Any:
-    """Return an attribute of a framework's object. Raise UsageError, with the versions that have
-    it, if it is missing."""
+    """Return an attribute of a framework's object. Raise UsageError if it is missing."""
     value: Any = getattr(owner, name, ABSENT)
     if value is ABSENT:
         raise UsageError(
@@ -60,8 +59,7 @@ def mesh_over(group: object) -> Mesh:
 
 
 def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
-    """Return the range of a tensor's elements within this rank's part of the buffer; (0, 0) if it
-    has none."""
+    """Return the range of a tensor's elements in this rank's part of the buffer, or (0, 0)."""
     held, at = layout.range_of(rank), layout.mesh.coordinate(rank)
     if held is None or at is None:
         return 0, 0
@@ -70,8 +68,7 @@ def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
 
 
 def only_holders(layout: Flat) -> Sharded:
-    """Return the layout of a number that exists only on the ranks that hold elements of a
-    tensor."""
+    """Return the layout of a number that only the ranks with elements of a tensor have."""
     each = layout.total // layout.mesh.sizes[0]
     last = layout.offset + max(math.prod(layout.shape), 1) - 1
     ranks = [layout.mesh.rank((at,)) for at in range(layout.offset // each, last // each + 1)]
@@ -97,11 +94,9 @@ class FlatMember:
     last: int
     """`first` to `last` are the parameter's elements in `memory` and in the holder's state."""
     holder: torch.Tensor
-    """The tensor that the optimizer keeps state for: the parameter, or memory that it shares with
-    others. Compared by identity."""
+    """The tensor that the optimizer keeps state for, which several parameters may share."""
     numbers: Layout | None = None
-    """The ranks that have entries other than per-element tensors, such as `step`; None: all
-    ranks."""
+    """The ranks that have entries such as `step`, which is one number; None: all ranks."""
 
     @property
     def name(self) -> str:
@@ -135,23 +130,6 @@ class _WholeOptimizer:
         self.state: defaultdict[_Whole, Entries] = defaultdict(dict)
         self.by_name: dict[str, _Whole] = {}
 
-    def look_like(
-        self, live: torch.optim.Optimizer, members: list[FlatMember], without: frozenset[str]
-    ) -> None:
-        """Copy the groups and options of a live optimizer, except `without`; each member becomes
-        one whole parameter."""
-        self.state.clear()
-        self.by_name = {
-            m.name: _Whole(m.name, m.memory.dtype, m.shape, m.holder.device) for m in members
-        }
-        params: list[list[_Whole]] = [[] for _ in live.param_groups]
-        for member in members:
-            params[member.group].append(self.by_name[member.name])
-        self.param_groups = [
-            {k: v for k, v in group.items() if k not in without} | {"params": wholes}
-            for group, wholes in zip(live.param_groups, params, strict=True)
-        ]
-
     def names(self) -> dict[int, tuple[str, str]]:
         """Return the names of the parameters in the form that `OptimizerProvider` expects."""
         return {id(whole): ("", name) for name, whole in self.by_name.items()}
@@ -160,9 +138,8 @@ class _WholeOptimizer:
 class FlatOptimizer(StateProvider):
     """A torch optimizer whose state is in flat memory, stored as that of whole parameters.
 
-    A parameter without state is described with the state that its first step would start from. So
-    every rank describes the same, and a restore before the first step has memory for exactly this
-    rank's part.
+    A parameter without state is described with the state that its first step would start from, so
+    that all ranks describe the same and a restore has memory for exactly this rank's part.
     """
 
     kind = "optimizer"
@@ -173,16 +150,14 @@ class FlatOptimizer(StateProvider):
         members: Callable[[], Iterable[FlatMember]],
         live_options: frozenset[str] = frozenset(),
     ) -> None:
-        """Wrap an optimizer. `members` returns the parameters that it steps and for which this rank
-        is in the mesh of the layout. `live_options` names options of groups that are not stored and
-        keep their live values."""
+        """Wrap an optimizer. `members` returns the parameters that it steps, if this rank is in the
+        mesh of the layout. `live_options` of groups are not stored: they keep their live values."""
         self._optimizer = optimizer
         self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
         self._holders: list[list[FlatMember]] = []
         self._first: dict[int, Entries] = {}
-        """The initial state with which holders without state were described, by the holders'
-        ids."""
+        """The state that holders without state were described with, by their ids."""
         self._whole = _WholeOptimizer()
         self._plain = OptimizerProvider(
             self._whole,  # type: ignore[arg-type]  # it has all attributes used
@@ -198,9 +173,17 @@ class FlatOptimizer(StateProvider):
             for member in self._find_members():
                 by_holder.setdefault(id(member.holder), []).append(member)
             self._holders = list(by_holder.values())
-        self._whole.look_like(
-            self._optimizer, list(chain.from_iterable(self._holders)), self._live_options
-        )
+        params: list[list[_Whole]] = [[] for _ in self._optimizer.param_groups]
+        self._whole.state.clear()
+        self._whole.by_name = {}
+        for m in chain.from_iterable(self._holders):
+            parameter = _Whole(m.name, m.memory.dtype, m.shape, m.holder.device)
+            self._whole.by_name[m.name] = parameter
+            params[m.group].append(parameter)
+        self._whole.param_groups = [
+            {k: v for k, v in group.items() if k not in self._live_options} | {"params": of_group}
+            for group, of_group in zip(self._optimizer.param_groups, params, strict=True)
+        ]
         self._first = {}
         for members in self._holders:
             for key, entry in self._entries(members[0]).items():
@@ -250,8 +233,7 @@ class FlatOptimizer(StateProvider):
         return self._first[id(member.holder)]
 
     def _nothing_of(self, member: FlatMember) -> Entries:
-        """Return empty entries for a rank without elements, like those of its group's other
-        parameters."""
+        """Return empty entries for a rank without elements, as other parameters have them."""
         for members in self._holders:
             live: Entries = self._optimizer.state.get(members[0].holder, {})
             if live and members[0].group == member.group:
@@ -339,8 +321,7 @@ def _joined(
 
 
 def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
-    """Return the elements that this rank holds, cut out of whole tensors. Entries without live
-    state are restored as whole tensors."""
+    """Return this rank's elements of entries without live state, restored as whole tensors."""
     wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
     holder, size, rank = parts[0][0].holder, parts[0][0].size, dist.get_rank()
     joined = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)
@@ -376,8 +357,7 @@ def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entri
 
 
 class FlatModule(StateProvider):
-    """A module whose parameters are in flat memory, stored like a plain module with whole
-    parameters."""
+    """A module with parameters in flat memory, stored like a plain module."""
 
     kind = "module"
 
@@ -387,8 +367,7 @@ class FlatModule(StateProvider):
         members: Callable[[], list[FlatMember]],
         name: Callable[[str], str] | None = None,
     ) -> None:
-        """Wrap a module. `members` returns the parameters in flat memory; `name` maps a name, or a
-        prefix of names, to the one in a plain module."""
+        """Wrap a module. `name` maps a name, or a prefix of names, to that in a plain module."""
         self._module = module
         self._members = members
         self._name = name or plain_name
@@ -433,8 +412,7 @@ class FlatModule(StateProvider):
         return {id(member.parameter) for member in members}
 
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield every module with the prefix that its parameters' names have in the plain
-        module."""
+        """Yield every module with the prefix of its parameters' names in the plain module."""
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             yield self._name(f"{prefix}."), module
 

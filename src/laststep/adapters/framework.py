@@ -100,8 +100,7 @@ class Framework:
         return {_STAMP: self.package, "version": self.version, **more}
 
     def own(self, metadata: object, where: str) -> dict[str, object]:
-        """Return the metadata of a checkpoint if `stamp` made it; raise MismatchError if it is not
-        ours."""
+        """Return a checkpoint's metadata. Raise MismatchError if `stamp` did not make it."""
         stamped = metadata if isinstance(metadata, dict) else {}
         whose = stamped.get(_STAMP)
         if whose == self.package:
@@ -140,8 +139,7 @@ def _newest_first(ckpt: Checkpointer) -> Iterator[Peeked]:
 
 
 def first_sound(candidates: Iterable[C], restore: Callable[[C], Restored]) -> Restored | None:
-    """Restore the first undamaged one of these checkpoints, which are newest first. Return None if
-    there are none; raise CorruptError if all are damaged."""
+    """Restore the first undamaged checkpoint. Raise CorruptError if there are only damaged ones."""
     damage: CorruptError | None = None
     step = -1
     for candidate in candidates:

@@ -23,56 +23,40 @@ class _Branch(dict[str | int, object]):
 
 
 def nest(values: Iterable[tuple[Path, object]], *, where: str) -> dict[str, object]:
-    """Build one nested dict of all values; raise CorruptError if two paths contradict each
-    other."""
+    """Build one nested dict of all values. Raise CorruptError if two paths contradict."""
     root = _Branch()
     for path, value in values:
         branch = root
         for part in path[:-1]:
             inner = branch.setdefault(part, _Branch())
             if not isinstance(inner, _Branch):
-                raise _both(path, where)
+                raise _corrupt(path, "there twice or inside a value", where)
             branch = inner
         if path[-1] in branch:
-            raise _both(path, where)
+            raise _corrupt(path, "there twice or inside a value", where)
         branch[path[-1]] = value
-    holes = _count_holes(root, where)
-    if holes > MAX_HOLES:
-        raise CorruptError("cannot import", where=where, found=f"lists with {holes} holes")
-    return {str(key): _close(value) for key, value in root.items()}
-
-
-def _count_holes(root: _Branch, where: str) -> int:
+    if any(isinstance(key, int) for key in root):
+        raise _corrupt((), "a list", where)
     holes = 0
-    todo: list[tuple[str, _Branch]] = [("", root)]
-    while todo:
-        at, branch = todo.pop()
-        numbers = [key for key in branch if isinstance(key, int)]
-        if numbers and (len(numbers) < len(branch) or min(numbers) < 0 or branch is root):
-            raise CorruptError(
-                "cannot import", where=where, found=f"{at[:100]!r}, which is a list and a dict"
-            )
-        if numbers:
-            holes += max(numbers) + 1 - len(numbers)
-        todo += [
-            (f"{at}.{key}".lstrip("."), inner)
-            for key, inner in branch.items()
-            if isinstance(inner, _Branch)
-        ]
-    return holes
+
+    def close(node: object, path: Path) -> object:
+        nonlocal holes
+        if not isinstance(node, _Branch):
+            return node
+        numbers = [key for key in node if isinstance(key, int)]
+        if not numbers:
+            return {key: close(inner, (*path, key)) for key, inner in node.items()}
+        if len(numbers) < len(node) or min(numbers) < 0:
+            raise _corrupt(path, "a list and a dict", where)
+        size = max(numbers) + 1
+        holes += size - len(numbers)
+        if holes > MAX_HOLES:
+            raise _corrupt(path, f"a list after {holes} holes", where)
+        return [close(node.get(index), (*path, index)) for index in range(size)]
+
+    return {str(key): close(value, (key,)) for key, value in root.items()}
 
 
-def _close(value: object) -> object:
-    if not isinstance(value, _Branch):
-        return value
-    numbers = [key for key in value if isinstance(key, int)]
-    if numbers:
-        return [_close(value.get(index)) for index in range(max(numbers) + 1)]
-    return {key: _close(inner) for key, inner in value.items()}
-
-
-def _both(path: Path, where: str) -> CorruptError:
+def _corrupt(path: Path, found: str, where: str) -> CorruptError:
     shown = ".".join(map(str, path))[:100]
-    return CorruptError(
-        "cannot import", where=where, found=f"{shown!r}, which is there twice or inside a value"
-    )
+    return CorruptError("cannot import", where=where, found=f"{shown!r}, which is {found}")

@@ -35,8 +35,7 @@ class Address:
         return cls(path=open_store(path).url, step=None if step is None else plain_step(step))
 
     def named(self, checkpoint_id: object) -> Address:
-        """Return the address that a `checkpoint_id` names: digits are a step, anything else another
-        path."""
+        """Return the address of a `checkpoint_id`: digits are a step, all else is another path."""
         if checkpoint_id is None or checkpoint_id == "":
             return self
         if is_step(checkpoint_id):
@@ -66,8 +65,7 @@ def is_address(checkpoint_id: object) -> bool:
 
 
 def this_rank() -> int:
-    """Return the rank in the whole job, whichever group saves or loads, so that it is unique in the
-    job."""
+    """Return the rank in the whole job, whichever group saves or loads."""
     return dist.get_rank() if _in_job() else 0
 
 
@@ -107,20 +105,12 @@ def found_own_path(path: str) -> str | None:
     return mine if there else None
 
 
-def is_stock_folder(path: str) -> bool:
-    """Return True if torch's own storage has finished a save there, with collectives or without."""
-    return _stock_metadata(path) is not None
-
-
-def was_stock_saved_after(path: str, moment_s: float) -> bool:
-    """Return True if torch's own storage has saved there later than `moment_s`."""
-    found = _stock_metadata(path)
-    return found is not None and found.stat().st_mtime > moment_s
-
-
-def _stock_metadata(path: str) -> Path | None:
+def stock_saved_s(path: str) -> float | None:
+    """Return the time at which torch's own storage has finished a save there, with collectives or
+    without; None if it has not."""
     folder = local_path(path)
-    return None if folder is None else dcp_folder.metadata_in(Path(folder))
+    metadata = None if folder is None else dcp_folder.metadata_in(Path(folder))
+    return None if metadata is None else metadata.stat().st_mtime
 
 
 def remove_stock(path: str) -> None:

@@ -22,7 +22,7 @@ from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import RunWriter
 from laststep.catalog.terms import Terms
 from laststep.constants import listed
-from laststep.dcp.address import is_own_path, is_stock_folder, own_paths_there, remove_stock
+from laststep.dcp.address import is_own_path, own_paths_there, remove_stock, stock_saved_s
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, UsageError
 from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DcpSave:
     """A save in progress. The first `commit` or `abort` ends it; later calls do nothing."""
 
@@ -56,7 +56,7 @@ class DcpSave:
         self.writer.ended(self)
         if self.overwrite:
             # Without any rule only overwritten checkpoints are deleted.
-            with _only_logged("delete what was overwritten"):
+            with only_logged("delete what was overwritten"):
                 plan_prune(self.writer.run, Keep()).execute()
                 if self.sole:
                     remove_stock(self.attempt.store.url)
@@ -66,14 +66,14 @@ class DcpSave:
         """Abort the attempt and delete its files. Errors of the store are only logged."""
         if self in self.writer.under_way and os.getpid() == self._pid:  # not a forked child
             try:
-                with _only_logged("clean up after a failed save"):
+                with only_logged("clean up after a failed save"):
                     self.attempt.abort(reason)
             finally:
                 self.writer.ended(self)
 
 
 @contextlib.contextmanager
-def _only_logged(what: str) -> Iterator[None]:
+def only_logged(what: str) -> Iterator[None]:
     try:
         yield
     except (LaststepError, OSError) as error:
@@ -115,20 +115,14 @@ class DcpWriter(RunWriter):
             except BaseException:
                 self._close_if_idle()
                 raise
-            save = DcpSave(
-                writer=self,
-                attempt=attempt,
-                continues=self.last_folder,
-                overwrite=overwrite,
-                sole=sole,
-            )
+            save = DcpSave(self, attempt, self.last_folder, overwrite=overwrite, sole=sole)
             self.under_way.append(save)
             return save
 
     def ended(self, save: DcpSave) -> None:
         """Remove a finished save; after the last one, release the lock of the term."""
         with self._mutex:
-            with contextlib.suppress(ValueError):
+            if save in self.under_way:
                 self.under_way.remove(save)
             self._close_if_idle()
 
@@ -187,7 +181,7 @@ def _check_sole(run: Run, step: int) -> None:
 
 def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
     """Raise `AlreadyExistsError`, with DCP's wording, if the step exists."""
-    if sole and is_stock_folder(run.store.url):
+    if sole and stock_saved_s(run.store.url) is not None:
         raise AlreadyExistsError(
             "Checkpoint already exists: torch's own storage has saved here",
             where=run.store.url,

@@ -13,29 +13,19 @@ import ctypes
 import operator
 import weakref
 from contextlib import closing
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from laststep.adapters.export.dcp import leaves_by_item, tensor_metadata
+from laststep.adapters.export.dcp import add_chunks, add_value, leaves_by_item, new_metadata
 from laststep.adapters.importing import dcp_folder, dcp_metadata
-from laststep.adapters.importing.dcp_folder import DcpFileReader
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.dcp import record as dcp_record
-from laststep.dcp import typed
 from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, NotFoundError, UsageError
@@ -45,6 +35,7 @@ from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
 from laststep.read.reader import read_ahead
 from laststep.state.boxes import Box, row_major, whole
+from laststep.state.provider import ABSENT
 from laststep.state.tensors import PLAIN_TENSORS, TORCH_DTYPES, box_of, open_view, revive
 from laststep.state.tree import rebuild
 from laststep.storage.registry import local_path
@@ -53,11 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from io import BytesIO
 
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from laststep.adapters import nesting
     from laststep.adapters.importing.dcp_metadata import StoredPart
-    from laststep.codecs.objects import Tagged
     from laststep.dcp.record import Kind
     from laststep.format.manifest import Commit
     from laststep.read.blocks import LayoutBlocks
@@ -97,8 +87,7 @@ def put_whole(tensor: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> 
 def _copy_chunks(
     files: Sequence[LayoutBlocks], wanted: Sequence[_ChunkRead], planner: LoadPlanner
 ) -> None:
-    """Read, verify and copy the wanted boxes, in the order of the files. Raise `CorruptError` for
-    bytes that have changed."""
+    """Read, verify and copy the wanted boxes, in the order of the files."""
     used = {want.stored.file for want in wanted}
     # Small reads are still in the CPU caches when they are verified and copied. Requests to a
     # server cost more than reads from a disk, so those are larger.
@@ -158,28 +147,12 @@ def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
-
-
 class DcpStorageInfo(NamedTuple):
-    """The storage info of an entry in DCP's metadata: its item, the tensor's name there and, for a
-    tensor, the box."""
+    """The storage info of an entry in DCP's metadata; only a tensor has a box and a name."""
 
     item: str
     name: str
     box: Box | None
-
-
-class _SavedEntry(NamedTuple):
-    """An entry of the flat state, and its node in the tree of its item."""
-
-    entry: RecordEntry
-    node: object
-
-    @property
-    def item(self) -> str:
-        return str(self.entry.location[0])
 
 
 class DcpContent:
@@ -197,7 +170,7 @@ class DcpContent:
     ) -> None:
         """Open a checkpoint. Of per-rank items, those of `rank` are shown. Objects of user classes
         are created only if the class is in `types` or occurs in the state to load into."""
-        self._classes = typed.classes_in(types)
+        self._classes = dcp_values.classes_in(types)
         self.folder = folder
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
@@ -206,52 +179,35 @@ class DcpContent:
         self._planner_data: object = None
         self.save_id: str | None = None
         """DCP's id of the save, if DCP saved the checkpoint."""
-        self._leaves = list(self._find_leaves())
-        self._by_fqn = {leaf.entry.fqn: leaf for leaf in self._leaves}
+        self._entries = list(self._find_entries())
+        """The entries of the flat state, and the node of each in the tree of its item."""
+        self._values = {entry.fqn: (entry, node) for entry, node in self._entries}
 
     def metadata(self) -> Metadata:
         """Return the metadata for DCP's planners."""
-        metadata = Metadata(
-            state_dict_metadata={}, planner_data=self._planner_data, storage_data={}
-        )
-        metadata.version = CURRENT_DCP_VERSION
-        for leaf in self._leaves:
-            fqn, kind, node = leaf.entry.fqn, leaf.entry.kind, leaf.node
-            if kind == "tensor" and type(node) is TensorRef:
-                self._tell_tensor(leaf, node.name, metadata)
-            elif kind == "part" and type(node) is TensorRef:
-                self._tell_part(leaf, node.name, metadata)
-            else:
-                metadata.state_dict_metadata[fqn] = BytesStorageMetadata()
-                metadata.storage_data[MetadataIndex(fqn)] = DcpStorageInfo(leaf.item, "", None)
+        metadata = new_metadata(self._planner_data)
+        for entry, node in self._entries:
+            item = str(entry.location[0])
+            if type(node) is not TensorRef or entry.kind not in ("tensor", "part"):
+                add_value(metadata, entry.fqn, DcpStorageInfo(item, "", None))
+                continue
+            dtype, shape = self._content.item(item).spec_of(node.name)
+            boxes, of, start = [whole(shape)], shape, (0,) * len(shape)
+            if entry.kind == "part":
+                of, start = entry.shape, entry.start
+                if len(of) != len(shape) or any(
+                    map(operator.gt, map(operator.add, start, shape), of)
+                ):
+                    raise CorruptError(
+                        "a shard lies outside its tensor",
+                        where=self._where,
+                        found=repr(entry)[:200],
+                    )
+            elif places := self._places(item, node.name):
+                boxes = sorted(place.box for place in places)
+            infos = [(box.moved(start), DcpStorageInfo(item, node.name, box)) for box in boxes]
+            add_chunks(metadata, entry.fqn, (dtype, of), infos)
         return metadata
-
-    def _tell_tensor(self, leaf: _SavedEntry, name: str, into: Metadata) -> None:
-        fqn = leaf.entry.fqn
-        dtype, shape = self._content.item(leaf.item).spec_of(name)
-        boxes = sorted(place.box for place in self._places(leaf.item, name)) or [whole(shape)]
-        into.state_dict_metadata[fqn] = tensor_metadata(dtype, shape, map(_chunk, boxes))
-        for number, box in enumerate(boxes):
-            index = MetadataIndex(fqn, box.start, number)
-            into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
-
-    def _tell_part(self, leaf: _SavedEntry, name: str, into: Metadata) -> None:
-        entry = leaf.entry
-        dtype, shape = self._content.item(leaf.item).spec_of(name)
-        fresh = tensor_metadata(dtype, entry.shape, [])
-        whole_of = into.state_dict_metadata.setdefault(entry.fqn, fresh)
-        ends = map(operator.add, entry.start, shape)
-        if (
-            not isinstance(whole_of, TensorStorageMetadata)
-            or len(shape) != len(entry.shape)
-            or any(map(operator.gt, ends, whole_of.size))
-        ):
-            raise CorruptError(
-                "a shard lies outside its tensor", where=self._where, found=repr(leaf)[:200]
-            )
-        index = MetadataIndex(entry.fqn, entry.start, len(whole_of.chunks))
-        whole_of.chunks.append(_chunk(whole(shape).moved(entry.start)))
-        into.storage_data[index] = DcpStorageInfo(leaf.item, name, whole(shape))
 
     def _places(self, item: str, name: str) -> tuple[Place, ...]:
         """Return the places of a tensor's bytes; none for a tensor that is a view of another."""
@@ -260,60 +216,54 @@ class DcpContent:
             return ()
         return self._content.places(item, stored.ties.get(name, name))
 
-    def _find_leaves(self) -> Iterator[_SavedEntry]:
+    def _find_entries(self) -> Iterator[tuple[RecordEntry, object]]:
         for data, where in self._content.values(dcp_record.OBJECT_NAME):
             record = dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
             self._planner_data, self.save_id = record.planner_data, record.save_id
-            yield from map(self._leaf_at, record.entries)
+            for entry in record.entries:
+                yield entry, self._node_of(entry)
             return
         trees = {item.name: item.tree for item in self._content.items.values()}
         by_item = leaves_by_item(
             trees, where=self._where, remedy="load the run with laststep instead"
         )
-        self._planner_data = {leaf.name: leaf.path for own in by_item.values() for leaf in own}
-        for leaves in by_item.values():
-            for leaf in leaves:
-                kind: Kind = "tensor" if leaf.is_tensor else "value"
-                yield _SavedEntry(
-                    RecordEntry(fqn=leaf.name, location=leaf.path, kind=kind), leaf.node
-                )
+        leaves = list(chain.from_iterable(by_item.values()))
+        self._planner_data = {leaf.name: leaf.path for leaf in leaves}
+        for leaf in leaves:
+            kind: Kind = "tensor" if leaf.is_tensor else "value"
+            yield RecordEntry(leaf.name, leaf.path, kind), leaf.node
 
-    def _leaf_at(self, entry: RecordEntry) -> _SavedEntry:
-        leaf = _SavedEntry(entry, None)
-        leaf = leaf._replace(node=self._node_at(self._content.item(leaf.item).tree, entry.location))
-        is_tensor = entry.kind in ("tensor", "part")
-        if is_tensor and leaf.node != TensorRef(tensor_name(entry.location)):
-            raise self._contradiction(repr(entry)[:200])
-        return leaf
-
-    def _node_at(self, tree: object, location: nesting.Path) -> object:
-        for part in location[1:]:
-            match tree:
-                case dict() if part in tree:
-                    tree = tree[part]
-                case list() if isinstance(part, int) and part < len(tree):
-                    tree = tree[part]
+    def _node_of(self, entry: RecordEntry) -> object:
+        """Return the node of an entry. Raise CorruptError if the trees contradict the record."""
+        node: object = self._content.item(str(entry.location[0])).tree
+        for part in entry.location[1:]:
+            match node:
+                case dict() if part in node:
+                    node = node[part]
+                case list() if isinstance(part, int) and part < len(node):
+                    node = node[part]
                 case _:
-                    raise self._contradiction(f"nothing at {list(location[1:])}")
-        return tree
-
-    def _contradiction(self, found: str) -> CorruptError:
-        return CorruptError(
-            "the DCP record of a checkpoint contradicts its trees", where=self._where, found=found
-        )
+                    node = ABSENT
+        is_tensor = entry.kind in ("tensor", "part")
+        if node is ABSENT or (is_tensor and node != TensorRef(tensor_name(entry.location))):
+            raise CorruptError(
+                "the DCP record of a checkpoint contradicts its trees",
+                where=self._where,
+                found=repr(entry)[:200],
+            )
+        return node
 
     def read(
         self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, DcpStorageInfo]
     ) -> None:
-        """Deliver everything that the plan requests to the planner; tensors in the order of their
-        files."""
+        """Deliver everything that the plan requests; tensors in the order of their files."""
         wanted: list[_ChunkRead] = []
         for request in plan.items:
             item, name, box = stored[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
                 live = getattr(planner, "state_dict", {}).get(request.dest_index.fqn)
-                leaf = self._by_fqn[request.storage_index.fqn]
-                planner.load_bytes(request, self._bytes(leaf, typed.classes_in(live)))
+                entry, node = self._values[request.storage_index.fqn]
+                planner.load_bytes(request, self._bytes(entry, node, dcp_values.classes_in(live)))
             elif box is None:
                 raise UsageError(
                     f"cannot load {request.storage_index.fqn} into a tensor: it is a plain value"
@@ -330,21 +280,18 @@ class DcpContent:
                 wanted.append(_ChunkRead(request, chunk, TORCH_DTYPES[dtype], part))
         _copy_chunks(self._content.files, wanted, planner)
 
-    def _bytes(self, leaf: _SavedEntry, classes: dict[str, type]) -> BytesIO:
-        """Return a value as the bytes that a planner loads. Objects of user classes may be created
-        from `classes`."""
-        fqn, where = leaf.entry.fqn, f"{self._where}, {leaf.entry.fqn}"
-
-        def revived(tagged: Tagged) -> object:
-            return revive(tagged, where=where, allow_pickle=self._allow_pickle)
-
+    def _bytes(self, entry: RecordEntry, node: object, classes: dict[str, type]) -> BytesIO:
+        """Return a value as the bytes that a planner loads; it may have objects of `classes`."""
+        item, where = str(entry.location[0]), f"{self._where}, {entry.fqn}"
         value = rebuild(
-            leaf.node, leaf=lambda ref: self._whole(leaf.item, ref.name), revive=revived
+            node,
+            leaf=lambda ref: self._whole(item, ref.name),
+            revive=lambda tag: revive(tag, where=where, allow_pickle=self._allow_pickle),
         )
-        if leaf.entry.kind == "raw" and isinstance(value, bytes):
-            return dcp_values.raw_bytes(value, fqn=fqn, allow_pickle=self._allow_pickle)
-        if leaf.entry.kind == "typed":
-            value = typed.rebuilt(value, {**self._classes, **classes}, fqn=fqn)
+        if entry.kind == "raw" and isinstance(value, bytes):
+            return dcp_values.raw_bytes(value, fqn=entry.fqn, allow_pickle=self._allow_pickle)
+        if entry.kind == "typed":
+            value = dcp_values.rebuilt(value, {**self._classes, **classes}, fqn=entry.fqn)
         return dcp_values.put_together(value)
 
     def _whole(self, item: str, name: str) -> torch.Tensor:
@@ -358,12 +305,9 @@ class DcpContent:
 
 
 class StockFolder:
-    """A folder of torch's own storage, with the methods of `DcpContent`, read without running any
-    code stored in it.
-
-    Tensors and values are loaded as with `torch.load(weights_only=True)`, unless pickles are
-    allowed. Nothing in it has a digest, so nothing is verified.
-    """
+    """A folder of torch's own storage, with the methods of `DcpContent`. It is loaded as with
+    `torch.load(weights_only=True)`, unless pickles are allowed. Nothing in it has a digest, so
+    nothing is verified."""
 
     save_id: str | None = None
 
@@ -390,64 +334,30 @@ class StockFolder:
 
     def metadata(self) -> Metadata:
         """Return the metadata for DCP's planners; the storage info of a chunk is a `StoredPart`."""
-        paths = {entry.name: entry.path for entry in self._entries}
-        metadata = Metadata(state_dict_metadata={}, planner_data=paths, storage_data={})
-        metadata.version = CURRENT_DCP_VERSION
+        metadata = new_metadata({entry.name: entry.path for entry in self._entries})
         for entry in self._entries:
             if entry.dtype is None:
-                metadata.state_dict_metadata[entry.name] = BytesStorageMetadata()
-                metadata.storage_data[MetadataIndex(entry.name)] = entry.parts[0]
-                continue
-            boxes = [part.box for part in entry.parts if part.box is not None]
-            told = tensor_metadata(entry.dtype, entry.shape, map(_chunk, boxes))
-            metadata.state_dict_metadata[entry.name] = told
-            for number, (box, part) in enumerate(zip(boxes, entry.parts, strict=True)):
-                metadata.storage_data[MetadataIndex(entry.name, box.start, number)] = part
+                add_value(metadata, entry.name, entry.parts[0])
+            else:
+                chunks = [(part.box, part) for part in entry.parts if part.box is not None]
+                add_chunks(metadata, entry.name, (entry.dtype, entry.shape), chunks)
         return metadata
 
     def read(
         self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, StoredPart]
     ) -> None:
-        """Deliver everything that the plan requests to the planner; each part is read once, in the
-        order of the files."""
-
-        def place(request: ReadItem) -> tuple[str, int, str]:
-            part = stored[request.storage_index]
-            # In a safetensors file all tensors have the same offset, so add the index.
-            return part.file, part.offset, str(request.storage_index)
-
-        wanted = sorted(plan.items, key=place)
-        for name, of_file in groupby(wanted, key=lambda request: place(request)[0]):
-            path = self._folder / name
-            try:
-                file = path.open("rb")
-            except FileNotFoundError as error:
-                raise CorruptError(
-                    "a file of the checkpoint is missing",
-                    where=str(path),
-                    remedy="put the files of all ranks into the folder",
-                ) from error
-            with file:
-                size = path.stat().st_size
-                reader = DcpFileReader(file=file, size_bytes=size, where=str(path))
-                for _, requests in groupby(of_file, key=place):
-                    alike = list(requests)
-                    self._give(alike, stored[alike[0].storage_index], reader, planner)
-
-    def _give(
-        self,
-        requests: list[ReadItem],
-        part: StoredPart,
-        reader: DcpFileReader,
-        planner: LoadPlanner,
-    ) -> None:
-        if part.box is None:
+        """Deliver everything that the plan requests; read each part once, in order."""
+        requests: dict[StoredPart, list[ReadItem]] = {}
+        for request in plan.items:
+            requests.setdefault(stored[request.storage_index], []).append(request)
+        for part, reader in dcp_folder.read_parts(self._folder, requests):
+            if part.box is not None:
+                tensor = reader.chunk(part, self._dtypes[part.name])
+                for request in requests[part]:
+                    put_whole(tensor, request, planner)
+                continue
             reader.file.seek(part.offset)
             data = reader.file.read(part.size_bytes)
-            for request in requests:
+            for request in requests[part]:
                 safe = dcp_values.raw_bytes(data, fqn=part.name, allow_pickle=self._allow_pickle)
                 planner.load_bytes(request, safe)
-            return
-        tensor = reader.chunk(part, self._dtypes[part.name])
-        for request in requests:
-            put_whole(tensor, request, planner)

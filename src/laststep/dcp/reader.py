@@ -17,14 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from laststep.browse import Catalog
 from laststep.catalog.attempt import parse_folder, read_decision
 from laststep.catalog.run import Run
-from laststep.dcp.address import (
-    Address,
-    found_own_path,
-    is_address,
-    is_stock_folder,
-    this_rank,
-    was_stock_saved_after,
-)
+from laststep.dcp.address import Address, found_own_path, is_address, stock_saved_s, this_rank
 from laststep.dcp.content import DcpContent, StockFolder
 from laststep.dcp.writer import done
 from laststep.errors import AbortedError, NotFoundError, UsageError
@@ -40,9 +33,9 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundCheckpoint:
-    """The location of a checkpoint that was found."""
+@dataclass(kw_only=True)
+class _FoundCheckpoint(StorageMeta):
+    """DCP's storage metadata with the location of the checkpoint, for Readers of other ranks."""
 
     path: str
     folder: str | None
@@ -57,14 +50,6 @@ class _FoundCheckpoint:
 
     def __str__(self) -> str:
         return f"step {self.step}" if self.own else f"{self.path}/{self.folder or ''}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _OpenedCheckpoint(StorageMeta):
-    """DCP's storage metadata with the location of the checkpoint, for the Readers of other
-    ranks."""
-
-    found: _FoundCheckpoint
 
 
 class Reader(StorageReader):
@@ -113,12 +98,9 @@ class Reader(StorageReader):
         self._found = self._find()
         content = self._opened()
         metadata = content.metadata()
-        metadata.storage_meta = _OpenedCheckpoint(
-            checkpoint_id=self.checkpoint_id,
-            save_id=content.save_id,
-            load_id=self._load_id,
-            found=self._found,
-        )
+        self._found.checkpoint_id, self._found.save_id = self.checkpoint_id, content.save_id
+        self._found.load_id = self._load_id
+        metadata.storage_meta = self._found
         return metadata
 
     def set_up_storage_reader(
@@ -129,15 +111,14 @@ class Reader(StorageReader):
         **kwargs: Any,
     ) -> None:
         self._stored = metadata.storage_data
-        if self._found is None and isinstance(metadata.storage_meta, _OpenedCheckpoint):
-            self._found = metadata.storage_meta.found
+        if self._found is None and isinstance(metadata.storage_meta, _FoundCheckpoint):
+            self._found = metadata.storage_meta
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=str(self._found))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise `AbortedError` unless all ranks have found the same checkpoint; they may look at
-        different times."""
+        """Raise `AbortedError` unless all ranks, which look separately, found one checkpoint."""
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
             raise AbortedError(
@@ -181,7 +162,7 @@ class Reader(StorageReader):
             own = found_own_path(path)
             if own is not None:
                 return _FoundCheckpoint(path=own, folder=self._chosen(own), own=True)
-            if self._address.step is None and is_stock_folder(path):
+            if self._address.step is None and stock_saved_s(path) is not None:
                 return _FoundCheckpoint(path=path, folder=None, own=False)
             raise
 
@@ -191,20 +172,20 @@ class Reader(StorageReader):
         return (catalog.latest() if step is None else catalog[step]).folder
 
     def _opened(self) -> DcpContent | StockFolder:
-        if self._content is None:
-            if self._found is None:
-                raise UsageError("cannot read before the metadata", where=self._address.path)
-            self._content = self._open(self._found)
-        return self._content
-
-    def _open(self, found: _FoundCheckpoint) -> DcpContent | StockFolder:
+        found = self._found
+        if self._content is not None:
+            return self._content
+        if found is None:
+            raise UsageError("cannot read before the metadata", where=self._address.path)
+        rank = this_rank()
         if found.folder is None:
-            return StockFolder(found.path, rank=this_rank(), allow_pickle=self._allow_pickle)
+            self._content = StockFolder(found.path, rank=rank, allow_pickle=self._allow_pickle)
+            return self._content
         store = open_store(found.path)
         decided = read_decision(store, found.folder)
         if not isinstance(decided, Commit):
             raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
-        if was_stock_saved_after(found.path, decided.created_s):
+        if (stock_saved_s(found.path) or 0.0) > decided.created_s:
             raise UsageError(
                 "two storages have saved to one path, torch's own last",
                 where=found.path,
@@ -212,14 +193,15 @@ class Reader(StorageReader):
                 remedy="load it with torch's FileSystemReader; or delete its "
                 ".metadata to load what laststep has saved",
             )
-        return DcpContent(
+        self._content = DcpContent(
             store,
             found.folder,
             decided,
-            rank=0 if found.own else this_rank(),
+            rank=0 if found.own else rank,
             allow_pickle=self._allow_pickle,
             types=self._types,
         )
+        return self._content
 
     def _close(self) -> None:
         if self._content is not None:

@@ -17,19 +17,22 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from laststep.adapters.nesting import Path, nest
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged
-from laststep.constants import is_item_name, with_article
+from laststep.constants import is_item_name
 from laststep.errors import CorruptError, UsageError
 from laststep.state.tensors import revive
 from laststep.state.tree import MAX_DEPTH, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -37,29 +40,19 @@ WHOLE = "model"
 """The item of a state that does not consist of several states."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatEntry:
-    """A name of the flat state, its path in the nested state, and True if it is a sharded
-    tensor."""
-
-    fqn: str
-    path: Path
-    in_parts: bool
-
-
-def entries_of(plans: Sequence[SavePlan]) -> tuple[FlatEntry, ...]:
-    """Return the entries of all ranks, without duplicates."""
+def paths_of(plans: Sequence[SavePlan]) -> tuple[dict[str, Path], set[str]]:
+    """Return the path of each entry of all ranks in the nested state, and the sharded tensors."""
+    told: dict[str, Path] = {}
+    for plan in plans:
+        told.update(paths_told(plan.planner_data))
     paths: dict[str, Path] = {}
-    for plan in plans:
-        paths.update(paths_told(plan.planner_data))
-    entries: dict[str, FlatEntry] = {}
-    for plan in plans:
-        for item in plan.items:
-            fqn, data = item.index.fqn, item.tensor_data
-            in_parts = data is not None and data.chunk.sizes != data.size
-            in_parts = in_parts or (fqn in entries and entries[fqn].in_parts)
-            entries[fqn] = FlatEntry(fqn=fqn, path=paths.get(fqn, (fqn,)), in_parts=in_parts)
-    return tuple(entries.values())
+    sharded: set[str] = set()
+    for item in chain.from_iterable(plan.items for plan in plans):
+        fqn, data = item.index.fqn, item.tensor_data
+        paths[fqn] = told.get(fqn, (fqn,))
+        if data is not None and data.chunk.sizes != data.size:
+            sharded.add(fqn)
+    return paths, sharded
 
 
 def paths_told(planner_data: object) -> dict[str, Path]:
@@ -78,23 +71,21 @@ def _is_path(path: object) -> bool:
     )
 
 
-def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
+def locate(paths: Mapping[str, Path], sharded: AbstractSet[str]) -> dict[str, Path]:
     """Return the location of each entry: the name of its item, then its path in the item."""
-    listed = list(entries)
-    nested = {entry.fqn: entry.path for entry in listed}
     # An entry that is a whole item has an empty name in it; a sharded tensor needs one that is not.
     may_be_apart = all(
-        is_item_name(entry.path[0]) and (len(entry.path) > 1 or not entry.in_parts)
-        for entry in listed
+        is_item_name(path[0]) and (len(path) > 1 or fqn not in sharded)
+        for fqn, path in paths.items()
     )
-    if may_be_apart and any(len(path) > 1 for path in nested.values()):
-        locations = nested
+    if may_be_apart and any(len(path) > 1 for path in paths.values()):
+        locations = dict(paths)
     else:
-        locations = {fqn: (WHOLE, *path) for fqn, path in nested.items()}
+        locations = {fqn: (WHOLE, *path) for fqn, path in paths.items()}
     try:
         nest(((path, None) for path in locations.values()), where="")
     except CorruptError:  # the states of the ranks contradict each other
-        locations = {fqn: (WHOLE, fqn) for fqn in nested}
+        locations = {fqn: (WHOLE, fqn) for fqn in paths}
     return locations
 
 
@@ -105,36 +96,36 @@ def tensor_name(location: Path) -> str:
 
 OBJECT_NAME = "~dcp"
 _VERSION = 2
-"""The version with all kinds of entries. Version 1 is written if it suffices, for earlier
-readers."""
+"""The version with all kinds of entries. Version 1 is written if it suffices."""
 _LATER = ("part", "typed")
 
 Kind = Literal["tensor", "value", "raw", "part", "typed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordEntry:
-    """A name of the flat state and its location: its item, then its path in the item."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RecordEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A name of the flat state and its location: its item, then its path in the item. A `part` also
+    has its start in the whole tensor, and the shape of that."""
 
     fqn: str
-    location: Path
+    location: Annotated[tuple[str | _Count, ...], msgspec.Meta(min_length=1)]
     kind: Kind
-    start: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
+    start: tuple[_Count, ...] = ()
+    shape: tuple[_Count, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpRecord:
+class DcpRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All entries, in order, the planner's own data and the id of the save."""
 
     entries: tuple[RecordEntry, ...]
-    planner_data: object
+    planner_data: Any
     save_id: str | None = None
 
 
 def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
-    """Return the record as bytes. Raise `UsageError` if the planner's data would have to be
-    pickled, unless `allow_pickle` is set."""
+    """Return the record as bytes. Raise `UsageError` if the planner's data must be pickled."""
     entries: list[list[object]] = []
     for entry in record.entries:
         extent = [list(entry.start), list(entry.shape)] if entry.kind == "part" else []
@@ -161,10 +152,8 @@ def _encoded(entries: list[list[object]], planner: object, save_id: str | None) 
 
 
 def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
-    """Decode a record. Raise `CorruptError` if it is damaged, `UsageError` if it has a later
-    version."""
-    plain = objects.decode(data, where=where)
-    match plain:
+    """Decode a record. Raise `UsageError` if it has a later version."""
+    match objects.decode(data, where=where):
         case {"version": int(version)} if version > _VERSION:
             raise UsageError(
                 "cannot read a checkpoint of a later version of the adapter",
@@ -173,42 +162,22 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
                 found=f"version {version}",
                 remedy="upgrade laststep",
             )
-        case {"version": 1 | 2, "planner_data": planner, "entries": list(listed), **rest} if (
-            rest.keys() <= {"save_id"}
-        ):
-            entries = tuple(_entry(raw, where) for raw in listed)
+        case {"version": 1 | 2, **content}:
+            pass
         case _:
-            raise _corrupt(where, "no version, planner_data and entries")
-    save_id = rest.get("save_id")
-    if save_id is not None and type(save_id) is not str:
-        raise _corrupt(where, f"a save_id that is {with_article(type(save_id))}")
-    if type(planner) is Tagged:
-        planner = revive(planner, where=where, allow_pickle=allow_pickle)
-    return DcpRecord(entries=entries, planner_data=planner, save_id=save_id)
-
-
-def _entry(raw: object, where: str) -> RecordEntry:
-    match raw:
-        case [str(fqn), [str(), *_] as location, str(kind), *extent] if kind in get_args(Kind):
-            sound = all(type(part) is str or _is_count(part) for part in location)
-            path = cast("Path", tuple(location))
-            if sound and kind != "part" and not extent:
-                return RecordEntry(fqn=fqn, location=path, kind=cast("Kind", kind))
-            match extent:
-                case [list(start), list(shape)] if sound and kind == "part":
-                    if len(start) == len(shape) and all(map(_is_count, start + shape)):
-                        return RecordEntry(
-                            fqn=fqn,
-                            location=path,
-                            kind="part",
-                            start=tuple(start),
-                            shape=tuple(shape),
-                        )
-    raise _corrupt(where, repr(raw)[:200])
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+            raise _corrupt(where, "no version")
+    try:
+        record = msgspec.convert(content, DcpRecord)
+    except msgspec.ValidationError as error:
+        raise _corrupt(where, str(error)) from None
+    for entry in record.entries:
+        is_sound = entry.kind == "part" or not entry.shape
+        if not is_sound or len(entry.start) != len(entry.shape) or type(entry.location[0]) is int:
+            raise _corrupt(where, repr(entry)[:200])
+    if type(record.planner_data) is not Tagged:
+        return record
+    planner = revive(record.planner_data, where=where, allow_pickle=allow_pickle)
+    return msgspec.structs.replace(record, planner_data=planner)
 
 
 def _corrupt(where: str, found: str) -> CorruptError:

@@ -16,11 +16,11 @@ import queue
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from laststep.catalog.attempt import Attempt
     from laststep.dcp.attempts import DcpSave
     from laststep.plan.files import SavePlan
+    from laststep.state.boxes import Index
 
 KIND = "value"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
+class Files(NamedTuple):
     """The files that one rank has written."""
 
     folder: str
@@ -71,44 +71,23 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenEntry:
-    """The location of an entry, for the coordinator and DCP's metadata."""
+    """An entry that was written, for the coordinator and DCP's metadata. Its record is a `part` if
+    the box is stored as a tensor by itself, because the rank saves separately."""
 
-    location: Path
+    record: RecordEntry
     box: Box | None = None
     """The box that was written, if the entry is a tensor."""
-    dtype: str | None = None
-    is_part: bool = False
-    """True if the box is stored as a tensor by itself, because the rank saves separately."""
+    dtype: str = ""
     tree: bytes | None = None
     """The typed JSON of an entry that is a value; `tensors` is then the number of tensors in it."""
-    kind: Literal["value", "typed", "raw"] = "value"
     tensors: int = 1
     tensor_bytes: int = 0
     files: Files | None = None
     """The files of the rank; set only on its first entry."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _WrittenItem:
-    """The pieces of one item that this rank writes, and the source of each: an entry of the plan,
-    which is resolved just before it is written, or a tensor of a value."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    sources: list[WriteItem | torch.Tensor] = field(default_factory=list)
-
-    def add(
-        self,
-        name: str,
-        dtype: str,
-        shape: tuple[int, ...],
-        size_bytes: int,
-        source: WriteItem | torch.Tensor,
-        part: BoxPart | None = None,
-    ) -> None:
-        self.pieces.append(
-            Piece(name, dtype, shape, size_bytes, "cpu", contiguous=True, volatile=False, part=part)
-        )
-        self.sources.append(source)
+Source: TypeAlias = "WriteItem | torch.Tensor"
+"""An entry of the plan, which is resolved just before it is written, or a tensor of a value."""
 
 
 def write_items(
@@ -130,24 +109,23 @@ def write_items(
     """
     if not items:
         return []
-    work: dict[str, _WrittenItem] = {}
+    work: dict[str, list[tuple[Piece, Source]]] = {}
     entries: list[WrittenEntry] = []
     for item in items:
         location = locations[item.index.fqn]
-        into = work.setdefault(str(location[0]), _WrittenItem())
+        pieces = work.setdefault(str(location[0]), [])
         if item.type is WriteItemType.BYTE_IO:
-            entries.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
+            entries.append(_add_value(item, planner, location, pieces, allow_pickle=allow_pickle))
         else:
-            entries.append(_add_tensor(item, location, into, own=own))
+            entries.append(_add_tensor(item, location, pieces, own=own))
     specs = tuple(
-        ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
-        for name, item in work.items()
+        ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(piece for piece, _ in pieces))
+        for name, pieces in work.items()
     )
     plan = plan_save(specs, rank=rank, values=())
-    written = _write_files(plan, list(work.values()), planner, attempt, rank, threads)
-    files = Files(folder=attempt.folder, rank=rank[0], written=written)
-    if entries:
-        entries[0] = replace(entries[0], files=files)
+    sources = [source for _, source in chain.from_iterable(work.values())]
+    written = _write_files(plan, sources, planner, attempt, rank, threads)
+    entries[0] = replace(entries[0], files=Files(attempt.folder, rank[0], written))
     return [
         WriteResult(
             index=item.index,
@@ -159,24 +137,37 @@ def write_items(
 
 
 def _add_value(
-    item: WriteItem, planner: SavePlanner, location: Path, into: _WrittenItem, *, allow_pickle: bool
+    item: WriteItem,
+    planner: SavePlanner,
+    location: Path,
+    pieces: list[tuple[Piece, Source]],
+    *,
+    allow_pickle: bool,
 ) -> WrittenEntry:
     fqn, given = item.index.fqn, planner.resolve_data(item)
     if isinstance(given, torch.Tensor):
         raise UsageError(f"cannot save {fqn}", expected="bytes from the planner", found="a tensor")
     value = take_apart(given.getvalue(), location, fqn=fqn, allow_pickle=allow_pickle)
     for name, tensor in value.tensors.items():
-        into.add(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, tensor)
+        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+        pieces.append((_piece(name, dtype, shape, tensor.nbytes), tensor))
     return WrittenEntry(
-        location=location,
+        record=RecordEntry(fqn, location, value.kind),
         tree=value.tree,
-        kind=value.kind,
         tensors=len(value.tensors),
         tensor_bytes=sum(tensor.nbytes for tensor in value.tensors.values()),
     )
 
 
-def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: bool) -> WrittenEntry:
+def _piece(
+    name: str, dtype: str, shape: Index, size_bytes: int, part: BoxPart | None = None
+) -> Piece:
+    return Piece(name, dtype, shape, size_bytes, "cpu", contiguous=True, volatile=False, part=part)
+
+
+def _add_tensor(
+    item: WriteItem, location: Path, pieces: list[tuple[Piece, Source]], *, own: bool
+) -> WrittenEntry:
     fqn, data = item.index.fqn, item.tensor_data
     if data is None or data.chunk is None:
         raise UsageError(
@@ -193,27 +184,27 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: boo
     start, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     box = whole(sizes).moved(start)
     size = box.volume * DTYPES[dtype].size_bytes
-    is_part = own and box != whole(shape)
-    if is_part:
-        location, shape = (*location, f"at {','.join(map(str, start))}"), sizes
+    record = RecordEntry(fqn, location, "tensor")
+    if is_part := own and box != whole(shape):
+        location = (*location, f"at {','.join(map(str, start))}")
+        record = RecordEntry(fqn, location, "part", start, shape)
     if size:  # the coordinator writes empty tensors: no rank holds more of them than another
         name, part = tensor_name(location), None
         if not is_part and box != whole(shape):
             # The same name that a Checkpointer uses; `~6` never occurs in a tensor's path.
             name, part = f"{name}~6at{','.join(map(str, start))}", BoxPart(name, shape, start)
-        into.add(name, dtype, sizes, size, item, part)
-    return WrittenEntry(location=location, box=box, dtype=dtype, tensor_bytes=size, is_part=is_part)
+        pieces.append((_piece(name, dtype, sizes, size, part), item))
+    return WrittenEntry(record=record, box=box, dtype=dtype, tensor_bytes=size)
 
 
 def _write_files(
     plan: SavePlan,
-    work: list[_WrittenItem],
+    sources: list[Source],
     planner: SavePlanner,
     attempt: Attempt,
     rank: tuple[int, int],
     threads: int,
 ) -> WrittenIndexes:
-    sources = [source for item in work for source in item.sources]
     layouts = [file.layout for file in plan.files]
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(threads + 1):
@@ -258,7 +249,7 @@ def _filled(
         yield buffer, filled
 
 
-def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.Tensor:
+def _resolved(source: Source, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of a piece. Raise `UsageError` if it differs from the plan."""
     if isinstance(source, torch.Tensor):
         return source
@@ -287,8 +278,7 @@ def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.T
 
 
 def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a tensor in row-major order; a strided tensor is copied a few rows at a
-    time."""
+    """Yield the bytes of a tensor in row-major order, of a strided one a few rows at a time."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield bytes_of(tensor)
@@ -320,7 +310,13 @@ def make_commit(
         part: WrittenEntry = result.storage_data
         written.setdefault(result.index.fqn, []).append(part)
         if part.files is not None:
-            _check_same_save(part.files, attempt.folder)
+            if part.files.folder != attempt.folder:
+                raise AbortedError(
+                    "the Writer was used for another save before this one finished",
+                    expected=f"files in {attempt.folder}",
+                    found=f"files in {part.files.folder}",
+                    remedy="make a Writer for each of the saves that run at once",
+                )
             indexes[part.files.rank] = part.files.written
     entries = [
         entry
@@ -334,9 +330,13 @@ def make_commit(
             found=listed(unknown),
         )
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
-    trees = nest(
-        ((entry.location, _node(entry, written)) for entry in entries), where=attempt.folder
-    )
+    nodes: list[tuple[Path, object]] = []
+    for entry in entries:
+        tree = written[entry.fqn][0].tree
+        name = tensor_name(entry.location)
+        node = TensorRef(name) if tree is None else objects.decode(tree, where=entry.fqn)
+        nodes.append((entry.location, node))
+    trees = nest(nodes, where=attempt.folder)
     values = {
         item: objects.encode({"tree": tree, "ties": {}, "views": {}})
         for item, tree in trees.items()
@@ -361,21 +361,11 @@ def make_commit(
     )
 
 
-def _check_same_save(files: Files, folder: str) -> None:
-    if files.folder != folder:
-        raise AbortedError(
-            "the Writer was used for another save before this one finished",
-            expected=f"files in {folder}",
-            found=f"files in {files.folder}",
-            remedy="make a Writer for each of the saves that run at once",
-        )
-
-
 def _item_records(written: Mapping[str, Sequence[WrittenEntry]]) -> tuple[ItemRecord, ...]:
     tensors: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for parts in written.values():
-        item = str(parts[0].location[0])
+        item = str(parts[0].record.location[0])
         tensors[item] += parts[0].tensors  # a tensor counts once, not per chunk
         sizes[item] += sum(part.tensor_bytes for part in parts)
     return tuple(
@@ -389,29 +379,21 @@ def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list
     records. If a rank saves separately, each part of a tensor is an entry."""
     if not written:
         raise UsageError(f"no rank has written {fqn}, which is in the planner's metadata")
-    first = written[0]
-    if isinstance(content, TensorStorageMetadata) and all(entry.is_part for entry in written):
-        return [
-            RecordEntry(
-                fqn=fqn,
-                location=part.location,
-                kind="part",
-                start=part.box.start,
-                shape=tuple(content.size),
-            )
-            for part in written
-            if part.box is not None
-        ]
-    if any(other.location != first.location for other in written):
+    first, records = written[0], [entry.record for entry in written]
+    if isinstance(content, TensorStorageMetadata) and all(
+        record.kind == "part" for record in records
+    ):
+        return records
+    if any(record.location != first.record.location for record in records):
         raise UsageError(
             f"the ranks disagree about the place of {fqn}",
-            found=", ".join(sorted({str(other.location) for other in written})),
+            found=", ".join(sorted({str(record.location) for record in records})),
             remedy="save without the plan caching of the planner",
         )
     if not isinstance(content, TensorStorageMetadata):
         if len(written) > 1 or first.tree is None:
             raise UsageError(f"{fqn} was written {len(written)} times, or as a tensor")
-        return [RecordEntry(fqn=fqn, location=first.location, kind=first.kind)]
+        return records
     boxes = [entry.box for entry in written if entry.box is not None]
     shape = tuple(content.size)
     alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1
@@ -422,13 +404,7 @@ def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list
             found=listed(f"[{box.text}]" for box in boxes),
             remedy="save on all ranks that hold a shard of it, without no_dist",
         )
-    return [RecordEntry(fqn=fqn, location=first.location, kind="tensor")]
-
-
-def _node(entry: RecordEntry, written: Mapping[str, Sequence[WrittenEntry]]) -> object:
-    if entry.kind in ("tensor", "part"):
-        return TensorRef(tensor_name(entry.location))
-    return objects.decode(written[entry.fqn][0].tree or b"", where=entry.fqn)
+    return [first.record]
 
 
 def _empty_tensors(
@@ -437,13 +413,14 @@ def _empty_tensors(
     """Return the tensors without elements, of which no rank has written a chunk."""
     entries: dict[str, TensorEntry] = {}
     for fqn, content in metadata.state_dict_metadata.items():
-        for part in written[fqn]:
-            if not isinstance(content, TensorStorageMetadata) or part.box is None:
-                continue
-            shape = part.box.shape if part.is_part else tuple(content.size)
-            if 0 in shape:
-                name = f"{part.location[0]}/{tensor_name(part.location)}"
-                entries[name] = TensorEntry(name, part.dtype or "", shape, 0, 0)
+        for entry in written[fqn]:
+            if isinstance(content, TensorStorageMetadata) and entry.box is not None:
+                location = entry.record.location
+                is_part = entry.record.kind == "part"
+                shape = entry.box.shape if is_part else tuple(content.size)
+                name = f"{location[0]}/{tensor_name(location)}"
+                if 0 in shape:
+                    entries[name] = TensorEntry(name, entry.dtype, shape, 0, 0)
     return tuple(entries.values())
 
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 import uuid
 import weakref
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
@@ -36,15 +35,15 @@ from laststep.catalog.attempt import Attempt, abort
 from laststep.catalog.run import Run
 from laststep.catalog.terms import this_writer
 from laststep.dcp.address import SOLE_STEP, Address, is_address, is_alone, own_path, this_rank
-from laststep.dcp.attempts import writer_of
-from laststep.dcp.record import entries_of, locate
+from laststep.dcp.attempts import only_logged, writer_of
+from laststep.dcp.record import locate, paths_of
 from laststep.dcp.saving import make_commit, write_items
-from laststep.errors import AbortedError, LaststepError, NotFoundError, UsageError
+from laststep.errors import AbortedError, NotFoundError, UsageError
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.checkpoint._extension import StreamTransformExtension
     from torch.distributed.checkpoint.metadata import Metadata
@@ -58,47 +57,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StockOptions(TypedDict, total=False):
-    """Arguments of torch's FileSystemWriter that `Writer` accepts."""
-
-    single_file_per_rank: bool
-    sync_files: bool
-    per_thread_copy_ahead: int
-    cache_staged_state_dict: bool
-    serialization_format: SerializationFormat
-    _extensions: Sequence[StreamTransformExtension] | None
-
-
-_NO_EFFECT: dict[str, tuple[object, str]] = {
-    "single_file_per_rank": (True, "a rank writes a file for each item, of small ones one for all"),
-    "sync_files": (True, "what is committed is always on the disk"),
-    "per_thread_copy_ahead": (None, "tensors are copied through a few buffers of 16 MiB"),
-    "cache_staged_state_dict": (
-        False,
-        "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
-    ),
-    "serialization_format": (SerializationFormat.SAFETENSORS, "all files are safetensors"),
+_NO_EFFECT = {
+    "single_file_per_rank": "a rank writes a file for each item, of small ones one for all",
+    "sync_files": "what is committed is always on the disk",
+    "per_thread_copy_ahead": "tensors are copied through a few buffers of 16 MiB",
+    "cache_staged_state_dict": "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
+    "serialization_format": "all files are safetensors",
 }
-"""Arguments without effect: the value that says what happens anyway, and the reason."""
+"""Arguments of torch's FileSystemWriter without effect, and what happens instead."""
 _told: set[str] = set()
-
-
-def _accept(options: Mapping[str, object]) -> None:
-    """Log once which arguments have no effect. Raise `UsageError` for stream extensions, which
-    cannot be ignored because they might encrypt."""
-    for name, value in options.items():
-        if name == "_extensions":
-            if value:
-                raise UsageError(
-                    "stream extensions are not supported",
-                    found=repr(value)[:200],
-                    remedy="leave _extensions out, or keep torch's FileSystemWriter",
-                )
-        elif name not in _NO_EFFECT:
-            raise TypeError(f"Writer() got an unexpected keyword argument {name!r}")
-        elif value != _NO_EFFECT[name][0] and name not in _told:
-            _told.add(name)
-            _log.warning("%s=%r has no effect on a run: %s", name, value, _NO_EFFECT[name][1])
+"""Those that were logged."""
 
 
 _CACHES = (
@@ -146,10 +114,10 @@ class Writer(StorageWriter):
     is committed. With `step`, the path is a run, and saving an existing step raises
     `AlreadyExistsError`. `overwrite` changes this in both cases. Each save may name its own path or
     step as `checkpoint_id`. Values that can only be pickled raise `UsageError` unless
-    `allow_pickle` is set. Arguments of torch's FileSystemWriter are accepted too (`StockOptions`).
+    `allow_pickle` is set. The other arguments are those of torch's FileSystemWriter.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (torch's arguments)
         self,
         path: str | os.PathLike[str],
         *,
@@ -157,7 +125,12 @@ class Writer(StorageWriter):
         overwrite: bool | None = None,
         allow_pickle: bool = False,
         thread_count: int = 2,
-        **stock: Unpack[StockOptions],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        serialization_format: SerializationFormat = SerializationFormat.SAFETENSORS,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         self._address = Address.of(path, step)
         self._overwrite = overwrite
@@ -169,7 +142,22 @@ class Writer(StorageWriter):
                 found=repr(thread_count),
             )
         self._threads = thread_count
-        _accept(stock)
+        if _extensions:  # they might encrypt
+            raise UsageError(
+                "stream extensions are not supported",
+                found=repr(_extensions)[:200],
+                remedy="leave _extensions out, or keep torch's FileSystemWriter",
+            )
+        ignored = {
+            "single_file_per_rank": not single_file_per_rank,
+            "sync_files": not sync_files,
+            "per_thread_copy_ahead": per_thread_copy_ahead is not None,
+            "cache_staged_state_dict": cache_staged_state_dict,
+            "serialization_format": serialization_format is not SerializationFormat.SAFETENSORS,
+        }
+        for name in [name for name, given in ignored.items() if given and name not in _told]:
+            _told.add(name)
+            _log.warning("%s has no effect on a run: %s", name, _NO_EFFECT[name])
         self._own = False
         self._trainer = this_writer()  # torch's background process saves on its behalf
         self._giving_up: weakref.finalize[..., Writer] | None = None
@@ -183,7 +171,6 @@ class Writer(StorageWriter):
         self._save: DcpSave | None = None
         self._ranks = 0
         self._save_id = str(uuid.uuid4())
-        self._began_s = time.monotonic()
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state that another process needs to save on behalf of this one."""
@@ -206,7 +193,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt and add its location to each rank's plan."""
-        locations = locate(entries_of(plans))
+        locations = locate(*paths_of(plans))
         sole = self._address.step is None
         overwrite = sole if self._overwrite is None else self._overwrite
         save = writer_of(self._path, self._trainer).begin_save(
@@ -274,14 +261,7 @@ class Writer(StorageWriter):
         }
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
-        _log.info(
-            "step %d of %s: %d bytes of %d ranks committed in %.2f s",
-            commit.step,
-            self._path,
-            commit.size_bytes,
-            commit.ranks,
-            time.monotonic() - self._began_s,
-        )
+        _log.info("committed step %d of %s", commit.step, self._path)
 
     # Queried by DCP
 
@@ -327,10 +307,8 @@ class Writer(StorageWriter):
         if self._save is not None and self._ranks == 1:
             self._save.abort(reason)
             return
-        try:
+        with only_logged(f"abort the save at {attempt.folder}"):
             abort(attempt.store, attempt.folder, reason)
-        except LaststepError as error:
-            _log.warning("cannot abort the save at %s: %s", attempt.folder, error)
 
 
 def done(result: T) -> Future[T]:
@@ -347,9 +325,6 @@ def _folder_there(where: str) -> Iterator[None]:
         raise AbortedError(
             "the folder of the save is missing",
             where=where,
-            found=(
-                "it was deleted before the save finished, by hand or by a job that took over "
-                "the run"
-            ),
+            found="nothing: it was deleted meanwhile, by hand or by a job that took over the run",
             remedy="save again; only one job at a time may save to a run",
         ) from error

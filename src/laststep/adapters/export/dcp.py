@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -28,7 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from laststep.adapters.export.folder import Exported, ItemTensors, WrittenFile, new_file, new_folder
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import UsageError
+from laststep.errors import CorruptError, UsageError
+from laststep.state.boxes import whole
+from laststep.state.optimizers import is_optimizer_state
 from laststep.state.tensors import TORCH_DTYPES, revive
 from laststep.state.tree import OWNED, owned, rebuild
 
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 
     from laststep.adapters.nesting import Path
     from laststep.browse import Checkpoint
+    from laststep.state.boxes import Box
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An entry: its path in the state, and its node, a tensor or any other value."""
 
     path: Path
@@ -66,8 +67,7 @@ def export_dcp(
         where=checkpoint.folder,
         remedy="name an item without these with --item, or use hf",
     )
-    metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
-    metadata.version = CURRENT_DCP_VERSION
+    metadata = new_metadata({})
     files: list[WrittenFile] = []
     with new_folder(target) as folder:
         for number, tensors in enumerate(sources):
@@ -87,8 +87,7 @@ def export_dcp(
 def leaves_by_item(
     trees: Mapping[str, object], *, where: str, remedy: str
 ) -> dict[str, list[Leaf]]:
-    """Return the entries of each item's tree. Raise UsageError if two entries would have the same
-    name."""
+    """Return the entries of each item's tree. Raise UsageError if two have the same name."""
     leaves = {item: list(_leaves_of(_torch_form(tree), (item,))) for item, tree in trees.items()}
     taken: dict[str, Path] = {}
     for leaf in chain.from_iterable(leaves.values()):
@@ -104,27 +103,52 @@ def leaves_by_item(
     return leaves
 
 
-def tensor_metadata(
-    dtype: str, shape: Sequence[int], chunks: Iterable[ChunkStorageMetadata]
-) -> TensorStorageMetadata:
-    """Return DCP's metadata of a tensor."""
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-        size=torch.Size(shape),
-        chunks=list(chunks),
+def new_metadata(planner_data: object) -> Metadata:
+    """Return DCP's metadata of a checkpoint without entries."""
+    metadata = Metadata(state_dict_metadata={}, planner_data=planner_data, storage_data={})
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata
+
+
+def add_value(metadata: Metadata, fqn: str, info: object) -> None:
+    metadata.state_dict_metadata[fqn] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(fqn)] = info
+
+
+def add_chunks(
+    metadata: Metadata,
+    fqn: str,
+    spec: tuple[str, Sequence[int]],
+    chunks: Iterable[tuple[Box, object]],
+) -> None:
+    """Add chunks of a tensor, which has this dtype and shape, each with its storage info."""
+    dtype, shape = spec
+    tensor = metadata.state_dict_metadata.setdefault(
+        fqn,
+        TensorStorageMetadata(
+            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+            size=torch.Size(shape),
+            chunks=[],
+        ),
     )
+    if not isinstance(tensor, TensorStorageMetadata) or tensor.size != torch.Size(shape):
+        raise CorruptError("two entries have one name", where=fqn, found=f"shape {list(shape)}")
+    for box, info in chunks:
+        offsets, sizes = torch.Size(box.start), torch.Size(box.shape)
+        metadata.storage_data[MetadataIndex(fqn, offsets, len(tensor.chunks))] = info
+        tensor.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
 
 
 def _leaves_of(node: object, path: Path) -> Iterator[Leaf]:
     """Yield the entries of a state in the order of DCP's own traversal."""
-    if isinstance(node, dict):
+    if not _is_taken_apart(node):
+        yield Leaf(path, node)
+    elif isinstance(node, dict):
         for key, inner in node.items():
             yield from _leaves_of(inner, (*path, str(key)))
-    elif isinstance(node, list) and _is_taken_apart(node):
+    elif isinstance(node, list):
         for i, inner in enumerate(node):
             yield from _leaves_of(inner, (*path, i))
-    else:
-        yield Leaf(path=path, node=node)
 
 
 def _is_taken_apart(node: object) -> bool:
@@ -147,19 +171,11 @@ def _torch_form(tree: object) -> object:
 
 
 def _as_torch(state: object) -> object:
-    """Convert an optimizer's state, keyed by parameter names, to torch's form; return any other
-    state unchanged."""
-    match state:
-        case {"state": dict(by_name), "groups": list(groups), **rest} if not rest:
-            made: list[object] = []
-            for group in groups:
-                match group:
-                    case {"params": dict(names), "options": dict(options)}:
-                        made.append({**options, "params": list(names)})
-                    case _:
-                        return state
-            return {"state": by_name, "param_groups": made}
-    return state
+    """Convert an optimizer's state to torch's form; return any other state unchanged."""
+    if not is_optimizer_state(state) or len(state) > 2:
+        return state
+    groups = [{**group["options"], "params": list(group["params"])} for group in state["groups"]]
+    return {"state": state["state"], "param_groups": groups}
 
 
 class _EntryAppender:
@@ -170,43 +186,40 @@ class _EntryAppender:
         self._name = name
         self._tensors = tensors
         self._metadata = metadata
-        self._pieces: dict[str, list[tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
+        self._pieces: dict[str, list[tuple[Box, _StorageInfo]]] = {}
         """The pieces of each tensor that has been written."""
 
     def write(self, leaf: Leaf) -> None:
-        self._metadata.planner_data[leaf.name] = leaf.path
+        name = leaf.name
+        self._metadata.planner_data[name] = leaf.path
         if type(leaf.node) is TensorRef:
-            self._write_tensor(leaf.name, leaf.node.name)
-        else:
+            self._write_tensor(name, leaf.node.name)
+            return
+        try:
             value = rebuild(
                 leaf.node,
                 leaf=lambda ref: self._tensors.whole(ref.name),
-                revive=lambda tagged: self._revived(tagged, leaf),
+                revive=lambda tagged: _revived(tagged, name),
             )
-            self._metadata.state_dict_metadata[leaf.name] = BytesStorageMetadata()
-            try:
-                self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
-            except pickle.PicklingError as error:
-                raise UsageError(
-                    "cannot export a value of a private class",
-                    where=leaf.name,
-                    expected="what torch.save can pickle",
-                    found=str(error)[:200],
-                    remedy="export the items without it, each with --item",
-                ) from error
+            info = self._append(value)
+        except pickle.PicklingError as error:
+            raise UsageError(
+                "cannot export a value that only code could load",
+                where=name,
+                expected="what torch.save can pickle",
+                found=str(error)[:200],
+                remedy="export the items without it, each with --item",
+            ) from error
+        add_value(self._metadata, name, info)
 
     def _write_tensor(self, name: str, stored: str) -> None:
         source = self._tensors.source_of(stored)
         if source not in self._pieces:
-            self._pieces[source] = [
-                (_chunk(first, piece), self._append(_alone(piece)))
-                for first, piece in self._tensors.pieces(stored)
-            ]
-        dtype, shape = self._tensors.spec(stored)
-        chunks = [chunk for chunk, _ in self._pieces[source]]
-        self._metadata.state_dict_metadata[name] = tensor_metadata(dtype, shape, chunks)
-        for number, (chunk, info) in enumerate(self._pieces[source]):
-            self._metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = info
+            self._pieces[source] = []
+            for first, piece in self._tensors.pieces(stored):
+                box = whole(tuple(piece.shape)).moved((first,) + (0,) * (piece.dim() - 1))
+                self._pieces[source].append((box, self._append(_alone(piece))))
+        add_chunks(self._metadata, name, self._tensors.spec(stored), self._pieces[source])
 
     def _append(self, value: object) -> _StorageInfo:
         # Not directly into the file: torch's writer hides the file's errors, such as a full disk.
@@ -216,19 +229,11 @@ class _EntryAppender:
         self._file.write(buffer.getbuffer())
         return _StorageInfo(self._name, start, self._file.tell() - start)
 
-    def _revived(self, tagged: Tagged, leaf: Leaf) -> object:
-        if tagged.tag == "pickle":
-            raise UsageError(
-                "cannot export a pickled object, which can run any code when loaded",
-                where=leaf.name,
-                remedy="export the items without it, each with --item",
-            )
-        return revive(tagged, where=leaf.name, allow_pickle=False)
 
-
-def _chunk(first: int, piece: torch.Tensor) -> ChunkStorageMetadata:
-    offsets = torch.Size([first] + [0] * (piece.dim() - 1)) if piece.dim() else torch.Size([])
-    return ChunkStorageMetadata(offsets=offsets, sizes=piece.shape)
+def _revived(tagged: Tagged, where: str) -> object:
+    if tagged.tag == "pickle":
+        raise pickle.PicklingError("a pickled object, which can run any code when loaded")
+    return revive(tagged, where=where, allow_pickle=False)
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, BinaryIO
 from laststep.constants import DTYPES
 from laststep.errors import AlreadyExistsError
 from laststep.process import signals
-from laststep.state.tree import TensorSpec
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.browse import Checkpoint
-    from laststep.state.tree import Shape, View
+    from laststep.state.tree import Shape, TensorSpec, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,10 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
             _publish(staging, path)
     except BaseException as error:
         with signals.defer_signals():
-            _remove(staging, above)
+            shutil.rmtree(staging, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for folder in above:
+                    folder.rmdir()
         if isinstance(error, OSError):
             raise failed("write", str(path), error) from error
         raise
@@ -139,13 +141,6 @@ def _exchange(staging: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove(staging: Path, above: list[Path]) -> None:
-    shutil.rmtree(staging, ignore_errors=True)
-    for folder in above:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 def _taken(path: str) -> AlreadyExistsError:
     return AlreadyExistsError(
         "the path already exists", where=path, remedy="name another, or remove it"
@@ -171,42 +166,31 @@ class ItemTensors:
         return self._item.ties.get(name, name)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return the dtype and shape of a tensor."""
-        view = self._item.view_of(name)
-        if view is not None:
-            return TensorSpec(view.dtype, view.shape)
-        stored = self._checkpoint.tensor(f"{self.item}/{name}")
-        return TensorSpec(stored.dtype, tuple(stored.shape))
+        return self._item.spec_of(name)
 
     def pieces(
         self, name: str, *, limit_bytes: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the rows of a tensor in order, each piece with the number of its first row; at
-        least one piece."""
-        spec = self.spec(name)
-        if not spec.shape:
-            yield 0, self._rows(name, None)
-            return
-        row_bytes = size_bytes(spec.dtype, spec.shape[1:])
+        """Yield at least one piece of a tensor, in order, each with the number of its first row."""
+        dtype, shape = self.spec(name)
+        row_bytes = size_bytes(dtype, shape[1:])
         count = max((limit_bytes or PIECE_BYTES) // max(row_bytes, 1), 1)
-        for start in range(0, max(spec.shape[0], 1), count):
-            yield start, self._rows(name, range(start, min(start + count, spec.shape[0])))
+        view = self._item.view_of(name)
+        for start in range(0, max(shape[0], 1) if shape else 1, count):
+            rows = range(start, min(start + count, shape[0])) if shape else None
+            if view is not None:
+                yield start, self._window(view, rows)
+                continue
+            stored = self._checkpoint.tensor(f"{self.item}/{name}")
+            yield start, stored[()] if rows is None else stored[rows.start : rows.stop]
 
     def whole(self, name: str) -> torch.Tensor:
         """Return the whole tensor at once."""
         [(_, tensor)] = self.pieces(name, limit_bytes=sys.maxsize)
         return tensor
 
-    def _rows(self, name: str, rows: range | None) -> torch.Tensor:
-        view = self._item.view_of(name)
-        if view is not None:
-            return self._window(view, rows)
-        stored = self._checkpoint.tensor(f"{self.item}/{name}")
-        return stored[()] if rows is None else stored[rows.start : rows.stop]
-
     def _window(self, view: View, rows: range | None) -> torch.Tensor:
-        """Return rows of a tensor that shares bytes with its base. Only the byte range of the base
-        that contains them is read."""
+        """Return rows of a tensor that shares bytes with its base, of which only those are read."""
         from laststep.state.tensors import open_view  # late: the command line starts without torch
 
         shape: Shape = () if rows is None else (len(rows), *view.shape[1:])

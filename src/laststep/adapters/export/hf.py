@@ -13,7 +13,7 @@ import math
 import re
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,20 +26,18 @@ from laststep.adapters.export.folder import (
     size_bytes,
 )
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.constants import DTYPES, align_up
+from laststep.constants import DTYPES, align_up, listed
 from laststep.errors import UsageError
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.state.tree import OWNED, owned
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from laststep.browse import Checkpoint
     from laststep.state.tree import Path, Shape
 
-_WHOLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"
 _MAX_TENSORS = 100_000
 """Maximum number of tensors per file: safetensors refuses headers above 100 MB."""
@@ -47,16 +45,14 @@ _NO_CAST = frozenset({"float4_e2m1fn_x2"})
 """Floating dtypes with two numbers in a byte, which are not cast."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rename:
+class Rename(NamedTuple):
     """Replace every match of a pattern in a name."""
 
     pattern: re.Pattern[str]
     replacement: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class Cast(NamedTuple):
     """Write floating tensors in another dtype: those whose new name matches the pattern, or all."""
 
     pattern: re.Pattern[str] | None
@@ -88,8 +84,7 @@ class ExportTensor:
         return size_bytes(self.dtype, self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportPlan:
+class ExportPlan(NamedTuple):
     """The tensors of each file to write."""
 
     files: dict[str, tuple[ExportTensor, ...]]
@@ -116,7 +111,7 @@ def export_hf(
                         file.write(cast.reshape(-1).view(torch.uint8).numpy().data)
                 files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
         if len(plan.files) > 1:
-            with new_file(folder / _INDEX) as file:
+            with new_file(folder / "model.safetensors.index.json") as file:
                 file.write(_index(plan))
     return Exported(files=tuple(files), dropped=plan.dropped, omitted_values=plan.omitted_values)
 
@@ -145,8 +140,8 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
     _check_names(kept, names, tensors)
     kept_names = [names[stored] for stored in kept]
     for cast in choices.casts:
-        if cast.pattern is not None and not any(map(cast.pattern.search, kept_names)):
-            raise _unused("--dtype", cast.pattern, kept_names, tensors)
+        if cast.pattern is not None:
+            _check_used("--dtype", cast.pattern, kept_names, tensors)
     entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
     return ExportPlan(
         files=_files(entries, choices.shard_bytes), dropped=dropped, omitted_values=omitted_values
@@ -154,24 +149,20 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return stored name → dotted path of every tensor, in order, and the paths of all other
-    values."""
+    """Return stored name → dotted path of every tensor, and the paths of all other values."""
     paths: dict[str, str] = {}
     omitted_values: list[str] = []
 
     def see(node: object, path: Path) -> None:
         dotted = ".".join(map(str, path)) or tensors.item
         match node:
-            case TensorRef():
-                paths[node.name] = dotted
-            case Tagged(tag="ndarray", value=[_, TensorRef() as ref]):
-                paths[ref.name] = dotted
+            case TensorRef(name) | Tagged(tag="ndarray", value=[_, TensorRef(name)]):
+                paths[name] = dotted
             case Tagged() if node.tag == OWNED:
                 see(owned(node).state, path)
             case Tagged(tag="sparse" | "subclass"):
-                kind = "sparse tensor" if node.tag == "sparse" else "tensor subclass"
                 raise UsageError(
-                    f"cannot export a {kind}",
+                    f"cannot export a tensor that is stored as {node.tag}",
                     where=f"{tensors.item}/{dotted}",
                     expected="dense tensors",
                     remedy="--format dcp keeps it",
@@ -193,20 +184,16 @@ def _renamed(
     paths: Mapping[str, str], renames: Sequence[Rename], tensors: ItemTensors
 ) -> dict[str, str]:
     names = dict(paths)
-    for rename in renames:
-        used = False
-        for stored, name in names.items():
-            try:
-                names[stored], count = rename.pattern.subn(rename.replacement, name)
-            except (re.error, IndexError) as error:
-                raise UsageError(
-                    "a replacement is malformed",
-                    found=f"{rename.replacement!r}: {error}",
-                    remedy=r"a group is \1 or \g<name>",
-                ) from error
-            used = used or count > 0
-        if not used:
-            raise _unused("--rename", rename.pattern, names.values(), tensors)
+    for pattern, replacement in renames:
+        _check_used("--rename", pattern, names.values(), tensors)
+        try:
+            names = {stored: pattern.sub(replacement, name) for stored, name in names.items()}
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                "a replacement is malformed",
+                found=f"{replacement!r}: {error}",
+                remedy=r"a group is \1 or \g<name>",
+            ) from error
     return names
 
 
@@ -214,36 +201,29 @@ def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTen
     taken: dict[str, str] = {}
     for stored in kept:
         name = names[stored]
-        if name in ("", _RESERVED):
-            raise UsageError(
-                "invalid tensor name",
-                where=f"{tensors.item}/{stored}",
-                found=repr(name),
-                remedy="change the --rename",
-            )
         other = taken.setdefault(name, stored)
-        if other != stored:
+        if name in ("", _RESERVED) or other != stored:
+            holders = dict.fromkeys(f"{tensors.item}/{holder}" for holder in (other, stored))
             raise UsageError(
-                "two tensors would have the same name",
+                "a tensor has an invalid name, or that of another",
                 where=tensors.where,
                 expected="a name for each",
-                found=f"{name!r} for {tensors.item}/{other} and {tensors.item}/{stored}",
+                found=f"{name!r} for {' and '.join(holders)}",
                 remedy="change the --rename, or give each a new name by one",
             )
 
 
-def _unused(
-    option: str, pattern: re.Pattern[str], names: Iterable[str], tensors: ItemTensors
-) -> UsageError:
-    shown = list(names)
-    more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return UsageError(
-        f"no tensor name matches {option}",
-        where=f"{tensors.where}, item {tensors.item}",
-        expected=f"the pattern {pattern.pattern!r} in a name",
-        found=", ".join(shown[:3]) + more,
-        remedy="`laststep show --all` lists the names",
-    )
+def _check_used(
+    option: str, pattern: re.Pattern[str], names: Collection[str], tensors: ItemTensors
+) -> None:
+    if not any(map(pattern.search, names)):
+        raise UsageError(
+            f"no tensor name matches {option}",
+            where=f"{tensors.where}, item {tensors.item}",
+            expected=f"the pattern {pattern.pattern!r} in a name",
+            found=listed(names, 3),
+            remedy="`laststep show --all` lists the names",
+        )
 
 
 def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> ExportTensor:
@@ -253,13 +233,11 @@ def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) 
             if cast.pattern is None or cast.pattern.search(name):
                 dtype = cast.dtype
     if DTYPES[dtype].code is None:
-        floating = TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST
-        remedy = "write it as another with --dtype, or use --format dcp"
         raise UsageError(
             "safetensors does not know this dtype",
             where=f"{tensors.item}/{stored}",
             found=dtype,
-            remedy=remedy if floating else "--format dcp keeps it",
+            remedy="--format dcp keeps it; --dtype writes floating tensors as another",
         )
     return ExportTensor(stored=stored, name=name, dtype=dtype, shape=shape)
 
@@ -276,17 +254,13 @@ def _files(
             filled = 0
         shards[-1].append(entry)
         filled += entry.size_bytes
-    if len(shards) == 1:
-        return {_WHOLE: _ordered(shards[0])}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": _ordered(shard)
-        for number, shard in enumerate(shards, start=1)
-    }
-
-
-def _ordered(shard: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Sort tensors by the size of their elements, largest first, so that each one is aligned."""
-    return tuple(sorted(shard, key=lambda entry: -DTYPES[entry.dtype].size_bytes))
+    files: dict[str, tuple[ExportTensor, ...]] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # The largest elements first, so that each tensor is aligned.
+        shard.sort(key=lambda entry: -DTYPES[entry.dtype].size_bytes)
+        files["model.safetensors" if len(shards) == 1 else name] = tuple(shard)
+    return files
 
 
 def _header(entries: Sequence[ExportTensor]) -> bytes:

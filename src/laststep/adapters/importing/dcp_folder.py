@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,10 @@ from laststep.adapters.importing import dcp_metadata, tensor_files
 from laststep.adapters.nesting import nest
 from laststep.constants import with_article
 from laststep.errors import CorruptError, NotFoundError
-from laststep.state.tensors import allocate
+from laststep.state.tensors import allocate, box_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -34,14 +33,8 @@ METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
 
-def is_one(folder: Path) -> bool:
-    """Return True if DCP wrote to this folder, even if the save did not finish."""
-    return metadata_in(folder) is not None or any(folder.glob("*.distcp"))
-
-
 def metadata_in(folder: Path, rank: int = 0) -> Path | None:
-    """Return the metadata file of a save, or of a rank that saved separately; None if there is
-    neither."""
+    """Return the metadata file of a save, or of a rank that saved separately, if there is one."""
     names = METADATA_NAME, f"__{rank}{METADATA_NAME}"
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -50,10 +43,7 @@ def read_folder(folder: Path) -> dict[str, object]:
     """Return the nested state that the folder holds."""
     where = str(folder)
     entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
-    parts = sorted(
-        chain.from_iterable(entry.parts for entry in entries),
-        key=lambda part: (part.file, part.offset),
-    )
+    parts = list(chain.from_iterable(entry.parts for entry in entries))
     sizes = _sizes_of(folder, parts)
     claimed, held = sum(entry.size_bytes for entry in entries), sum(sizes.values())
     if claimed > held:  # every byte is stored once
@@ -66,19 +56,36 @@ def read_folder(folder: Path) -> dict[str, object]:
         for entry in entries
         if entry.dtype is not None
     }
-    for name, group in groupby(parts, key=lambda part: part.file):
-        path = folder / name
-        with path.open("rb") as file:
-            reader = DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
-            for part in group:
-                if part.box is None:
-                    values[part.name] = reader.archive(part)
-                else:
-                    place = tuple(map(slice, part.box.start, part.box.stop))
-                    target = tensors[part.name]
-                    target[place].copy_(reader.chunk(part, target.dtype))
+    for part, reader in read_parts(folder, parts):
+        if part.box is None:
+            values[part.name] = reader.archive(part)
+        else:
+            target = tensors[part.name]
+            box_of(target, part.box).copy_(reader.chunk(part, target.dtype))
     values |= tensors
     return nest(((entry.path, values[entry.name]) for entry in entries), where=where)
+
+
+def read_parts(
+    folder: Path, parts: Iterable[StoredPart]
+) -> Iterator[tuple[StoredPart, DcpFileReader]]:
+    """Yield each part with a reader of its file, in the order of the files. Raise CorruptError if a
+    file is missing."""
+    ordered = sorted(parts, key=lambda part: (part.file, part.offset))
+    for name, of_file in groupby(ordered, key=lambda part: part.file):
+        path = folder / name
+        try:
+            file = path.open("rb")
+        except FileNotFoundError as error:
+            raise CorruptError(
+                "a file of the checkpoint is missing",
+                where=str(path),
+                remedy="put the files of all ranks into the folder",
+            ) from error
+        with file:
+            reader = DcpFileReader(file, path.stat().st_size, str(path))
+            for part in of_file:
+                yield part, reader
 
 
 def _metadata_of(folder: Path) -> bytes:
@@ -87,9 +94,9 @@ def _metadata_of(folder: Path) -> bytes:
         raise NotFoundError(
             "cannot import",
             where=str(folder),
-            expected=f"a {METADATA_NAME}",
-            found="none: the save did not finish, or each rank saved separately",
-            remedy="name the folder of a save that ended",
+            expected=f"a torch.save or safetensors file, or a folder with a {METADATA_NAME}",
+            found="a folder without it: no save there has finished, or each rank saved separately",
+            remedy="name a file in it, or another folder",
         )
     size_bytes = path.stat().st_size
     if size_bytes > _MAX_METADATA_BYTES:
@@ -100,27 +107,20 @@ def _metadata_of(folder: Path) -> bytes:
 
 
 def _sizes_of(folder: Path, parts: Iterable[StoredPart]) -> dict[str, int]:
-    """Return the size of every file that is needed. Raise CorruptError if a file is missing or a
-    part is outside of its file."""
+    """Return the size of every file. Raise CorruptError if a part is not in its file."""
     sizes: dict[str, int] = {}
     for part in parts:
+        path = folder / part.file
         if part.file not in sizes:
-            path = folder / part.file
-            if not path.is_file():
-                raise CorruptError(
-                    "cannot import",
-                    where=str(path),
-                    found=f"no such file, which holds {part}",
-                    remedy="put the files of all ranks into the folder",
-                )
-            sizes[part.file] = path.stat().st_size
+            sizes[part.file] = path.stat().st_size if path.is_file() else 0
         stop = part.offset + part.size_bytes
         if stop > sizes[part.file]:
             raise CorruptError(
                 "cannot import",
-                where=str(folder / part.file),
+                where=str(path),
                 expected=f"{part} in bytes {part.offset} to {stop}",
-                found=f"a file of {sizes[part.file]} bytes",
+                found=f"{sizes[part.file]} bytes",
+                remedy="put the files of all ranks into the folder",
             )
     return sizes
 
@@ -132,16 +132,16 @@ def _allocate(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         raise MemoryError(f"a tensor of shape {list(shape)}") from error
 
 
-@dataclass(slots=True, kw_only=True)
 class DcpFileReader:
-    """One file of the folder: consecutive torch.save archives, or values followed by
-    safetensors."""
+    """One file of the folder: torch.save archives, or values followed by safetensors."""
 
-    file: BinaryIO
-    size_bytes: int
-    where: str
-    _indexes: dict[int, tensor_files.TensorIndex] = field(default_factory=dict)
-    _seen: set[str] = field(default_factory=set)
+    def __init__(self, file: BinaryIO, size_bytes: int, where: str) -> None:
+        self.file = file
+        self._size_bytes = size_bytes
+        self._where = where
+        self._safetensors: dict[int, tensor_files.Safetensors] = {}
+        """By the offset of the header."""
+        self._seen: set[str] = set()
 
     def chunk(self, part: StoredPart, dtype: torch.dtype) -> torch.Tensor:
         """Read a chunk of a tensor. Raise CorruptError if it is not what the metadata describes."""
@@ -157,28 +157,20 @@ class DcpFileReader:
             found = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
         else:
             return tensor.detach()
-        raise CorruptError(
-            f"cannot import {part}",
-            where=self.where,
-            expected=f"a chunk of shape {list(shape)} and {dtype}",
-            found=found,
-        )
+        raise self._corrupt(part, found, expected=f"a chunk of shape {list(shape)} and {dtype}")
 
     def archive(self, part: StoredPart) -> object:
         """Load a torch.save archive."""
         self.file.seek(part.offset)
         data = io.BytesIO(self.file.read(part.size_bytes))
-        where = f"{self.where}, {part}"
         try:
             with zipfile.ZipFile(data) as archive:
                 claimed = sum(member.file_size for member in archive.infolist())
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            raise self._no_payload(part) from error
+            raise self._corrupt(part, _NO_PAYLOAD) from error
         if claimed > part.size_bytes:  # torch.save compresses nothing
-            raise CorruptError(
-                "cannot import", where=where, found="a zip archive that is compressed"
-            )
-        data.seek(0)
+            raise self._corrupt(part, "a zip archive that is compressed")
+        where = f"{self._where}, {part}"
         return tensor_files.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
     def _of_safetensors(self, part: StoredPart) -> torch.Tensor:
@@ -187,23 +179,23 @@ class DcpFileReader:
         start = part.offset
         self.file.seek(start + 8)
         if self.file.read(1) != b"{":
-            raise self._no_payload(part)
-        if start not in self._indexes:
-            self._indexes[start] = tensor_files.open_part(
-                self.file, start=start, stop=self.size_bytes, where=self.where
+            raise self._corrupt(part, _NO_PAYLOAD)
+        if start not in self._safetensors:
+            self._safetensors[start] = tensor_files.Safetensors(
+                self.file, start, self._size_bytes, where=self._where
             )
-        index = self._indexes[start]
-        if part.name not in index.entries or part.name in self._seen:
+        tensors = self._safetensors[start]
+        if part.name not in tensors.entries or part.name in self._seen:
             # Two chunks of a tensor get the same name in a file: DCP keeps only the last.
-            raise CorruptError(
-                "cannot import", where=self.where, found=f"no bytes for one of the chunks of {part}"
-            )
+            raise self._corrupt(part, f"no bytes for one of the chunks of {part}")
         self._seen.add(part.name)
-        return tensor_files.read_tensor(self.file, index, part.name, where=self.where)
+        return tensors.read(part.name)
 
-    def _no_payload(self, part: StoredPart) -> CorruptError:
-        return CorruptError(
-            f"cannot import {part}",
-            where=f"{self.where}, byte {part.offset}",
-            found="neither what torch.save writes nor safetensors",
-        )
+    def _corrupt(
+        self, part: StoredPart, found: str, *, expected: str | None = None
+    ) -> CorruptError:
+        where = f"{self._where}, byte {part.offset}"
+        return CorruptError(f"cannot import {part}", where=where, expected=expected, found=found)
+
+
+_NO_PAYLOAD = "neither what torch.save writes nor safetensors"

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
 
 from laststep.adapters.importing import inert_pickle
 from laststep.adapters.importing.inert_pickle import Global, PickledObject
-from laststep.constants import DTYPES, listed
+from laststep.constants import DTYPES, listed, with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
@@ -21,38 +23,24 @@ from laststep.state.tree import MAX_DEPTH
 if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-
+_PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath"
+_ADMITTED_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata MetadataIndex ChunkStorageMetadata "
+        "TensorProperties StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    # Up to torch 2.2.
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch": f"Size {' '.join(DTYPES)}",
+    "torch.serialization": "_get_layout",
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    "collections": "OrderedDict",
+    "builtins": "getattr",  # members of enums in some versions of Python; never called
+}
 ADMITTED = frozenset(
-    {
-        *(
-            (_METADATA, name)
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "MetadataIndex",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        (_FILESYSTEM, "_StorageInfo"),
-        (_FILESYSTEM, "_StoragePrefix"),
-        (_SHARDED, "TensorProperties"),
-        (_SHARDED, "MEM_FORMAT_ENCODING"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        *(("torch", name) for name in DTYPES),
-        *(("pathlib", name) for name in _PATHS),
-        *(("pathlib._local", name) for name in _PATHS),  # Python 3.13
-        ("collections", "OrderedDict"),
-        ("builtins", "getattr"),  # members of enums in some versions of Python; never called
-    }
+    (module, name) for module, names in _ADMITTED_NAMES.items() for name in names.split()
 )
 """All classes and functions that may occur in the metadata, by module and name."""
 
@@ -62,7 +50,42 @@ REMEDY = (
 )
 
 _MAX_DIMS = 64
-_MAX_OFFSET = 1 << 62
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+# The attributes that are used of DCP's objects. `Any` is checked when it is used.
+
+
+class Metadata(msgspec.Struct):
+    state_dict_metadata: dict[Any, Any]
+    storage_data: dict[Any, Any]
+    planner_data: dict[Any, Any] | None = None
+
+
+class TensorStorageMetadata(msgspec.Struct):
+    size: Any
+    properties: Any
+    chunks: list[Any]
+
+
+class ChunkStorageMetadata(msgspec.Struct):
+    offsets: Any
+    sizes: Any
+
+
+class MetadataIndex(msgspec.Struct):
+    fqn: str
+    offset: Any = None
+
+
+class _StorageInfo(msgspec.Struct):
+    relative_path: str
+    offset: _Count
+    length: _Count
+    transform_descriptors: list[str] | None = None
+
+
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +141,15 @@ class _MetadataDecoder:
     in_parts: bool
 
     def entries(self, raw: object) -> tuple[MetadataEntry, ...]:
-        fields = self._fields(raw, "Metadata")
-        flat = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
-        paths = self._dict(fields.get("planner_data") or {}, "planner_data")
-        stored = self._dict(fields.get("storage_data"), "storage_data")
-        places = {self._index(index): info for index, info in stored.items()}
+        metadata = self._record(raw, Metadata)
+        places: dict[tuple[str, object], object] = {}
+        for key, info in metadata.storage_data.items():
+            index = self._record(key, MetadataIndex)
+            at = None if index.offset is None else self._size(index.offset, "an index")
+            places[index.fqn, at] = info
+        paths = metadata.planner_data or {}
         entries = []
-        for key, content in flat.items():
+        for key, content in metadata.state_dict_metadata.items():
             name = self._name(key)
             path = self._path(name, paths.get(name, (name,)))
             entries.append(self._entry(name, path, content, places))
@@ -136,15 +161,12 @@ class _MetadataDecoder:
         if isinstance(raw, PickledObject) and raw.kind.name == "BytesStorageMetadata":
             part = self._part(name, None, places.get((name, None)))
             return MetadataEntry(name=name, path=path, parts=(part,))
-        fields = self._fields(raw, "TensorStorageMetadata")
-        shape = self._size(fields.get("size"), f"the shape of {name[:100]!r}")
-        dtype = self._dtype(name, fields.get("properties"))
-        chunks = fields.get("chunks")
-        if not isinstance(chunks, list):
-            raise self._corrupt(f"{name[:100]!r} without chunks")
-        boxes = [box for box in (self._box(name, chunk) for chunk in chunks) if box.volume]
+        tensor = self._record(raw, TensorStorageMetadata)
+        shape = self._size(tensor.size, f"the shape of {name[:100]!r}")
+        boxes = [box for box in (self._box(name, chunk) for chunk in tensor.chunks) if box.volume]
         self._check_boxes(name, shape, boxes)
         parts = tuple(self._part(name, box, places.get((name, box.start))) for box in boxes)
+        dtype = self._dtype(name, tensor.properties)
         return MetadataEntry(name=name, path=path, parts=parts, dtype=dtype, shape=shape)
 
     def _check_boxes(self, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -165,27 +187,22 @@ class _MetadataDecoder:
         raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
 
     def _part(self, name: str, box: Box | None, raw: object) -> StoredPart:
-        title = f"where {name[:100]!r} is stored"
         if raw is None:
-            raise self._corrupt(f"nothing that says {title}")
-        fields = self._fields(raw, "_StorageInfo")
-        file, offset, size = (fields.get(key) for key in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
-            raise self._corrupt(f"no name of a file for {title}: {str(file)[:100]!r}")
-        if not _is_count(offset) or not _is_count(size):
-            raise self._corrupt(f"no offset and length for {title}")
-        transforms = fields.get("transform_descriptors")
-        if transforms:
-            names = transforms if isinstance(transforms, list) else ["unknown"]
+            raise self._corrupt(f"nothing that says where {name[:100]!r} is stored")
+        info = self._record(raw, _StorageInfo)
+        file = info.relative_path
+        if file in ("", ".", "..") or set(file) & set("/\\\0"):
+            raise self._corrupt(f"no name of a file for {name[:100]!r}: {file[:100]!r}")
+        if info.transform_descriptors:
             raise UsageError(
                 "cannot import",
                 where=self.where,
                 found=f"{name[:100]!r} behind stream transforms: "
-                + ", ".join(text[:50] for text in names[:4] if isinstance(text, str)),
+                + ", ".join(text[:50] for text in info.transform_descriptors[:4]),
                 remedy="load the folder with torch.distributed.checkpoint, and save it without "
                 "transforms",
             )
-        return StoredPart(name=name, file=file, offset=offset, size_bytes=size, box=box)
+        return StoredPart(name=name, file=file, offset=info.offset, size_bytes=info.length, box=box)
 
     def _dtype(self, name: str, raw: object) -> str:
         state = raw.state if isinstance(raw, PickledObject) else None
@@ -203,32 +220,23 @@ class _MetadataDecoder:
             )
         return dtype.name
 
-    def _index(self, raw: object) -> tuple[str, object]:
-        fields = self._fields(raw, "MetadataIndex")
-        name, offset = fields.get("fqn"), fields.get("offset")
-        if not isinstance(name, str):
-            raise self._corrupt("an index without a name")
-        return name, None if offset is None else self._size(offset, "an index")
-
     def _box(self, name: str, raw: object) -> Box:
-        title = f"a chunk of {name[:100]!r}"
-        fields = self._fields(raw, "ChunkStorageMetadata")
-        start = self._size(fields.get("offsets"), title)
-        shape = self._size(fields.get("sizes"), title)
+        title, chunk = f"a chunk of {name[:100]!r}", self._record(raw, ChunkStorageMetadata)
+        start, shape = self._size(chunk.offsets, title), self._size(chunk.sizes, title)
         if len(start) != len(shape):
             raise self._corrupt(f"{title} with {len(start)} offsets and {len(shape)} sizes")
-        return Box(start, tuple(a + b for a, b in zip(start, shape, strict=True)))
+        return whole(shape).moved(start)
 
     def _size(self, raw: object, title: str) -> tuple[int, ...]:
         """Return the sizes of a pickled torch.Size."""
         sizes = raw.args[0] if isinstance(raw, PickledObject) and len(raw.args) == 1 else None
-        if (
-            not isinstance(sizes, tuple)
-            or len(sizes) > _MAX_DIMS
-            or not all(_is_count(size) for size in sizes)
-        ):
-            raise self._corrupt(f"{title} that is not a torch.Size")
-        return sizes
+        try:
+            found = msgspec.convert(sizes, tuple[_Count, ...])
+        except msgspec.ValidationError as error:
+            raise self._corrupt(f"{title} that is not a torch.Size: {error}") from None
+        if len(found) > _MAX_DIMS:
+            raise self._corrupt(f"{title} that is a torch.Size of {len(found)} dimensions")
+        return found
 
     def _path(self, name: str, raw: object) -> Path:
         if not isinstance(raw, tuple) or not raw or not isinstance(raw[0], str):
@@ -236,28 +244,23 @@ class _MetadataDecoder:
         if len(raw) > MAX_DEPTH:
             raise self._corrupt(f"{name[:100]!r} below {len(raw)} levels, of {MAX_DEPTH} at most")
         for part in raw:
-            if type(part) is str:
+            if type(part) is not int:
                 self._name(part)
-            elif type(part) is not int:
-                raise self._corrupt(f"a {type(part).__name__} in the path of {name[:100]!r}")
         return raw
 
-    def _fields(self, raw: object, kind: str) -> dict[object, object]:
-        """Return the attributes of an object whose class has this name; raise CorruptError for
-        others."""
-        if not isinstance(raw, PickledObject) or raw.kind.name != kind or not raw.state:
+    def _record(self, raw: object, kind: type[_T]) -> _T:
+        """Return the attributes of an object whose class has the name of `kind`."""
+        if not isinstance(raw, PickledObject) or raw.kind.name != kind.__name__:
             other = raw.kind.name if isinstance(raw, PickledObject) else type(raw).__name__
-            raise self._corrupt(f"a {other} where a {kind} belongs")
-        return self._dict(raw.state, kind)
-
-    def _dict(self, raw: object, title: str) -> dict[object, object]:
-        if not isinstance(raw, dict):
-            raise self._corrupt(f"no {title}")
-        return raw
+            raise self._corrupt(f"a {other} where a {kind.__name__} belongs")
+        try:
+            return msgspec.convert(raw.state, kind)
+        except msgspec.ValidationError as error:
+            raise self._corrupt(f"a malformed {kind.__name__}: {error}") from None
 
     def _name(self, name: object) -> str:
         if not isinstance(name, str):
-            raise self._corrupt(f"a {type(name).__name__} as a name")
+            raise self._corrupt(f"{with_article(type(name))} as a name")
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -266,10 +269,6 @@ class _MetadataDecoder:
 
     def _corrupt(self, found: str) -> CorruptError:
         return CorruptError("cannot import", where=self.where, found=found)
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _MAX_OFFSET
 
 
 def _picked(index: tuple[int, ...], order: list[int]) -> tuple[int, ...]:

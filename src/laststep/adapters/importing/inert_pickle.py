@@ -25,20 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 _LITERALS = frozenset(
-    {
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "SHORT_BINBYTES",
-        "BINBYTES",
-        "BINBYTES8",
-    }
+    (
+        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+        *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+    )
 )
 _ORDERED = ("collections", "OrderedDict")
 
@@ -55,8 +46,7 @@ class Global(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PickledObject:
-    """An object as it was pickled: its class or factory, the arguments, and the state set
-    afterwards."""
+    """An object as it was pickled: its class or factory, the arguments, and its state."""
 
     kind: Global
     args: tuple[object, ...]
@@ -64,20 +54,17 @@ class PickledObject:
 
 
 def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, remedy: str) -> object:
-    """Return the content of a pickle: plain values, dicts, lists, tuples, `Global`,
-    `PickledObject`.
-
-    Keys of dicts are strings, ints or `PickledObject`s; the latter are compared by identity.
-    """
+    """Return the content of a pickle: plain values, containers, `Global`, `PickledObject`. Keys are
+    strings, ints or `PickledObject`s; the latter are compared by identity."""
     machine = _Machine(admitted=admitted, where=where, remedy=remedy)
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name in _LITERALS:
                 machine.stack.append(argument)
             elif opcode.name == "STOP":
-                return machine.pop()
+                return machine.stack.pop()
             else:
-                machine.step(opcode.name, argument)
+                _OPERATIONS[opcode.name](machine, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise CorruptError(
             "cannot read a pickle", where=where, found=f"damage: {str(error)[:200]}"
@@ -96,15 +83,6 @@ class _Machine:
     _outer: list[list[object]] = field(default_factory=list)
     _memo: dict[object, object] = field(default_factory=dict)
 
-    def step(self, name: str, argument: object) -> None:
-        operation = _OPERATIONS.get(name)
-        if operation is None:
-            raise ValueError(f"the operation {name}")
-        operation(self, argument)
-
-    def pop(self) -> object:
-        return self.stack.pop()
-
     def mark(self, _: object) -> None:
         self._outer.append(self.stack)
         self.stack = []
@@ -113,16 +91,15 @@ class _Machine:
         items, self.stack = self.stack, self._outer.pop()
         return items
 
-    def push_tuple(self, count: int | None) -> None:
-        if count is None:
-            items = self.since_mark()
-        elif count > len(self.stack):
-            raise IndexError("too few values for a tuple")
-        else:
-            at = len(self.stack) - count
-            items = self.stack[at:]
-            del self.stack[at:]
+    def push_marked(self, _: object) -> None:
+        items = self.since_mark()
         self.stack.append(tuple(items))
+
+    def push_tuple(self, count: int) -> None:
+        if count > len(self.stack):
+            raise IndexError("too few values for a tuple")
+        at = len(self.stack) - count
+        self.stack[at:] = [tuple(self.stack[at:])]
 
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
@@ -150,19 +127,19 @@ class _Machine:
         self.stack.append(Global(str(module), str(name)))
 
     def find_popped(self, _: object) -> None:
-        name, module = self.pop(), self.pop()
+        name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise TypeError("a class without a name")
         self.find(module, name)
 
     def make(self, _: object) -> None:
-        args, kind = self.pop(), self.pop()
+        args, kind = self.stack.pop(), self.stack.pop()
         if not isinstance(kind, Global) or type(args) is not tuple:
             raise TypeError("an object of no class")
         self.stack.append({} if kind == _ORDERED and not args else PickledObject(kind, args))
 
     def build(self, _: object) -> None:
-        state, target = self.pop(), self.stack[-1]
+        state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, PickledObject) or target.state is not None:
             raise TypeError("state for an object that takes none")
         target.state = state
@@ -189,13 +166,15 @@ _OPERATIONS: dict[str, Callable[[_Machine, object], None]] = {
     "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
     "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
     "MARK": _Machine.mark,
-    "TUPLE": lambda machine, _: machine.push_tuple(None),
+    "TUPLE": _Machine.push_marked,
     "TUPLE1": lambda machine, _: machine.push_tuple(1),
     "TUPLE2": lambda machine, _: machine.push_tuple(2),
     "TUPLE3": lambda machine, _: machine.push_tuple(3),
-    "APPEND": lambda machine, _: machine.append([machine.pop()]),
+    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
     "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine, _: machine.set_items([machine.pop(), machine.pop()][::-1]),
+    "SETITEM": lambda machine, _: machine.set_items(
+        [machine.stack.pop(), machine.stack.pop()][::-1]
+    ),
     "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
     "GLOBAL": _global,
     "STACK_GLOBAL": _Machine.find_popped,
