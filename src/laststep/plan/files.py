@@ -132,7 +132,7 @@ def plan_save(
             names += [f"{item.name}/{piece.name}" for piece in item.pieces]
     files: list[FilePlan] = []
     for stem, owner, together in (*own, (SHARED_FILE, None, shared)):
-        groups = _split(together, pieces)
+        groups = _split(together, names)
         for number, group in enumerate(groups):
             is_numbered = number or (owner is not None and len(groups) > 1)
             suffix = f"-{number + 1:05d}" if is_numbered else ""
@@ -146,9 +146,9 @@ def plan_save(
     )
 
 
-def _split(numbers: Sequence[int], pieces: Sequence[Piece]) -> list[list[int]]:
+def _split(numbers: Sequence[int], names: Sequence[str]) -> list[list[int]]:
     """Cut a list of pieces so that no header exceeds its bound."""
-    lengths = [len(pieces[number].name) for number in numbers]
+    lengths = list(map(len, map(names.__getitem__, numbers)))
     if numbers and 6 * sum(lengths) + _ENTRY_BYTES * len(lengths) <= MAX_HEADER_BYTES // 2:
         return [list(numbers)]
     groups: list[list[int]] = []
