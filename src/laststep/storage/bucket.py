@@ -30,9 +30,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from laststep.errors import CorruptError, StorageError, UsageError
+from laststep.errors import StorageError, UsageError
 from laststep.storage.files import refuse_secrets
-from laststep.storage.store import check_name
+from laststep.storage.store import check_name, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,8 +134,6 @@ _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _Client = AzureStore | GCSStore | S3Store
 _OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureStore}
 _RIGHTS = "check the credentials in the environment and their rights in this bucket"
-_NO_BUCKET = "make the bucket, or check its name and the endpoint"
-_REGION = "set AWS_REGION to the region of the bucket"
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")
 """Error codes that Amazon sends with status 400."""
 _ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
@@ -218,13 +216,7 @@ class Bucket:
 
         data, found = self._ask("read", key, attempt)
         if data is None:
-            raise CorruptError(
-                "file too large",
-                where=self.where(key),
-                expected=f"at most {limit_bytes} bytes",
-                found=f"{found.size_bytes} bytes",
-                remedy="restore it from a copy, or take another checkpoint",
-            )
+            raise too_large(self.where(key), limit_bytes, found.size_bytes)
         return data, found
 
     def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
@@ -470,9 +462,11 @@ def trouble_of(status: int, code: str = "") -> Trouble:
     if status in (401, 403) or code in _EXPIRED:
         return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
     if status == 301 or code in _ELSEWHERE:
-        return Trouble(f"{said}: it is in another region", transient=False, remedy=_REGION)
+        remedy = "set AWS_REGION to the region of the bucket"
+        return Trouble(f"{said}: it is in another region", transient=False, remedy=remedy)
     if status == 404:
-        return Trouble(said, transient=False, remedy=_NO_BUCKET)
+        remedy = "make the bucket, or check its name and the endpoint"
+        return Trouble(said, transient=False, remedy=remedy)
     again = status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
     return Trouble(said, transient=again)
 

@@ -20,11 +20,11 @@ import stat
 from typing import TYPE_CHECKING
 
 from laststep.constants import ALIGN_BYTES
-from laststep.errors import CorruptError, StorageError, UsageError
+from laststep.errors import StorageError, UsageError
 from laststep.process import system
 from laststep.storage import files, locks
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed, open_to_read, os_errors
-from laststep.storage.store import Store, StoreEntry, check_name
+from laststep.storage.store import Store, StoreEntry, check_name, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,13 +135,7 @@ class DirectoryStore(Store):
             try:
                 size_bytes = os.fstat(fd).st_size
                 if size_bytes > limit_bytes:
-                    raise CorruptError(
-                        "file too large",
-                        where=path,
-                        expected=f"at most {limit_bytes} bytes",
-                        found=f"{size_bytes} bytes",
-                        remedy="restore it from a copy, or take another checkpoint",
-                    )
+                    raise too_large(path, limit_bytes, size_bytes)
                 content = b""
                 while data := os.read(fd, size_bytes + 1):
                     content += data

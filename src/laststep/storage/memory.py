@@ -11,8 +11,8 @@ import time
 
 import msgspec
 
-from laststep.errors import AlreadyExistsError, CorruptError, NotFoundError, UsageError
-from laststep.storage.store import Lock, Store, StoreEntry, check_name
+from laststep.errors import AlreadyExistsError, NotFoundError, UsageError
+from laststep.storage.store import Lock, Store, StoreEntry, check_name, too_large
 
 __all__ = ["MemoryStore", "clear"]
 
@@ -135,12 +135,7 @@ class MemoryStore(Store):
         with _mutex:
             data = self._file(name)
             if len(data) > limit_bytes:
-                raise CorruptError(
-                    "file too large",
-                    where=self._at(name),
-                    expected=f"at most {limit_bytes} bytes",
-                    found=f"{len(data)} bytes",
-                )
+                raise too_large(self._at(name), limit_bytes, len(data))
             return bytes(data)
 
     def create(self, name: str, data: bytes) -> None:

@@ -84,22 +84,19 @@ def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
     """Return (expected, found) for the first feature that the server lacks; None if it has all."""
     if bucket.create(key, _CONTENT) is None:
         return "names that are free where nothing was put", "a random name that is taken"
-    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
-        (
-            "conditional puts on a free name (If-None-Match)",
-            lambda: bucket.create(key, b"") is None,
+    checks: dict[str, Callable[[], bool]] = {
+        "conditional puts on a free name (If-None-Match)": (
+            lambda: bucket.create(key, b"") is None
         ),
-        (
-            "conditional puts on a version (If-Match)",
-            lambda: bucket.replace(key, b"", (f'"{32 * "0"}"', "1")) is None,
+        "conditional puts on a version (If-Match)": (
+            lambda: bucket.replace(key, b"", (f'"{32 * "0"}"', "1")) is None
         ),
-        ("reads of ranges (Range)", lambda: bucket.read_range(key, 5, 3) == _CONTENT[5:8]),
-        (
-            "listings that include every earlier put",
-            lambda: key in [meta["path"] for meta in bucket.names(bucket.prefix)],
+        "reads of ranges (Range)": lambda: bucket.read_range(key, 5, 3) == _CONTENT[5:8],
+        "listings that include every earlier put": (
+            lambda: key in [meta["path"] for meta in bucket.names(bucket.prefix)]
         ),
-    )
-    for expected, holds in checks:
+    }
+    for expected, holds in checks.items():
         try:
             found = None if holds() else "it is ignored"
         except StorageError as error:
@@ -320,7 +317,7 @@ class ObjectStore(Store):
         self._links = ObjectLinks(self._bucket, self._has_folder)
         self._made: dict[str, Found] = {}
         """Markers of the folders that this store has seen, by folder."""
-        self._pool_made: WorkerPool | None = None
+        self._pool = WorkerPool("object", _AT_ONCE)
 
     @property
     def url(self) -> str:
@@ -364,7 +361,7 @@ class ObjectStore(Store):
         if there is None:
             raise self._absent(name)
         key, size_bytes = there
-        return ObjectReader(self._bucket, key, size_bytes, self._pool())
+        return ObjectReader(self._bucket, key, size_bytes, self._pool)
 
     def _target(self, name: str) -> tuple[str, int] | None:
         """Return the key and size of the object with a file's bytes; None if there is none."""
@@ -539,12 +536,6 @@ class ObjectStore(Store):
             if self.url not in _probed:
                 probe(self._bucket)
                 _probed.add(self.url)
-
-    def _pool(self) -> WorkerPool:
-        with self._mutex:
-            if self._pool_made is None:
-                self._pool_made = WorkerPool("object", _AT_ONCE)
-            return self._pool_made
 
     def _key(self, name: str) -> str:
         last = check_name(name).rpartition("/")[2]

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from laststep.constants import ALIGN_BYTES, align_up
-from laststep.errors import UsageError
+from laststep.errors import CorruptError, UsageError
 
 __all__ = [
     "FileReading",
@@ -258,3 +258,14 @@ def check_name(name: str) -> str:
             found=repr(name),
         )
     return name
+
+
+def too_large(where: str, limit_bytes: int, size_bytes: int) -> CorruptError:
+    """Return the error for a small file that is larger than its reader accepts."""
+    return CorruptError(
+        "file too large",
+        where=where,
+        expected=f"at most {limit_bytes} bytes",
+        found=f"{size_bytes} bytes",
+        remedy="restore it from a copy, or take another checkpoint",
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING
 
 from laststep.errors import (
     AlreadyExistsError,
@@ -25,12 +25,10 @@ from laststep.storage.bucket import Missing
 from laststep.storage.files import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from laststep.process.threads import WorkerPool
     from laststep.storage.bucket import Bucket, Upload
-
-_Item = TypeVar("_Item")
 
 PART_BYTES = 8 << 20
 """Large enough to amortize the overhead of a request, small enough to send a slot as several parts
@@ -107,7 +105,7 @@ class ObjectWriter:
         exists."""
         self._bucket, self._key, self._settle = bucket, key, settle
         self._part_bytes = part_bytes_of(expected_bytes)
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._early = _EarlyWrites()
         self._first = bytearray()
         """The start of the file, until it exceeds one part."""
@@ -132,10 +130,15 @@ class ObjectWriter:
                 self._early.add(offset, flat)
                 return
             self._send(bytes(flat))
-            while (piece := self._early.take(self._sent_bytes)) is not None:
-                self._send(piece)
 
     def _send(self, data: bytes) -> None:
+        """Send `data` and the early writes that follow it."""
+        piece: bytes | None = data
+        while piece is not None:
+            self._send_one(piece)
+            piece = self._early.take(self._sent_bytes)
+
+    def _send_one(self, data: bytes) -> None:
         self._sent_bytes += len(data)
         try:
             if self._sent_bytes > MOST_PARTS * self._part_bytes:
@@ -171,17 +174,14 @@ class ObjectWriter:
                 elif self._bucket.create(self._key, bytes(self._first[:size_bytes])) is None:
                     raise taken(self._bucket, self._key)
             finally:
-                self._let_go()
+                self.close()
         self._settle()
 
     def _fill(self, size_bytes: int) -> None:
         """Send the remaining early writes, with zeros in the gaps, up to that size."""
         while self._sent_bytes < size_bytes:
             until = min(self._early.next() or size_bytes, size_bytes)
-            while self._sent_bytes < until:
-                self._send(bytes(min(PART_BYTES, until - self._sent_bytes)))
-            while (piece := self._early.take(self._sent_bytes)) is not None:
-                self._send(piece)
+            self._send(bytes(min(PART_BYTES, until - self._sent_bytes)))
         if self._upload is not None and self._sent_bytes > size_bytes:
             raise UsageError(
                 "cannot cut a file that has been sent",
@@ -193,14 +193,11 @@ class ObjectWriter:
     def close(self) -> None:
         """Abandon the file unless it is finished."""
         with self._mutex:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._is_open = False
-        self._early.clear()
-        if self._upload is not None:
-            self._upload.abort()
-            self._upload = None
+            self._is_open = False
+            self._early.clear()
+            if self._upload is not None:
+                self._upload.abort()
+                self._upload = None
 
     def _check_open(self, operation: str) -> None:
         if not self._is_open:
@@ -222,7 +219,8 @@ class ObjectReader:
         self._is_open = True
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset`, with several concurrent requests if it is large."""
+        """Fill `into` from `offset`, with several concurrent requests if it is large. All of them
+        have ended on return, even after an error, because they use the caller's memory."""
         self._check(offset)
         with into.cast("B") as flat:
             want = max(0, min(flat.nbytes, self.size_bytes - offset))
@@ -235,7 +233,19 @@ class ObjectReader:
                 ):
                     piece[:] = got
 
-            _at_once(self._pool, fetch, range(0, want, PART_BYTES))
+            starts, under_way = range(0, want, PART_BYTES), []
+            try:
+                for start in starts[1:]:
+                    under_way.append(self._pool.submit(fetch, start))  # noqa: PERF401 (may raise)
+            except StorageError:
+                pass  # the interpreter is exiting and the pool accepts no more: do the rest here
+            try:
+                for start in (*starts[:1], *starts[1 + len(under_way) :]):
+                    fetch(start)
+            finally:
+                errors = [error for task in under_way if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
         return want
 
     def in_place(self, offset: int, size_bytes: int) -> memoryview:
@@ -257,24 +267,6 @@ class ObjectReader:
         if not self._is_open or offset < 0:
             why = "before the start" if self._is_open else "a file that has been closed"
             raise UsageError(f"cannot read {why}", where=self._bucket.where(self._key))
-
-
-def _at_once(pool: WorkerPool, call: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Call `call` with all items concurrently, the first on this thread. All calls have ended on
-    return, even after an error, because they use the caller's memory."""
-    under_way = []
-    try:
-        for item in items[1:]:
-            under_way.append(pool.submit(call, item))  # noqa: PERF401 (submit may raise)
-    except StorageError:
-        pass  # the interpreter is exiting and the pool accepts no more: do the rest here
-    try:
-        for item in (*items[:1], *items[1 + len(under_way) :]):
-            call(item)
-    finally:
-        errors = [error for task in under_way if (error := task.exception()) is not None]
-    if errors:
-        raise errors[0]
 
 
 def taken(bucket: Bucket, key: str) -> AlreadyExistsError:
