@@ -240,10 +240,11 @@ def _contradictions(described: _Described, layout_groups: Sequence[LayoutGroup])
             form = f"a {item.kind}" + (" of each rank's own" if item.per_rank else "")
             said.setdefault(item.name, {}).setdefault(form, []).extend(alike.ranks)
     for key, by_group in described.items():
-        forms = said.setdefault("/".join(key), {})
-        for tensor, number in by_group:
-            form = f"{tensor.dtype}{list(tensor.shape)}"
-            forms.setdefault(form, []).extend(layout_groups[number].ranks)
+        if len({(tensor.dtype, tensor.shape) for tensor, _ in by_group}) > 1:
+            forms = said.setdefault("/".join(key), {})
+            for tensor, number in by_group:
+                form = f"{tensor.dtype}{list(tensor.shape)}"
+                forms.setdefault(form, []).extend(layout_groups[number].ranks)
     problems = []
     for what, forms in said.items():
         if len(forms) > 1:

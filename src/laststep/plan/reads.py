@@ -54,45 +54,34 @@ def plan_reads(
 ) -> list[Read]:
     """Return reads that cover every request, in order of offset, each of at most `most_bytes` and
     of whole blocks, no block twice."""
-    requests = sorted(request for request in requests if request.start < request.stop)
-    ranges = _ranges(requests, tensor_bytes, most_bytes)
-    parts: list[list[ReadPart]] = [[] for _ in ranges]
-    first = 0
-    for request in requests:  # both are sorted by offset
-        while first < len(ranges) and ranges[first][1] <= request.start:
-            first += 1
-        number = first
-        while number < len(ranges) and ranges[number][0] < request.stop:
-            low, high = ranges[number]
-            start, stop = max(low, request.start), min(high, request.stop)
-            part = ReadPart(request.target, start - low, start - request.start, stop - start)
-            parts[number].append(part)
-            number += 1
+    starts: list[int] = []
+    stops: list[int] = []
+    parts: list[list[ReadPart]] = []
+    last_in: dict[int, int] = {}  # a read never crosses a multiple of `most_bytes`
+    for request in sorted(requests):
+        start = request.start
+        while start < request.stop:
+            cell = start // most_bytes
+            stop = min(request.stop, (cell + 1) * most_bytes)
+            first = start // BLOCK_BYTES * BLOCK_BYTES
+            last = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, tensor_bytes)
+            number = last_in.get(cell)
+            if number is None or stops[number] < first:
+                number = last_in[cell] = len(starts)
+                starts.append(first)
+                stops.append(last)
+                parts.append([])
+            stops[number] = max(stops[number], last)
+            parts[number].append(
+                ReadPart(
+                    request.target, start - starts[number], start - request.start, stop - start
+                )
+            )
+            start = stop
     return [
         Read(file=file, start=start, stop=stop, parts=tuple(held))
-        for (start, stop), held in zip(ranges, parts, strict=True)
+        for start, stop, held in zip(starts, stops, parts, strict=True)
     ]
-
-
-def _ranges(
-    requests: list[ReadRequest], tensor_bytes: int, most_bytes: int
-) -> list[tuple[int, int]]:
-    """Return runs of whole blocks that hold a request, cut at multiples of `most_bytes`."""
-    runs: list[list[int]] = []
-    for request in requests:
-        first, last = request.start // BLOCK_BYTES, -(-request.stop // BLOCK_BYTES)
-        if runs and first <= runs[-1][1]:
-            runs[-1][1] = max(runs[-1][1], last)
-        else:
-            runs.append([first, last])
-    ranges: list[tuple[int, int]] = []
-    for first, last in runs:
-        start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, tensor_bytes)
-        while start < end:
-            stop = min(end, (start // most_bytes + 1) * most_bytes)
-            ranges.append((start, stop))
-            start = stop
-    return ranges
 
 
 _Reach = tuple[int, int, tuple[int, ...]]
