@@ -182,8 +182,8 @@ def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> S
     firsts: dict[int, Trees] = {}
     written = WrittenIndexes()
     differing = None
-    for rank in sorted(receipts):
-        receipt = receipts[rank]
+    in_order = sorted(receipts.items())
+    for rank, receipt in in_order:
         written = written.plus(receipt.written)
         global_layouts.setdefault(receipt.global_layout, rank)
         if receipt.global_layout == global_layout.digest:
@@ -192,12 +192,12 @@ def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> S
             differing = differing or first.differs(trees)
     seen = seen_by(
         {n: (EqualRanks(digest=sums, ranks=(rank,), count=1),) for n, sums in own.replicas.items()}
-        for rank, own in sorted(receipts.items())
+        for rank, own in in_order
     )
     return Summary(
         global_layouts=tuple(global_layouts.items()),
         trees=firsts,
-        items=_added_up(item for rank in sorted(receipts) for item in receipts[rank].items),
+        items=_added_up(item for _, receipt in in_order for item in receipt.items),
         written=written,
         replicas=seen,
         differing=differing,

@@ -291,7 +291,7 @@ class Ledger:
         for wanted in self._requests.boxes(rank, tensor):
             for span in layout.holders(wanted):
                 for holder in span.ranks(layout.cutting):
-                    for shared_range, number in self._of(holder).with_tensor(tensor):
+                    for shared_range, number in self._of(holder).by_tensor.get(tensor, ()):
                         common = shared_range.entries[number].held.meet(wanted)
                         if common is not None:
                             yield shared_range, shared_range.pieces_with(number, common)
@@ -368,16 +368,15 @@ class _RangesOfPlace:
 
     def __init__(self, shared_ranges: list[ReplicatedRange]) -> None:
         self.shared_ranges = shared_ranges
-        self._index: dict[int, list[tuple[ReplicatedRange, int]]] | None = None
 
-    def with_tensor(self, tensor: int) -> list[tuple[ReplicatedRange, int]]:
-        """Return the ranges that hold some of a tensor, and the entry of each."""
-        if self._index is None:
-            self._index = {}
-            for shared_range in self.shared_ranges:
-                for number, entry in enumerate(shared_range.entries):
-                    self._index.setdefault(entry.tensor, []).append((shared_range, number))
-        return self._index.get(tensor, [])
+    @functools.cached_property
+    def by_tensor(self) -> dict[int, list[tuple[ReplicatedRange, int]]]:
+        """The ranges that hold some of each tensor, and the entry of each."""
+        index: dict[int, list[tuple[ReplicatedRange, int]]] = {}
+        for shared_range in self.shared_ranges:
+            for number, entry in enumerate(shared_range.entries):
+                index.setdefault(entry.tensor, []).append((shared_range, number))
+        return index
 
 
 def _own_turns(
