@@ -287,6 +287,7 @@ def test_whoever_links_while_a_folder_is_deleted_has_the_file_or_is_told(
             self: Bucket,
             call: Callable[[], object],
             *,
+            may_miss: bool,
             moment: int = moment,
             store: ObjectStore = store,
         ) -> object:
@@ -295,7 +296,7 @@ def test_whoever_links_while_a_folder_is_deleted_has_the_file_or_is_told(
                 seen += 1
                 if seen == moment + 1:
                     ObjectStore(URL).delete_folder("2")
-            return once(self, call)
+            return once(self, call, may_miss=may_miss)
 
         with monkeypatch.context() as patched:
             patched.setattr(Bucket, "_once", ask)

@@ -231,15 +231,16 @@ class Bucket:
 
     def names(self, prefix: str) -> list[ObjectMeta]:
         """Return the objects directly below `prefix/`, without those in deeper prefixes."""
-        answer = self._ask_there(
-            "list", prefix, lambda: obstore.list_with_delimiter(self.client, prefix or None)
-        )
+        call = functools.partial(obstore.list_with_delimiter, self.client, prefix or None)
+        answer = self._ask("list", prefix, call, may_miss=False)
         # Some servers store an empty object for a prefix and list it below itself.
         return [meta for meta in answer["objects"] if meta["path"] != prefix]
 
     def below(self, prefix: str) -> list[str]:
         """Return all keys that start with `prefix/`."""
-        found = self._ask_there("list", prefix, lambda: obstore.list(self.client, prefix).collect())
+        found = self._ask(
+            "list", prefix, lambda: obstore.list(self.client, prefix).collect(), may_miss=False
+        )
         return [meta["path"] for meta in found if meta["path"] != prefix]
 
     def delete(self, keys: list[str]) -> None:
@@ -264,7 +265,7 @@ class Bucket:
                 raise
             return upload
 
-        return self._ask_there("begin to write", key, attempt)
+        return self._ask("begin to write", key, attempt, may_miss=False)
 
     def where(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
@@ -272,17 +273,13 @@ class Bucket:
     def front(self) -> str:
         """Return a URL at which the server answers, even if only with a refusal."""
         if self.scheme == "s3":
-            return self.signed().partition("?")[0]
+            second = dt.timedelta(seconds=1)
+            signed = self._ask("sign", "", lambda: obstore.sign(self.client, "GET", "x", second))
+            return signed.partition("?")[0]  # the rest is a secret
         if self.scheme == "gs":
             return "https://storage.googleapis.com/"
         account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         return f"https://{account}.blob.core.windows.net/"
-
-    def signed(self) -> str:
-        """Return a URL for an object `x`, signed by obstore, to find the address of the bucket. The
-        URL is a secret."""
-        second = dt.timedelta(seconds=1)
-        return self._ask("sign", "", lambda: obstore.sign(self.client, "GET", "x", second))
 
     def _put(self, key: str, data: bytes | memoryview, mode: str | dict[str, str]) -> Found | None:
         token = secrets.token_hex(8)
@@ -300,7 +297,8 @@ class Bucket:
                         mode=mode,  # type: ignore[arg-type]
                         attributes={TOKEN: token},
                         use_multipart=False,
-                    )
+                    ),
+                    may_miss=False,
                 )
             except _Refused:
                 # The name may be taken by an earlier try of this call whose response was lost.
@@ -309,35 +307,33 @@ class Bucket:
             version = put["e_tag"], put["version"]
             return Found(size_bytes=len(data), modified_s=0.0, version=version, token=token)
 
-        return self._ask_there("write", key, attempt)
+        return self._ask("write", key, attempt, may_miss=False)
 
     def ask_once(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
         """Make a call that must not be repeated; raise `StorageError` if it fails."""
-        return self._ask_there(what, key, call, Patience(deadline_s=0))
+        return self._ask(what, key, call, Patience(deadline_s=0), may_miss=False)
 
-    def _ask_there(
-        self, what: str, key: str, call: Callable[[], _Result], patience: Patience | None = None
+    def _ask(
+        self,
+        what: str,
+        key: str,
+        call: Callable[[], _Result],
+        patience: Patience | None = None,
+        *,
+        may_miss: bool = True,
     ) -> _Result:
-        """Make a call that needs no existing object: `Missing` then means the bucket or the upload,
-        and becomes a `StorageError`."""
-        patience = patience or self.patience
-
-        def attempt() -> _Result:
-            try:
-                return self._once(call)
-            except Missing as missing:
-                code = str(missing)
-            raise trouble_of(404, code)
-
-        return persist(attempt, what=what, where=self.where(key), patience=patience)
-
-    def _ask(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
+        """Make a call until it succeeds, as `_once` does."""
         return persist(
-            lambda: self._once(call), what=what, where=self.where(key), patience=self.patience
+            lambda: self._once(call, may_miss=may_miss),
+            what=what,
+            where=self.where(key),
+            patience=patience or self.patience,
         )
 
-    def _once(self, call: Callable[[], _Result]) -> _Result:
-        """Make one try and translate obstore's errors into `Missing`, `_Refused` or `Trouble`."""
+    def _once(self, call: Callable[[], _Result], *, may_miss: bool) -> _Result:
+        """Make one try and translate obstore's errors into `Missing`, `_Refused` or `Trouble`. If
+        the call needs no existing object, it is not the object that is missing, but the bucket or
+        the upload: that is trouble."""
         global _used_by  # noqa: PLW0603 (of the process)
         _used_by = _used_by or os.getpid()
         if _used_by != os.getpid():
@@ -352,8 +348,8 @@ class Bucket:
         except FileNotFoundError as error:
             code = _CODE.search(str(error))
             said = "" if code is None else code[1]
-            gone = said == "NoSuchBucket"
-            trouble: Exception = trouble_of(404, said) if gone else Missing(said)
+            is_trouble = not may_miss or said == "NoSuchBucket"
+            trouble: Exception = trouble_of(404, said) if is_trouble else Missing(said)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             # Amazon's 409 is not a refusal: two conditional puts collided.
             both = self.scheme == "s3" and "status code: 409" in str(error)

@@ -27,7 +27,7 @@ from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed, open_to_
 from laststep.storage.store import Store, StoreEntry, check_name, too_large
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -71,21 +71,21 @@ class DirectoryStore(Store):
     # Listing and reading
 
     @contextlib.contextmanager
-    def _items(self, folder: str) -> Iterator[Sequence[os.DirEntry[str]]]:
+    def _listing(self, folder: str) -> Iterator[Sequence[os.DirEntry[str]]]:
         """Provide the items of a folder by name, none if it does not exist, and translate the
         errors of looking at them."""
         path = self._path(folder) if folder else self._root
         with os_errors("list", path):
             try:
-                with os.scandir(path) as listing:
-                    items = sorted(listing, key=operator.attrgetter("name"))
+                with os.scandir(path) as found:
+                    items = sorted(found, key=operator.attrgetter("name"))
             except FileNotFoundError:
                 items = []
             yield items
 
     def list(self, folder: str) -> list[StoreEntry]:
         entries = []
-        with self._items(folder) as items:
+        with self._listing(folder) as items:
             for item in items:
                 is_link = item.is_symlink()
                 try:
@@ -105,26 +105,25 @@ class DirectoryStore(Store):
                 )
         return entries
 
-    # Unlike `list`, the next two need a system call only for a link, where the filesystem tells
-    # types.
-
     def file_names(self, folder: str) -> tuple[str, ...]:
-        with self._items(folder) as items:
-            return tuple(
-                [
-                    item.name
-                    for item in items
-                    if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
-                ]
-            )
+        return self._names(folder, os.DirEntry.is_file, os.path.isfile)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        with self._items(folder) as items:
+        return self._names(folder, os.DirEntry.is_dir, os.path.isdir)
+
+    def _names(
+        self,
+        folder: str,
+        is_one: Callable[[os.DirEntry[str]], bool],
+        links_to_one: Callable[[str], bool],
+    ) -> tuple[str, ...]:
+        # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
+        with self._listing(folder) as items:
             return tuple(
                 [
                     item.name
                     for item in items
-                    if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
+                    if (links_to_one(item.path) if item.is_symlink() else is_one(item))
                 ]
             )
 
@@ -390,7 +389,7 @@ class DirectoryStore(Store):
         self._disk.sync_folder(os.path.dirname(path))
         return doomed
 
-    def _remove_tree(self, path: str, *, may_stay: bool = False) -> None:
+    def _remove_tree(self, path: str, *, may_stay: bool) -> None:
         """Delete a folder. NFS and FUSE keep a file that is being read under another name, and so
         its folder: a folder that has already been renamed `may_stay` for the next cleanup."""
         with os.scandir(path) as listing:

@@ -343,16 +343,7 @@ class FileReader:
         if want == 0:
             return 0
         try:
-            if self.alignment_bytes > 1:
-                is_cached = self._is_cached(offset, flat[:want])
-                return want if is_cached else self._read_direct(offset, flat, want)
-            done = 0
-            while done < want:
-                count = os.preadv(self._fd, [flat[done:want]], offset + done)
-                if count == 0:
-                    break
-                done += count
-            return done
+            return want if self._is_cached(offset, flat[:want]) else self._read(offset, flat, want)
         except OSError as error:
             raise failed("read", self._path, error) from error
 
@@ -380,24 +371,24 @@ class FileReader:
         self._cached_hits = None
         return False
 
-    def _read_direct(self, offset: int, flat: memoryview, want: int) -> int:
+    def _read(self, offset: int, flat: memoryview, want: int) -> int:
         """Read whole aligned pages straight into place, the rest through a bounce buffer."""
-        done = 0
+        done, page = 0, self.alignment_bytes
         address = ctypes.addressof(ctypes.c_char.from_buffer(flat))
-        if offset % ALIGN_BYTES == 0 and address % ALIGN_BYTES == 0:
-            straight = flat.nbytes // ALIGN_BYTES * ALIGN_BYTES
-            while done < min(straight, want) and done % ALIGN_BYTES == 0:
+        if offset % page == 0 and address % page == 0:
+            straight = flat.nbytes // page * page
+            while done < min(straight, want) and done % page == 0:
                 count = os.preadv(self._fd, [flat[done:straight]], offset + done)
                 if count == 0:
                     return done
                 done += count
         if done >= want:
             return want
-        start = (offset + done) // ALIGN_BYTES * ALIGN_BYTES
-        window = min(_BOUNCE_BYTES, align_up(offset + want - start, ALIGN_BYTES))
-        with mmap.mmap(-1, window) as pages, memoryview(pages) as bounce:
+        start = (offset + done) // page * page
+        window = min(_BOUNCE_BYTES, align_up(offset + want - start, page))
+        with mmap.mmap(-1, window) as memory, memoryview(memory) as bounce:
             while done < want:
-                start = (offset + done) // ALIGN_BYTES * ALIGN_BYTES
+                start = (offset + done) // page * page
                 skip = offset + done - start
                 fresh = os.preadv(self._fd, [bounce], start) - skip
                 if fresh <= 0:

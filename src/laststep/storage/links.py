@@ -99,9 +99,7 @@ class ObjectLinks:
 
     def is_shared(self, key: str) -> bool:
         """Return whether a live link needs that object."""
-        folder, _, name = key.rpartition("/")
-        backs = [meta["path"] for meta in self._bucket.names(folder)]
-        return any(self._is_alive(back) for back in backs if _stands_for(back, name))
+        return any(map(self._is_alive, self._backs(key)))
 
     def unneeded(self, keys: Iterable[str]) -> list[str]:
         """Return those keys below a deleted folder that can be deleted. Targets elsewhere that only
@@ -124,16 +122,21 @@ class ObjectLinks:
         if target is None or not target.startswith(self._bucket.prefix):
             return
         own = _back_key(link, target)
-        folder, _, name = target.rpartition("/")
         if not self._is_there(target):
-            listed = [meta["path"] for meta in self._bucket.names(folder)]
-            backs = [key for key in listed if _stands_for(key, name)]
+            backs = self._backs(target)
             # Only a target with a back link to this link: a damaged link must not delete anything.
             if own in backs and not any(self._is_alive(key) for key in backs if key != own):
                 self._bucket.delete([target])
                 self._bucket.delete(backs)
                 return
         self._bucket.delete([own])
+
+    def _backs(self, target: str) -> list[str]:
+        """Return the back links of an object."""
+        folder, _, name = target.rpartition("/")
+        listed = [meta["path"] for meta in self._bucket.names(folder)]
+        found = [(key, _BACK.fullmatch(key.rpartition("/")[2])) for key in listed]
+        return [key for key, back in found if back is not None and back[1] == name]
 
     def _is_alive(self, back: str) -> bool:
         """Return whether the link that a back link names still exists, in a folder that exists."""
@@ -159,8 +162,3 @@ def _back_key(link: str, target: str) -> str:
     folder, _, name = target.rpartition("/")
     which = hashlib.sha256(_way(target, link)).hexdigest()[:16]
     return f"{folder}/.{name}.{which}.linked"
-
-
-def _stands_for(key: str, name: str) -> bool:
-    back = _BACK.fullmatch(key.rpartition("/")[2])
-    return back is not None and back[1] == name
