@@ -211,7 +211,8 @@ class Checkpointer(single.OnlyOne):
         return handle
 
     def _begin_save(self, asked: arguments.SaveRequest, began: float) -> SaveHandle:
-        self._work.revive(self._context.settings)
+        if self._saves.refusal is not None:
+            self._work.revive(self._context.settings)
         overwrite = self._saves.check_new(asked.step, self.path, overwrite=asked.overwrite)
         role: Role = (
             "alone" if self._team is None else "first" if self._context.rank.is_first else "member"
@@ -257,7 +258,8 @@ class Checkpointer(single.OnlyOne):
             save.report.size_bytes = size_bytes = prepared.plan.tensor_bytes
             save.report.tensors = len(prepared.plan.pieces)
             self._context.bus.emit(SaveStarted(step=save.step, size_bytes=size_bytes))
-            self._work.prepare_for(size_bytes)
+            self._pool.want(self._work.sets * size_bytes + CHUNK_BYTES)
+            self._work.has_saved = True
             if self._team is None:
                 self._client.begin(
                     save, prepared.plan, functools.partial(taken.seal, prepared, None)

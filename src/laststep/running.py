@@ -247,12 +247,6 @@ class RunningParts:
         staged = self.capturer.expect(on_device)
         self.pool.want(self.sets * expected, without_pauses=not staged)
 
-    def prepare_for(self, size_bytes: int) -> None:
-        """Allocate memory for a save of this size, plus the previous one if that is kept in
-        memory."""
-        self.pool.want(self.sets * size_bytes + CHUNK_BYTES)
-        self.has_saved = True
-
     def wait(self) -> None:
         with self._in_time():
             self.over_within(None)
@@ -273,11 +267,10 @@ class RunningParts:
                 self._is_closing = False
 
     def revive(self, settings: Settings) -> None:
-        dead = self.client.saves.refusal
-        if dead is not None:
-            log.warning("starting a new flusher: %s", dead)
-            self.capturer.settle()
-            self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
+        """Start a new flusher in place of one that has died."""
+        log.warning("starting a new flusher: %s", self.saves.refusal)
+        self.capturer.settle()
+        self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
 
     def hurry(self, is_over: Callable[[], bool]) -> None:
         """Stop all waits in this object once `is_over` returns True: the program must end."""
@@ -593,7 +586,8 @@ class Resuming:
         be made."""
         self._work.saves.take_over()
         self._work.saves.raise_failed()
-        self._work.revive(self._context.settings)
+        if self._work.saves.refusal is not None:
+            self._work.revive(self._context.settings)
 
     def _saw(self, seen: Seen) -> None:
         # A restore bound to a peek ignores checkpoints committed after it. Counting those as seen
