@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
-import torch
 from msgspec import Meta, structs
 
 from laststep.catalog.retention import Keep
@@ -37,6 +36,8 @@ from laststep.state.tensors import is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from laststep.tiers.tier import Tier
 
@@ -112,9 +113,10 @@ def refuse_unnamed(values: tuple[object, ...]) -> None:
     if values:
         first = type(values[0])
         name = first.__name__.lower()
-        if isinstance(values[0], torch.nn.Module):
+        modules = {kind.__module__ for kind in first.__mro__}
+        if "torch.nn.modules.module" in modules:
             name = "model"
-        elif isinstance(values[0], torch.optim.Optimizer):
+        elif "torch.optim.optimizer" in modules:
             name = "optimizer"
         raise UsageError(
             "only the run may be passed without a name",

@@ -121,7 +121,7 @@ _LEAST_KEPT = 16
 quickly."""
 
 
-class _Refused(Exception):
+class _Unencodable(Exception):
     """A value that cannot be encoded. Its path is collected on the way to the root: keys as tuples
     of one, and text for what is no key."""
 
@@ -147,14 +147,14 @@ class _Encoder:
             return encode(self, value)
         if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
             return _encode_namedtuple(self, value)
-        raise _Refused(f"a value of type {_type_name(value)}")
+        raise _Unencodable(f"a value of type {_type_name(value)}")
 
     def enter(self, container: object) -> None:
         """Record that the walk is inside `container`; the caller removes it from `active`."""
         if id(container) in self.active:
-            raise _Refused(f"a {_type_name(container)} that contains itself")
+            raise _Unencodable(f"a {_type_name(container)} that contains itself")
         if len(self.active) == MAX_DEPTH:
-            raise _Refused(_TOO_DEEP)
+            raise _Unencodable(_TOO_DEEP)
         self.active.add(id(container))
 
     def items(self, container: Any, values: Iterable[object] | None = None) -> list[object]:
@@ -166,7 +166,7 @@ class _Encoder:
             for value in container if values is None else values:
                 encode = _encoders.get(type(value))
                 encoded.append(encode(self, value) if encode is not None else self.value(value))
-        except _Refused as refused:
+        except _Unencodable as refused:
             refused.path.append((len(encoded),))
             raise
         self.active.remove(id(container))
@@ -236,7 +236,7 @@ def _encode_dict(encoder: _Encoder, mapping: dict[object, object]) -> object:
         for key, item in mapping.items():
             encode = _encoders.get(type(item))
             encoded[key] = encode(encoder, item) if encode is not None else encoder.value(item)
-    except _Refused as refused:
+    except _Unencodable as refused:
         refused.path.append((key,))
         raise
     encoder.active.remove(id(mapping))
@@ -252,7 +252,7 @@ def _encode_pairs(encoder: _Encoder, mapping: dict[object, object]) -> object:
         for key, item in mapping.items():
             items.append(encoder.value(key))
             items.append(encoder.value(item))
-    except _Refused as refused:
+    except _Unencodable as refused:
         if len(items) % 2 == 0:
             refused.path.append(" (a key)")
         refused.path.append((key,))
@@ -274,12 +274,12 @@ def _encode_bounds(encoder: _Encoder, span: Any) -> object:
 def _encode_namedtuple(encoder: _Encoder, value: tuple[object, ...]) -> object:
     name, fields = type(value).__name__, cast("tuple[str, ...]", getattr(value, "_fields", ()))
     if not all(type(field) is str for field in fields) or namedtuple_class(name, fields) is None:
-        raise _Refused(f"a {_type_name(value)} with invalid field names")
+        raise _Unencodable(f"a {_type_name(value)} with invalid field names")
     if len(fields) != len(value) or getattr(value, "__dict__", None):
-        raise _Refused(f"a {_type_name(value)} that holds more than its fields")
+        raise _Unencodable(f"a {_type_name(value)} that holds more than its fields")
     encoder.classes.add((name, fields))
     if len(encoder.classes) > MAX_NAMEDTUPLES:
-        raise _Refused(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
+        raise _Unencodable(f"more than {MAX_NAMEDTUPLES} namedtuple classes")
     return {"$": "namedtuple", "type": name, "fields": list(fields), "items": encoder.items(value)}
 
 
@@ -495,7 +495,7 @@ def encode(value: object, kept: EncodedDicts | None = None) -> bytes:
     path: list[str | tuple[object]] = []
     try:
         encoded = json_bytes(encoder.value(value))
-    except _Refused as refused:
+    except _Unencodable as refused:
         path, found = refused.path[::-1], str(refused)
     except RecursionError:
         found = "nesting too deep for the call stack"
