@@ -77,7 +77,7 @@ def made(
     is_declared: bool = False,
 ) -> tuple[Deriving, DerivedFile]:
     save = deriving(FILES, PAIRS, misses, failed, is_declared=is_declared)
-    derived = save.of(MODEL)
+    derived = save.files.get(MODEL)
     assert derived is not None
     return save, derived
 
@@ -181,7 +181,7 @@ def test_a_declared_master_is_tried_at_every_save(image: memoryview) -> None:
 def test_a_block_with_masters_in_it_is_never_left_out_itself() -> None:
     count = BLOCK_BYTES // 4
     small = layout("one", ("m", "float32", 8), ("w", "bfloat16", 8))
-    assert deriving((small,), [MasterPair(0, 1, 0, 0)]).of(0) is None
+    assert deriving((small,), [MasterPair(0, 1, 0, 0)]).files.get(0) is None
     large = layout(
         "one", ("m", "float32", 4 * count), ("n", "float32", 16), ("w", "bfloat16", 4 * count)
     )
@@ -189,7 +189,7 @@ def test_a_block_with_masters_in_it_is_never_left_out_itself() -> None:
     image = memoryview(values + bytes(64) + bytes(rounded(values, "bfloat16")))
     save = deriving((large,), [MasterPair(0, 2, 0, 0), MasterPair(0, 2, 0, 1)])
     save.take(0, 0, image)
-    derived = save.of(0)
+    derived = save.files.get(0)
     assert derived is not None
     assert payloads(derived, image) == [None] * 5 + [b"\x01"] * 2
 
@@ -203,7 +203,7 @@ def test_nobody_waits_for_a_master_that_is_never_rounded() -> None:
     save = deriving((one,), [MasterPair(0, 1, 0, 0)], failed=failed)
     for start in range(0, one.tensor_bytes, CHUNK_BYTES):
         save.expect(0, start)
-    derived = save.of(0)
+    derived = save.files.get(0)
     assert derived is not None
     # The first bytes of `w` lie beside the last of its master, in a later chunk than the others.
     assert derived.payload(CHUNK_BYTES // BLOCK_BYTES, memoryview(bytes(BLOCK_BYTES))) is None
@@ -217,7 +217,7 @@ def test_a_block_that_is_derived_in_part_keeps_the_rest() -> None:
     save = deriving(files, [MasterPair(1, 1, 0, 0)])
     values = np.arange(4, dtype=np.float32).tobytes()
     save.take(0, 0, memoryview(values))
-    derived = save.of(1)
+    derived = save.files.get(1)
     assert derived is not None
     block = memoryview(b"abcdef" + bytes(rounded(values, "bfloat16")))
     assert derived.payload(0, block) == b"\x01abcdef"

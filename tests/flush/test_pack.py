@@ -76,7 +76,7 @@ def overlap(writes: Sequence[tuple[int, int]]) -> bool:
 def test_blocks_lie_at_the_offsets_returned(sizes: list[int], alignment: int) -> None:
     chance = random.Random(sum(sizes))
     memory = Memory(alignment, sum(sizes) + 4096)
-    writer = PackWriter(lambda: memory)
+    writer = PackWriter(memory)
     blocks = [(writer.append(data), data) for data in map(chance.randbytes, sizes)]
     writer.finish()
     assert writer.size_bytes == memory.finished == sum(sizes)
@@ -90,7 +90,7 @@ def test_blocks_lie_at_the_offsets_returned(sizes: list[int], alignment: int) ->
 
 def test_several_threads_append_at_once() -> None:
     memory = Memory(4096, 16 << 20)
-    writer = PackWriter(lambda: memory)
+    writer = PackWriter(memory)
     blocks: list[tuple[int, bytes]] = []
 
     def go(seed: int) -> None:
@@ -113,34 +113,18 @@ def test_several_threads_append_at_once() -> None:
     assert len(memory.writes) == -(-writer.size_bytes // PIECE)
 
 
-def test_no_file_is_made_before_the_first_block() -> None:
-    def no_file() -> Memory:
-        raise AssertionError("a file is made")
-
-    writer = PackWriter(no_file)
-    writer.finish()
-    writer.close()
-    assert writer.size_bytes == 0
-
-
-def test_the_file_is_made_once_and_closed() -> None:
-    made: list[Memory] = []
-
-    def make() -> Memory:
-        made.append(Memory(1, 100))
-        return made[-1]
-
-    writer = PackWriter(make)
+def test_closing_closes_the_file() -> None:
+    memory = Memory(1, 100)
+    writer = PackWriter(memory)
     writer.append(b"a")
-    writer.append(b"b")
     writer.close()
-    assert [memory.is_closed for memory in made] == [True]
+    assert memory.is_closed
 
 
 def test_the_thread_that_fills_a_piece_sees_its_write_fail() -> None:
     memory = Memory(4096, 1 << 20)
     memory.fails_after = 1
-    writer = PackWriter(lambda: memory)
+    writer = PackWriter(memory)
     writer.append(bytes(PIECE))
     writer.append(bytes(PIECE - 1))
     with pytest.raises(StorageError):
@@ -149,7 +133,7 @@ def test_the_thread_that_fills_a_piece_sees_its_write_fail() -> None:
 
 def test_one_thread_holds_memory_for_one_piece() -> None:
     memory = Memory(1, 10 * PIECE)
-    writer = PackWriter(lambda: memory)
+    writer = PackWriter(memory)
     for _ in range(9):
         writer.append(bytes(PIECE))
     assert len(writer._spare) <= 1

@@ -68,21 +68,18 @@ class Deriving:
         self._parts: dict[tuple[int, int, Master], tuple[bytearray, int]] = {}
         """Rounded bytes of incomplete runs, and how many of them have arrived."""
         self._wanted: dict[int, list[_MasterBytes]] = {}
-        self._files: dict[int, DerivedFile] = {}
+        self.files: dict[int, DerivedFile] = {}
+        """The files with tensors that may be derived."""
         for number in sorted({pair.file for pair in pairs}):
             file = DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
             for there, wanted in file.wanted():  # else no block of it may be derived
-                self._files[number] = file
+                self.files[number] = file
                 self._wanted.setdefault(there, []).append(wanted)
         for some in self._wanted.values():
             some.sort(key=lambda wanted: wanted[:2])
 
-    def of(self, file: int) -> DerivedFile | None:
-        """Return the derivations in that file; None if there are none."""
-        return self._files.get(file)
-
     def end(self) -> None:
-        for file in self._files.values():
+        for file in self.files.values():
             file.end()
 
     def expect(self, file: int, start: int) -> None:

@@ -131,7 +131,10 @@ class Flusher:
         self._changed = threading.Condition()
         """Guards these, and the fields of a `FlusherSave` that several threads touch."""
         self._passing = threading.Lock()
-        self._given_up = self._was_told_bye = False
+        self._was_told_bye = False
+        self.is_given_up = False
+        """Set from outside to commit nothing more: the trainer has reported all uncommitted saves
+        as failed. The connection must be closed already, so that `serve` returns."""
         self._slots = SlotHolds(self._send)
         # One extra thread: one may be finishing a save and waiting for other ranks.
         self._writers = WorkerPool("write", orders.writers + 1)
@@ -187,11 +190,6 @@ class Flusher:
                 self._handle(message)
         finally:
             self._end()
-
-    def give_up(self) -> None:
-        """Commit nothing more: the trainer has reported all uncommitted saves as failed. The
-        connection must be closed already, so that `serve` returns."""
-        self._given_up = True
 
     # Receive
 
@@ -347,8 +345,8 @@ class Flusher:
             return
         with self._passing:
             for chunk in filled:
-                if save.writer is not None:
-                    save.writer.expect(chunk.file, chunk.start)
+                if save.writer is not None and save.writer.deriving is not None:
+                    save.writer.deriving.expect(chunk.file, chunk.start)
                 self._writers.put(self._write, save, chunk, digests)
 
     def _digest_ahead(self, save: FlusherSave, chunk: Filled) -> None:
@@ -545,7 +543,7 @@ class Flusher:
             self._tell(Listener.ending)
             for save in list(self._saves.values()):
                 is_decided = save.begin.role == "alone" or save.decision is not None
-                if self._given_up or not (save.is_whole and is_decided):
+                if self.is_given_up or not (save.is_whole and is_decided):
                     self._drop(save, "the trainer ended in the middle of the capture")
             self._advance()
             if self._digesters is not None:
@@ -553,7 +551,7 @@ class Flusher:
             self._writers.close()
             self._run_writer.clean()
             self._run_writer.close()
-            self._tell(Listener.close, self._given_up or not self._was_told_bye)
+            self._tell(Listener.close, self.is_given_up or not self._was_told_bye)
         finally:
             self._connection.close()  # after any failure: it unblocks the trainer
 

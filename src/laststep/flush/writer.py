@@ -43,7 +43,7 @@ from laststep.settings import Compression
 from laststep.storage.store import FileWriting, write_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from laststep.catalog.attempt import Attempt
     from laststep.flush.encoder import Compressor
@@ -58,12 +58,11 @@ _PIECE_BYTES = 4 << 20
 
 
 class PackWriter:
-    """The pack file of a save: blocks of any length, stored back to back and written in aligned
-    pieces, each by the thread that filled it. The file is created with the first block."""
+    """The pack file of a save: blocks stored back to back and written in aligned pieces, each by
+    the thread that filled it."""
 
-    def __init__(self, open_writer: Callable[[], FileWriting]) -> None:
-        self._open_writer = open_writer
-        self._writer: FileWriting | None = None
+    def __init__(self, writer: FileWriting) -> None:
+        self._writer = writer
         self._lock = threading.Lock()
         self._spare: list[mmap.mmap] = []
         self._piece: mmap.mmap | None = None
@@ -74,9 +73,7 @@ class PackWriter:
         """Append all of `data` and return its offset in the file."""
         full: list[tuple[int, mmap.mmap]] = []
         with self._lock:
-            if self._writer is None:
-                self._writer = self._open_writer()
-            writer, start, left = self._writer, self.size_bytes, memoryview(data)
+            start, left = self.size_bytes, memoryview(data)
             while left:
                 if self._piece is None:
                     self._piece = self._spare.pop() if self._spare else mmap.mmap(-1, _PIECE_BYTES)
@@ -90,30 +87,26 @@ class PackWriter:
                     full.append((self.size_bytes - _PIECE_BYTES, self._piece))
                     self._piece = None
         for offset, piece in full:
-            _write_piece(writer, offset, piece, _PIECE_BYTES)
+            self._write(offset, piece, _PIECE_BYTES)
             with self._lock:
                 self._spare.append(piece)
         return start
 
     def finish(self) -> None:
-        """Write the last piece and make the file durable, if there is one."""
+        """Write the last piece and make the file durable."""
         self._spare.clear()
-        if self._writer is None:
-            return
         if self._piece is not None:
             size = align_up(self._filled, self._writer.alignment_bytes)
-            _write_piece(self._writer, self.size_bytes - self._filled, self._piece, size)
+            self._write(self.size_bytes - self._filled, self._piece, size)
         self._writer.finish(self.size_bytes)
+
+    def _write(self, offset: int, piece: mmap.mmap, size: int) -> None:
+        with memoryview(piece) as view, view[:size] as used:
+            self._writer.write_at(offset, used)
 
     def close(self) -> None:
         """Close the file; does nothing to a finished one."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _write_piece(writer: FileWriting, offset: int, piece: mmap.mmap, size: int) -> None:
-    with memoryview(piece) as view, view[:size] as used:
-        writer.write_at(offset, used)
+        self._writer.close()
 
 
 class _LayoutWriter(msgspec.Struct, eq=False):
@@ -186,9 +179,9 @@ class SaveWriter:
         self._shared = None if base is None else SharedFiles(attempt.store, attempt.folder, base)
         # File numbers while the save is written: the base's files, then the pack, then data files.
         self._pack_number = 0 if base is None else len(base.index.files)
-        name = pack_name(*rank)
-        self._pack = PackWriter(lambda: self._open(name, BLOCK_BYTES))
-        self._names = [*map(attrgetter("name"), layouts), name, index_name(*rank)]
+        self._pack: PackWriter | None = None
+        """Created with the first block."""
+        self._names = [*map(attrgetter("name"), layouts), pack_name(*rank), index_name(*rank)]
         self._layouts: list[_LayoutWriter] = []
         self.rounded: list[dict[str, str]] = []
         """The rounded tensors of each layout, with the rounding of each."""
@@ -211,9 +204,9 @@ class SaveWriter:
             self._layouts.append(target)
             self.rounded.append({} if rounding is None else rounding.names)
         self._retired: frozenset[int] = frozenset()
-        self._deriving: Deriving | None = None
+        self.deriving: Deriving | None = None
         if derived:
-            self._deriving = Deriving(
+            self.deriving = Deriving(
                 layouts,
                 derived,
                 Misses() if misses is None else misses,
@@ -236,14 +229,13 @@ class SaveWriter:
         for target in self._layouts:
             target.may_reuse = is_roomy and target.base is not None and target.base.is_usable()
             if not (target.may_reuse or target.compresses or target.number in may_derive):
-                target.file, target.is_chosen = self._open_in_place(target.layout), True
+                self._open_in_place(target)
         if self._compressor is not None:
             self._compressor.begin_save()
 
     def _has_room(self) -> bool:
-        """Return True if there is room to write everything once more after this save. Reused blocks
-        keep old files alive; if space is short, it is better to free them with their
-        checkpoints."""
+        """Return True if there is room to write everything once more after this save. If not, it is
+        better to free old files with their checkpoints than to reuse their blocks."""
         needed = 0.0
         for target in self._layouts:
             change = 1.0 if target.base is None else target.base.usual_change()
@@ -259,14 +251,10 @@ class SaveWriter:
             return writer
         return TimedWriting(writer, self._compressor.throughput)
 
-    def _open_in_place(self, layout: FileLayout) -> FileWriting:
-        writer = self._open(layout.name, layout.size_bytes)
-        try:
-            write_aligned(writer, 0, layout.header())
-        except BaseException:
-            writer.close()
-            raise
-        return writer
+    def _open_in_place(self, target: _LayoutWriter) -> None:
+        target.file = self._open(target.layout.name, target.layout.size_bytes)
+        target.is_chosen = True
+        write_aligned(target.file, 0, target.layout.header())
 
     def _choose(
         self,
@@ -277,8 +265,8 @@ class SaveWriter:
         *,
         is_same: bool = False,
     ) -> None:
-        """Decide how a layout is written, from the first bytes of it that arrive. `is_same`: none
-        of it has changed."""
+        """Decide how a layout is written, from its first bytes to arrive or because none of it has
+        changed."""
         with target.choosing:
             if target.is_chosen:
                 return
@@ -291,7 +279,7 @@ class SaveWriter:
                     known=base is not None,
                     rounded=target.rounding is not None,
                 )
-            derived = None if self._deriving is None else self._deriving.of(target.number)
+            derived = None if self.deriving is None else self.deriving.files.get(target.number)
             if derived is not None and not derived.is_refuted(start, data):
                 target.encoder = target.encoder or LayoutEncoder(target.layout)
                 target.encoder.derived = derived
@@ -301,8 +289,9 @@ class SaveWriter:
             if retired is not None and self._shared is not None and self._shared.link():
                 target.retired = retired
             if target.retired is None and (encoder is None or not encoder.encodes):
-                target.file = self._open_in_place(target.layout)
-            elif base is not None:
+                self._open_in_place(target)
+                return
+            if base is not None:
                 target.refs = base.reusable(target.retired)
                 target.reusable = frozenset(target.refs)
             target.is_chosen = True
@@ -333,11 +322,6 @@ class SaveWriter:
             self.error = self.error or error
         drop_tracebacks(error)
 
-    def expect(self, file: int, start: int) -> None:
-        """Register bytes that are being queued for `write`; call in the order of that queue."""
-        if self._deriving is not None:
-            self._deriving.expect(file, start)
-
     def digests(self, file: int, start: int, data: memoryview) -> bytes:
         """Return the digests of the blocks in `data`, after rounding `data` in place if requested.
         Return b"" after an error, which is kept."""
@@ -360,8 +344,8 @@ class SaveWriter:
             return
         target, data = self._layouts[file], image[:size_bytes]
         try:
-            if self._deriving is not None:
-                self._deriving.take(file, start, data)
+            if self.deriving is not None:
+                self.deriving.take(file, start, data)
             if not target.is_chosen:
                 self._choose(target, start, data, sums)
             if target.file is not None:
@@ -406,6 +390,9 @@ class SaveWriter:
                 if encoding is not None:
                     with self._lock:
                         encoded_as = self._encodings.setdefault(encoding, len(self._encodings) + 1)
+            with self._lock:
+                if self._pack is None:
+                    self._pack = PackWriter(self._open(pack_name(*self._rank), BLOCK_BYTES))
             offset = self._pack.append(stored)
             target.refs[number] = BlockRef(self._pack_number, offset, len(stored), encoded_as, base)
 
@@ -437,7 +424,7 @@ class SaveWriter:
                 self.fail(error)
                 continue
             for start, size in parts:
-                if self._deriving is not None and self._deriving.needs(number, start, size):
+                if self.deriving is not None and self.deriving.needs(number, start, size):
                     continue  # tensors are derived from these bytes as they arrive
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
                 if target.reusable.issuperset(blocks):
@@ -470,9 +457,10 @@ class SaveWriter:
             raise self.error
         for target in self._layouts:
             self._finish_layout(target)
-        self._pack.finish()
-        if self._deriving is not None:
-            self._deriving.end()
+        if self._pack is not None:
+            self._pack.finish()
+        if self.deriving is not None:
+            self.deriving.end()
         self._index = self._make_index(values)
         data = index_format.encode(self._index)
         self._attempt.put(index_name(*self._rank), data)
@@ -497,7 +485,7 @@ class SaveWriter:
                     needed.setdefault(ref.base.block.file)
             if refs and target.runs() == in_place(layout, refs[0].file):
                 needed[refs[0].file] = layout.name
-        if self._pack.size_bytes:
+        if self._pack is not None:
             name = pack_name(*self._rank)
             files[self._pack_number] = StoredFile(name=name, size_bytes=self._pack.size_bytes)
         if self._shared is not None:
@@ -544,7 +532,8 @@ class SaveWriter:
         for target in self._layouts:
             if target.file is not None:
                 target.file.close()
-        self._pack.close()
+        if self._pack is not None:
+            self._pack.close()
 
     def as_base(self) -> Base | None:
         """Return this save as the base of the next; None unless it is finished."""
