@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from laststep.memory.pool import Pool
+
 PATIENCE_S = 120.0
 
 
@@ -19,6 +21,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("it does not happen")
         time.sleep(0.005)
+
+
+def wait_ready(pool: Pool) -> None:
+    """Until all memory that was asked for is ready, or there is none left."""
+    wait_until(lambda: pool._ready >= pool._wanted)
 
 
 def is_flusher(pid: int) -> bool:

@@ -21,7 +21,6 @@ from laststep.flush.base import (
     MOST_HELD,
     Base,
     BaseLayout,
-    shared,
 )
 from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import (
@@ -351,14 +350,6 @@ def test_a_shared_file_is_named_after_the_attempt_that_wrote_it(
 ) -> None:
     file = StoredFile(name=name, size_bytes=1, origin=origin)
     assert Base(Index(), FOLDER).name_elsewhere(file) == elsewhere
-
-
-def test_a_shared_file_remembers_where_it_is_from_and_how_often_it_was_shared() -> None:
-    file = StoredFile(name=MODEL, size_bytes=1)
-    once = shared(file, "model~2-3.safetensors", FOLDER)
-    assert once == StoredFile(name="model~2-3.safetensors", size_bytes=1, origin=FOLDER, sharers=1)
-    twice = shared(once, MODEL, "step-00000008.2-4")
-    assert twice == structs.replace(once, name=MODEL, sharers=2)
 
 
 def test_a_committed_checkpoint_is_a_base_if_its_index_can_be_read(tmp_path: Path) -> None:

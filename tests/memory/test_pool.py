@@ -20,7 +20,7 @@ from laststep.memory import segments as memory
 from laststep.memory.pool import Pool, ReadBuffers
 from laststep.memory.segments import Mapping
 from laststep.process import system
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,14 +39,14 @@ def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> No
     made = make(5)
     try:
         made.want(CHUNK_BYTES + 1)
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 2 * CHUNK_BYTES
         slots = [made.lease(PATIENCE_S) for _ in range(5)]
         assert sorted(slots) == [0, 1, 2, 3, 4]
         assert made.ready_bytes == 5 * CHUNK_BYTES
         assert made.lease(0.05) is None  # at the cap
         made.want(100 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 5 * CHUNK_BYTES
         threading.Timer(0.05, made.release, (3,)).start()
         assert made.lease(PATIENCE_S) == 3
@@ -91,7 +91,7 @@ def test_a_restore_that_begins_while_memory_is_made_ready_waits_for_one_slot_of_
             go.set()
             assert made.lease(PATIENCE_S) == 0
             assert made_pages == [0]
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 4 * CHUNK_BYTES
     finally:
         made.close()
@@ -137,13 +137,13 @@ def test_a_pool_that_cannot_grow_goes_on_with_what_it_has(
     made = make(6)
     try:
         made.want(6 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 2 * CHUNK_BYTES
         assert made.lease(PATIENCE_S) is not None
         assert made.lease(PATIENCE_S) is not None
         assert made.lease(0.05) is None
         made.want(6 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
     finally:
         made.close()
     assert warned(caplog, 2 * CHUNK_BYTES)
@@ -180,11 +180,11 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
     made = make(3)
     try:
         made.want(had * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         monkeypatch.setattr(Mapping, "allocate", short)
         for number in range(1, 4):
             made.want(2 * CHUNK_BYTES)
-            made.wait_ready()
+            wait_ready(made)
             assert len(tries) == number
         assert made.room_bytes == had * CHUNK_BYTES
         made.slots.reset()
@@ -197,7 +197,7 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
             pass
         assert made.lease(PATIENCE_S) is not None
         made.want(3 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 3 * CHUNK_BYTES
     finally:
         made.close()
@@ -268,7 +268,7 @@ def test_memory_that_is_ready_is_pinned_when_a_device_turns_up_late(
     made = make(5)
     try:
         made.want(3 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert pinned == []
         made.pin()
         made.want(5 * CHUNK_BYTES)
@@ -375,7 +375,7 @@ def test_pages_of_memory_that_is_pinned_are_made_a_step_ahead_and_never_beyond_w
     made = Pool(8 * CHUNK_BYTES, pinned=True)
     try:
         made.want(5 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert pinned == [0, 1, 2, 3, 4]
         assert sorted(made_when) == [n * CHUNK_BYTES // 2 for n in range(2 * 5)]
         assert {made_when[n * CHUNK_BYTES // 2] for n in range(2 * 4)} == {0}
@@ -398,11 +398,11 @@ def test_pinned_memory_for_which_there_are_no_pages_is_tried_again(
     made.tell_slots = told.append
     try:
         made.want(6 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert (made.ready_bytes, told) == (2 * CHUNK_BYTES, [2])
         room[0] = 8
         made.want(6 * CHUNK_BYTES)
-        made.wait_ready()
+        wait_ready(made)
         assert made.ready_bytes == 6 * CHUNK_BYTES
         made.close()
         assert told == [2, 4, 6]
@@ -421,7 +421,7 @@ def test_what_others_have_of_the_cap_is_left_to_them_but_for_the_least_that_is_n
         for others, ready in ((5, 4), (2, 6), (0, 8)):  # a step goes beyond the least
             taken[0] = others * CHUNK_BYTES
             made.want(8 * CHUNK_BYTES)
-            made.wait_ready()
+            wait_ready(made)
             assert made.ready_bytes == ready * CHUNK_BYTES
     finally:
         made.close()

@@ -81,7 +81,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.slots.free == len(self.free)
-        assert self.slots.waiting == 0
+        assert len(self.slots._waiting) == 0
 
 
 TestSlots = SlotsMachine.TestCase
@@ -102,7 +102,7 @@ def test_waiters_are_served_in_order_of_arrival() -> None:
     for number in range(6):
         threads.append(threading.Thread(target=wait, args=(number,)))
         threads[-1].start()
-        wait_until(lambda n=number: slots.waiting == n + 1)
+        wait_until(lambda n=number: len(slots._waiting) == n + 1)
     for number in range(6):
         slots.add(range(number, number + 1))
         wait_until(lambda n=number: len(served) == n + 1)
@@ -118,11 +118,11 @@ def test_one_who_gives_up_waiting_does_not_hold_up_the_next(
     monkeypatch.setattr("laststep.memory.pool.time", SimpleNamespace(monotonic=lambda: now_s))
     impatient = threading.Thread(target=slots.lease, args=(20,))
     impatient.start()
-    wait_until(lambda: slots.waiting == 1)
+    wait_until(lambda: len(slots._waiting) == 1)
     got: list[int | None] = []
     patient = threading.Thread(target=lambda: got.append(slots.lease(60)))
     patient.start()
-    wait_until(lambda: slots.waiting == 2)
+    wait_until(lambda: len(slots._waiting) == 2)
     now_s = 30.0
     slots.add(range(0))  # nothing; but they look again
     impatient.join()
@@ -143,7 +143,7 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: slots.waiting == 3)
+    wait_until(lambda: len(slots._waiting) == 3)
     slots.fail(StorageError("gone"))
     for thread in threads:
         thread.join()
@@ -162,7 +162,7 @@ def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
     got: list[int | None] = []
     reading = threading.Thread(target=lambda: got.append(slots.lease(PATIENCE_S)))
     reading.start()
-    wait_until(lambda: slots.waiting == 1)
+    wait_until(lambda: len(slots._waiting) == 1)
     slots.lose_flusher(StorageError("gone"))
     with pytest.raises(StorageError, match="gone"):
         slots.lease(for_save=True)

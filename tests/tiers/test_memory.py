@@ -26,7 +26,7 @@ from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers import snapshots
 from laststep.tiers.recovery import snapshots_of
-from waiting import PATIENCE_S, is_flusher, wait_until
+from waiting import PATIENCE_S, is_flusher, wait_ready, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -526,10 +526,10 @@ def test_what_an_earlier_start_has_left_counts_against_the_cap_until_a_save_is_c
     assert left.size_bytes == save
     with opened(base, run_folder, model, host_memory_bytes=cap) as ckpt:
         ckpt.restore()
-        ckpt._pool.wait_ready()
+        wait_ready(ckpt._pool)
         assert ckpt._pool.ready_bytes == max(cap - left.size_bytes, save + spare) < cap
         ckpt.save(2).result()
         wait_until(lambda: len(segments.found(base)) == 1)
         ckpt.save(3).result()
-        ckpt._pool.wait_ready()
+        wait_ready(ckpt._pool)
         assert ckpt._pool.ready_bytes > save + spare

@@ -59,8 +59,8 @@ class BaseLayout:
         self._stored_blocks = max(len(self.refs) - len(self.derived), 1)
 
     def usual_change(self) -> float:
-        """Return the fraction of its stored blocks that had changed when it was written, or a high
-        estimate if that is unknown."""
+        """Return the fraction of its stored blocks that had changed when it was written; a high
+        estimate if unknown."""
         if self._changed is None:
             return MOST_CHANGED
         return len(self._changed - self.derived) / self._stored_blocks
@@ -214,7 +214,12 @@ class SharedFiles:
                 own, source = needed[number], f"{self._folder}/{name}"
                 if own == file.own_name and self._link(source, own, file.size_bytes):
                     last = own
-                found[number] = shared(file, last, self._base.folder)
+                found[number] = msgspec.structs.replace(
+                    file,
+                    name=last,
+                    origin=file.origin or self._base.folder,
+                    sharers=file.sharers + 1,
+                )
             if number not in needed or last != name:
                 self._store.delete(f"{self._folder}/{name}")
         return found
@@ -250,10 +255,3 @@ def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
         return Base(read_index(store, folder, commit, rank), folder)
     except LaststepError:
         return None
-
-
-def shared(file: StoredFile, name: str, folder: str) -> StoredFile:
-    """Return the record of a file of the checkpoint in `folder` that another shares as `name`."""
-    return msgspec.structs.replace(
-        file, name=name, origin=file.origin or folder, sharers=file.sharers + 1
-    )

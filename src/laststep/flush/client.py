@@ -164,7 +164,7 @@ class HelperThread:
 
     def end(self, timeout_s: float) -> bool:
         """Make it give up all saves, once its connection is closed, and wait for its end."""
-        self._flusher.give_up()
+        self._flusher.is_given_up = True
         return self.join(timeout_s)
 
     def how_it_ended(self) -> str:

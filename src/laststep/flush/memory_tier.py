@@ -15,6 +15,7 @@ not write to disks and does not commit.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import threading
 import time
@@ -190,7 +191,7 @@ class MemoryTier(Listener):
         """Release the pool if the trainer is gone for good, so that a new start need not wait for
         the work that this process still does elsewhere."""
         if self._pool_fd >= 0 and self._is_gone():
-            segments.let_go(self._pool_fd)
+            fcntl.flock(self._pool_fd, fcntl.LOCK_UN)  # the memory will not change any more
 
     # Arriving saves
 
@@ -226,10 +227,8 @@ class MemoryTier(Listener):
         self._slots.release(freed)
         if tell:
             log.warning(
-                (
-                    "a save of %d bytes does not fit into %d bytes of shared memory and is not "
-                    "kept there; pass a larger host_memory_bytes, or free space in %s"
-                ),
+                "a save of %d bytes does not fit into %d bytes of shared memory and is not kept "
+                "there; pass a larger host_memory_bytes, or free space in %s",
                 large[0].chunks * CHUNK_BYTES,
                 self._there * CHUNK_BYTES,
                 self._segment.base,

@@ -160,10 +160,9 @@ class SaveReport:
 class SaveHandle(OnlyOne, Future["SaveReport"]):
     """A save in progress. `captured`, `durable` and `committed` are reached in that order.
 
-    It is a `concurrent.futures.Future` of the report, so that `concurrent.futures.wait` and
-    `asyncio.wrap_future` accept it. Methods that a user calls on the training thread take locks of
-    that class only inside `defer_signals`: a lock left locked by an interrupt would block the
-    flusher's thread.
+    It is a `concurrent.futures.Future` of the report. Methods that a user calls on the training
+    thread take locks of that class only inside `defer_signals`: a lock left locked by an interrupt
+    would block the flusher's thread.
     """
 
     def __init__(self, save: Save) -> None:
@@ -294,8 +293,7 @@ class Save:
         """The indexes that this rank has made durable."""
         self.lost: LaststepError | None = None
         """The error that ended the flusher after it had made everything durable. Other ranks may
-        still commit the save, so the thread that takes part in the commit finds out the outcome and
-        reports it."""
+        still commit the save, so the commit thread finds out and reports the outcome."""
         self.seal: Seal | None = None
         """Set when its capture starts; None again when it is not needed, because it keeps the
         state's trees alive."""
@@ -607,8 +605,7 @@ class Saves:
 
     def call_off_queued(self, step: int) -> None:
         """Cancel all saves in progress but the first, which is being written, and that of `step`,
-        the last save of the job: there is no time for the others before it, and they are useless
-        after it."""
+        the last save of the job: there is no time for the others."""
         for save in [save for save in self.under_way() if save.step != step][1:]:
             save.call_off("it was cancelled so that the last save of the job finishes in time")
 

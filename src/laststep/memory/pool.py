@@ -36,7 +36,6 @@ from laststep.process.threads import Worker, WorkerPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
-    from types import TracebackType
 
     import torch
 
@@ -68,9 +67,8 @@ class Filled(NamedTuple):
 class Slots:
     """The free and the leased slots of a pool; slots are added as their memory becomes ready.
 
-    A slot is either free or leased; the set of free slots is stored explicitly, so that a full pool
-    cannot be mistaken for an empty one. Waiters are served in order of arrival. Thread-safe; `fail`
-    and `lose_flusher` wake waiters with the error that makes waiting pointless.
+    Waiters are served in order of arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with
+    the error that makes waiting pointless.
     """
 
     def __init__(self) -> None:
@@ -87,11 +85,6 @@ class Slots:
     def free(self) -> int:
         with self._changed:
             return len(self._free)
-
-    @property
-    def waiting(self) -> int:
-        with self._changed:
-            return len(self._waiting)
 
     def add(self, slots: range) -> None:
         """Add slots whose memory is ready."""
@@ -282,12 +275,6 @@ class Pool:
                 self._resting_at = None
                 self._changed.notify_all()
 
-    def wait_ready(self) -> None:
-        """Wait until all requested memory is ready."""
-        with self._changed:
-            while self._ready < self._wanted and not self._closed:
-                self._changed.wait()
-
     def lease(
         self, timeout_s: float | None = None, *, for_save: bool = False, urgent: bool = False
     ) -> int | None:
@@ -321,7 +308,8 @@ class Pool:
         """Return a slot as a tensor of bytes."""
         import torch
 
-        return torch.frombuffer(self.view(slot), dtype=torch.uint8)
+        start, data = slot * CHUNK_BYTES, self._mapping.view
+        return torch.frombuffer(data, dtype=torch.uint8, count=CHUNK_BYTES, offset=start)
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy host memory, given as ranges of (address, bytes), back to back into a slot. Return
@@ -545,12 +533,7 @@ class ReadBuffers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._mapping.close()
 
     def lease(self, timeout_s: float | None = None) -> int | None:

@@ -25,6 +25,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import socket
 import stat
 import time
@@ -157,20 +158,13 @@ os.register_at_fork(after_in_child=_in_child)
 def available_bytes() -> int:
     """Return the host memory that is still available: on the machine, or within the control group's
     limit if that is less."""
-    available = _meminfo("MemAvailable")
+    free = re.search(r"^MemAvailable: *(\d+) kB$", system.told("/proc/meminfo"), re.MULTILINE)
+    available = int(free[1]) * 1024 if free is not None else 0
     limit = _number("/sys/fs/cgroup/memory.max")
     used = _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
         available = min(available, max(limit - used, 0))
     return available
-
-
-def _meminfo(field: str) -> int:
-    for line in system.told("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) * 1024
-    return 0
 
 
 def _number(path: str) -> int | None:
@@ -231,9 +225,8 @@ class Segment:
         except (FileNotFoundError, NotAFileError):
             return False
         except OSError as error:
-            warn_once(
-                log, f"cannot determine the owner of {self.pool_path}, which is kept: {error}"
-            )
+            problem = f"cannot determine the owner of {self.pool_path}, which is kept: {error}"
+            warn_once(log, problem)
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -376,11 +369,6 @@ def refuse_disks(base: str) -> None:
             found=kind or "no such",
             remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
         )
-
-
-def let_go(fd: int) -> None:
-    """Release the lock of this descriptor, to show that the memory will not change any more."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def opened(folder: str) -> Segment:
