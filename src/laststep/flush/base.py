@@ -26,19 +26,16 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 MOST_FILES = 16
-"""Maximum number of files of earlier checkpoints that an index refers to: a restore opens them
-all."""
+"""Maximum number of earlier files that an index refers to: a restore opens them all."""
 MAX_SHARERS = 16
 """Maximum number of checkpoints that share a file before its blocks are written again: this limits
 the loss from one damaged file. See docs/guides/smaller.md."""
 LEAST_LIVE = 0.25
-"""Minimum fraction of a file that must still be needed. Below it, the file costs more space than it
-saves."""
+"""A file that is needed less than this costs more space than it saves."""
 MOST_HELD = 1.75
 """Maximum size of all files together, as a multiple of the bytes needed from them."""
 MOST_CHANGED = 0.75
-"""A layout with a larger changed fraction is written whole and then depends on no other
-checkpoint."""
+"""A layout with a larger changed fraction is written whole and depends on no other checkpoint."""
 LEAST_BYTES = 64 << 10
 """A smaller layout is always written: a shared file also costs a name, and a file to open."""
 
@@ -122,8 +119,7 @@ class Base:
     def __init__(
         self, index: Index, folder: str, changed: Mapping[str, frozenset[int]] | None = None
     ) -> None:
-        """`changed` maps layout names to the blocks that had changed when it was written, where
-        known."""
+        """`changed` maps layout names to the blocks that had changed when it was written."""
         self.index = index
         self.folder = folder
         self._changed = changed or {}
@@ -178,12 +174,10 @@ class SharedFiles:
         self._base = base
         self._lock = threading.Lock()
         self._names: dict[int, str] | None = None
-        """Names of the links by file number in the base; None before `link`, empty if a link
-        failed."""
+        """Names of the links by file number; None before `link`, empty if a link failed."""
 
     def link(self) -> bool:
-        """Link all files that may still be shared, on the first call. Return False if that is
-        impossible."""
+        """Link all files that may still be shared, once; return False if that is impossible."""
         with self._lock:
             if self._names is None:
                 self._names = self._link_all()

@@ -68,8 +68,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BARE = ("-S", "-P", "-c")
-"""Skip `site`: the startup code that packages install in site-packages takes longer than all the
-rest."""
+"""Skip `site`: the startup code that packages install takes longer than all the rest."""
 _CODE = (
     "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
     "sys.modules['typing_extensions'] = None; "
@@ -82,8 +81,7 @@ removed again because a store may need `typing_extensions`."""
 
 
 class HelperProcess:
-    """A flusher in a helper process, which inherits only the pool, its end of the connection and a
-    pidfd of the trainer."""
+    """A flusher in a helper process, which inherits only the descriptors that it needs."""
 
     def __init__(self, end: socket.socket, setup: Setup) -> None:
         # Opened here, where the pid certainly is the trainer's: the trainer may die, and its pid be
@@ -133,9 +131,8 @@ class HelperProcess:
         return True
 
     def end(self, timeout_s: float) -> bool:
-        """Kill it and wait until it is dead and reaped: from then on it touches no slot and decides
-        nothing. Return False if it is still alive at the timeout, for example because of a hanging
-        disk."""
+        """Kill it and wait until it is reaped: from then on it touches no slot and decides nothing.
+        Return False at the timeout, for example because of a hanging disk."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -383,16 +380,15 @@ class Client:
         self.saves.enter(save)
 
     def announce(self, begin: Begin) -> None:
-        """Send the announcement of a save, after marking the save as pending in the liveness
-        lock."""
+        """Announce a save, after marking it as pending in the liveness lock."""
         with self._announcing:
             descriptor = self.instance.announce(begin.save)
-            if descriptor is not None and not self._has_liveness_lock:
+            if self._has_liveness_lock:
+                descriptor = None
+            if descriptor is not None:
                 self._has_liveness_lock = True
                 begin = msgspec.structs.replace(begin, liveness=self.instance.liveness_lock_name)
-                self.send(begin, descriptor=descriptor)
-            else:
-                self.send(begin)
+            self.send(begin, descriptor=descriptor)
         if self.saves.find(begin.save) is None:
             # The save failed meanwhile with its flusher: nothing else would clear its marker.
             self.instance.over(begin.save)
@@ -409,8 +405,7 @@ class Client:
         self._pool.slots.release(slots)
 
     def save_ends(self, save: Save, at: AttemptName | None) -> None:
-        """Called just before a save is reported as committed under `at`, or as failed if that is
-        None."""
+        """Prepare for reporting a save as committed under `at`, or as failed if that is None."""
         self.instance.over(save.number)
         if at is None:
             return

@@ -29,12 +29,10 @@ _LOOK_S = 0.2
 _MOST_BYTES = 2 * BLOCK_BYTES
 """Maximum length of a run of a master."""
 _TRIES, _AGAIN = 2, 16
-"""An undeclared candidate that was useless in `_TRIES` saves is tried only in every `_AGAIN`-th
-save from then on."""
+"""An undeclared candidate that was useless `_TRIES` times is tried in every `_AGAIN`-th save."""
 
 Misses = Counter[tuple[str, str, Master]]
-"""Number of consecutive saves of one flusher in which a candidate (file, tensor, master) was wrong,
-unneeded or not tried."""
+"""Consecutive saves in which a candidate (file, tensor, master) was wrong, unneeded or untried."""
 
 
 class _MasterBytes(NamedTuple):
@@ -83,8 +81,7 @@ class Deriving:
             file.end()
 
     def expect(self, file: int, start: int) -> None:
-        """Register a chunk that is being queued for the writing threads; call in the order of that
-        queue."""
+        """Register a chunk that is being queued for writing; call in the order of that queue."""
         self._order[file, start] = len(self._order)
 
     def needs(self, file: int, start: int, size: int) -> bool:
@@ -123,9 +120,8 @@ class Deriving:
     def rounding(
         self, file: int, run: DerivedRun, master: Master, begins: tuple[int, int]
     ) -> bytes | None:
-        """Return the digest of the rounding that a run may equal, if its master arrived before the
-        run itself. Waits for masters that were queued earlier: another thread is processing
-        them."""
+        """Return the digest of the rounding that a run may equal; None if its master did not arrive
+        before the run. Waits for masters that were queued earlier."""
         key, there = (file, run.start, master), begins[0]
         start, stop = run.of_master(begins[1])
         chunks = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))

@@ -120,8 +120,7 @@ class IdleCores:
         self._idle = 0.0
 
     def look(self) -> float:
-        """Return the idle cores between this call and the last; repeat the last result if the
-        counters have not advanced."""
+        """Return the idle cores since the last call, or its result if the counters stand still."""
         idle, every = self._read()
         past = every - self._last[1]
         if past > 0:
@@ -167,8 +166,7 @@ class Earlier:
         return bool(self._kept.get(file))
 
     def keep(self, file: str, number: int, digest: bytes, data: memoryview) -> None:
-        """Replace the kept version of a block; drop it if there is no room or keeping does not
-        pay."""
+        """Keep this version of a block instead, unless there is no room or keeping does not pay."""
         with self._lock:
             blocks = self._kept.setdefault(file, {})
             _, before = blocks.pop(number, (b"", b""))
@@ -269,9 +267,8 @@ def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (numbers are rou
 
 
 def to_int8(data: memoryview, at: int) -> None:
-    """Round numbers in place, in groups of 64 by position in the layout, to one of 255 multiples of
-    a power of two chosen for the largest of the group. Groups with NaN or nearly infinite numbers
-    are left unchanged."""
+    """Round numbers in place, in groups of 64 by position in the layout, to multiples of a power of
+    two, with 7 bits. Groups with NaN or nearly infinite numbers are left unchanged."""
     import numpy as np
 
     numbers: NDArray[float32] = np.frombuffer(data, np.float32)
@@ -306,19 +303,16 @@ ROUNDERS: dict[str, Callable[[memoryview, int], None]] = {"bf16": to_bf16, "int8
 
 _CODEC = "planes"
 _SAMPLE_BYTES = 64 << 10
-"""Sample size, from the middle of a block: enough to predict the ratio of the whole block, for a
-sixteenth of the time."""
+"""Sample size, from the middle of a block: enough to predict the ratio of all of it."""
 _SAMPLES = 4
 _TAKEN_SHARE = 0.02
 """Fraction of all cores that encoding may take from training if none is idle."""
 _LEAST_GAIN = 1.03
 """Minimum compression ratio. With less, decoding would cost more than it saves."""
 _MOST_OF_RAW = 0.9
-"""Encoding must be expected to take less than this fraction of the time of writing everything
-raw."""
+"""Encoding must be expected to take less than this fraction of the time of writing raw."""
 _ANCHORED_GAIN = 0.8
-"""A difference must be smaller than the block encoded alone by this factor, because a reader has to
-read its base as well."""
+"""A difference must be smaller by this factor than the block alone: it needs its base as well."""
 _NARROW_BYTES = 2
 """Maximum element size of blocks that are kept as bases in modes other than `max`: with low
 learning rates, differences between such narrow elements are few and small."""
@@ -342,8 +336,7 @@ class Estimate(NamedTuple):
 
 
 class Compressor:
-    """The measurements of a flusher on which the choice of encoding is based; shared by all of its
-    saves."""
+    """The measurements on which a flusher's choice of encodings is based, over all its saves."""
 
     def __init__(self, orders: Orders, *, memory_bytes: int) -> None:
         self._orders = orders
@@ -425,8 +418,7 @@ class LayoutEncoder:
         *,
         known: bool = True,
     ) -> None:
-        """`mode` is the compression setting, if any; `known`: the last save had the same
-        tensors."""
+        """`mode` is the setting, if any; `known`: the last save had the same tensors."""
         self.derived: DerivedFile | None = None
         """The tensors of the layout that may be derived from others."""
         self._layout = layout
@@ -565,8 +557,7 @@ def sample_of(data: memoryview, width: int) -> memoryview:
 
 
 def estimate(codec: BlockCodec, layout: FileLayout, start: int, image: memoryview) -> Estimate:
-    """Estimate ratio and speed by encoding samples of `image`, which starts at byte `start` of a
-    file."""
+    """Estimate ratio and speed by encoding samples of `image`, which starts at byte `start`."""
     width_of = _widths(layout)
     taken = stored = 0
     codec.encode(image[:_SAMPLE_BYTES], width_of(start), None)  # warm-up: the first call is slower

@@ -95,8 +95,7 @@ class SlotHolds:
 
     def release(self, slots: Iterable[int], *, more_comes: bool = False) -> None:
         """Drop one hold on each slot. Free slots are reported in batches, since each message takes
-        the trainer's GIL; but unless `more_comes` all are reported at once, because the trainer may
-        be waiting for them."""
+        the trainer's GIL, but at once unless `more_comes`: the trainer may be waiting."""
         with self._lock:
             for slot in slots:
                 self._holds[slot] -= 1
@@ -110,8 +109,7 @@ class SlotHolds:
 
 
 class Listener:
-    """Receiver of the pipeline's events; override the ones needed. The last event of a save is
-    `committed` or `failed`."""
+    """Receiver of the pipeline's events. The last one of a save is `committed` or `failed`."""
 
     def started(self) -> None:
         """The flusher is running and has received nothing yet."""
@@ -145,8 +143,7 @@ class Listener:
 
 
 class LivenessLock(Listener):
-    """Holds the lock that marks pending saves for as long as the trainer or the flusher is
-    alive."""
+    """Holds the lock that marks pending saves while the trainer or the flusher lives."""
 
     def __init__(
         self, store: Store, name: str, descriptor: int, trainer_is_dead: Callable[[], bool]

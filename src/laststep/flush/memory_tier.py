@@ -59,20 +59,23 @@ class ResidentSave(msgspec.Struct):
     """The part of a save that is in memory."""
 
     number: int
-    chunks: int = 0
+    expected: int = 0
     """Number of chunks that it has in all."""
     is_sealing: bool = False
     """True once all of it is in memory and its record is being written."""
     is_given_up: bool = False
     """True if it is not kept, although it still needs room in the pool."""
-    slots: dict[Place, int] = {}
-    digests: dict[Place, bytes] = {}
+    chunks: dict[Place, tuple[int, bytes]] = {}
+    """Slot and digests of each chunk that is in memory."""
     records: tuple[str, ...] = ()
     """Names of its records in the segment; empty before it is complete."""
     is_stored: bool = False
     """True once the outcome on disk is known: committed or failed."""
     is_committed: bool = False
     """True once it is committed on disk."""
+
+    def slots(self) -> list[int]:
+        return [slot for slot, _ in self.chunks.values()]
 
 
 class MemoryTier(Listener):
@@ -118,8 +121,8 @@ class MemoryTier(Listener):
         slots = {slot for save in saves for slot in save.needed_slots}
         self._slots.hold(slots)
         records = tuple(save.name for save in saves)
-        unnamed = {(-1, slot): slot for slot in slots}
-        kept = ResidentSave(number=0, slots=unnamed, records=records, is_stored=True)
+        unnamed = {(-1, slot): (slot, b"") for slot in slots}
+        kept = ResidentSave(number=0, chunks=unnamed, records=records, is_stored=True)
         return [kept] if saves else []
 
     @threads.outlasting(log, "cannot store orphaned snapshots from shared memory")
@@ -166,9 +169,8 @@ class MemoryTier(Listener):
 
     @threads.outlasting(log, "cannot free orphaned snapshots in shared memory")
     def _forget_predecessors(self, save: FlusherSave) -> None:
-        """Remove the segments of earlier job instances on this node, of any rank: `save` is
-        committed, so they are no longer needed. Segments of this instance stay, including those of
-        dead ranks."""
+        """Remove the segments of earlier job instances on this node, of any rank, once `save` is
+        committed. Those of this instance stay, even of dead ranks."""
         moved = [segment for segment in self._moved if not segment.is_alive()]
         dead = segments.of_dead_processes(self._segment.base, self._segment.owner.run)
         for segment in (*dead, *moved):
@@ -198,14 +200,13 @@ class MemoryTier(Listener):
     def begun(self, save: FlusherSave) -> None:
         """Make room for a new save, and for the previous one beside it if possible."""
         number = save.begin.save
-        chunks = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
+        expected = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
         with self._lock:
-            self._coming[number] = ResidentSave(number=number, chunks=chunks)
+            self._coming[number] = ResidentSave(number=number, expected=expected)
         self._make_room()
 
     def limit(self, slots: int) -> None:
-        """Set the number of slots that the pool can have for now; slots kept here are missing
-        elsewhere."""
+        """Set the number of slots that the pool can have for now."""
         with self._lock:
             self._there = min(slots, self._most)
         self._make_room()
@@ -217,7 +218,7 @@ class MemoryTier(Listener):
             large = [
                 kept
                 for kept in self._coming.values()
-                if kept.chunks > room and not kept.is_sealing and not kept.is_given_up
+                if kept.expected > room and not kept.is_sealing and not kept.is_given_up
             ]
             for kept in large:
                 freed += self._give_up(kept)
@@ -229,17 +230,16 @@ class MemoryTier(Listener):
             log.warning(
                 "a save of %d bytes does not fit into %d bytes of shared memory and is not kept "
                 "there; pass a larger host_memory_bytes, or free space in %s",
-                large[0].chunks * CHUNK_BYTES,
+                large[0].expected * CHUNK_BYTES,
                 self._there * CHUNK_BYTES,
                 self._segment.base,
             )
 
     def _give_up(self, kept: ResidentSave) -> list[int]:
-        """Stop keeping a save that is not complete here, and return its slots. Requires the
-        lock."""
+        """Stop keeping an incomplete save and return its slots. Requires the lock."""
         kept.is_given_up = True
-        slots, kept.slots, kept.digests = kept.slots, {}, {}
-        return list(slots.values())
+        slots, kept.chunks = kept.slots(), {}
+        return slots
 
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
         """Keep a chunk, if its save is being kept."""
@@ -248,20 +248,17 @@ class MemoryTier(Listener):
             if mine is None or mine.is_given_up:
                 return
             self._slots.hold([chunk.slot])
-            mine.slots[chunk.file, chunk.start] = chunk.slot
-            mine.digests[chunk.file, chunk.start] = digests
+            mine.chunks[chunk.file, chunk.start] = chunk.slot, digests
         self._try_to_seal(save)
 
     def reusable(self, save: FlusherSave, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
-        """Return the unchanged chunks that are still in memory; all of them if the save is not
-        kept."""
+        """Return the unchanged chunks that are still in memory; all if the save is not kept."""
         with self._lock:
             mine = self._coming.get(save.begin.save)
             if mine is None or mine.is_given_up:
                 return said.chunks
             last = self._find(said.of)
-            known: dict[Place, bytes] = {} if last is None else last.digests
-            return tuple(chunk for chunk in said.chunks if chunk[:2] in known)
+            return tuple(chunk for chunk in said.chunks if last and chunk[:2] in last.chunks)
 
     def reuse(self, save: FlusherSave, chunks: Iterable[tuple[int, int, int]]) -> None:
         """Take over chunks that will not arrive from the save that holds the same bytes."""
@@ -269,9 +266,8 @@ class MemoryTier(Listener):
             mine, last = self._coming.get(save.begin.save), self._find(save.base)
             if mine is not None and not mine.is_given_up and last is not None:
                 for file, start, _ in chunks:
-                    place = file, start
-                    mine.slots[place], mine.digests[place] = last.slots[place], last.digests[place]
-                    self._slots.hold([last.slots[place]])
+                    mine.chunks[file, start] = held = last.chunks[file, start]
+                    self._slots.hold([held[0]])
         self._try_to_seal(save)  # incomplete if the earlier save was dropped meanwhile
 
     def _find(self, number: int) -> ResidentSave | None:
@@ -294,7 +290,7 @@ class MemoryTier(Listener):
             mine = self._coming.get(number)
             if mine is None or mine.is_sealing or mine.is_given_up:
                 return
-            if len(mine.digests) < mine.chunks:  # chunks never overlap
+            if len(mine.chunks) < mine.expected:  # chunks never overlap
                 return
             mine.is_sealing = True
         try:
@@ -326,7 +322,7 @@ class MemoryTier(Listener):
         number, freed = save.begin.save, list[int]()
         with self._lock:
             if (partial := self._coming.pop(number, None)) is not None:
-                freed += partial.slots.values()
+                freed += partial.slots()
             elif (whole := self._find(number)) is not None:
                 whole.is_stored, whole.is_committed = True, committed
             freed += self._drop_older()
@@ -348,9 +344,9 @@ class MemoryTier(Listener):
                 freed += self._drop(newer)
             else:
                 break
-        room = self._there - max((kept.chunks for kept in self._coming.values()), default=0)
+        room = self._there - max((kept.expected for kept in self._coming.values()), default=0)
         while self._more_comes and self._kept and self._kept[0].is_stored:
-            if len({slot for kept in self._kept for slot in kept.slots.values()}) <= room:
+            if len({slot for kept in self._kept for slot in kept.slots()}) <= room:
                 break
             freed += self._drop(self._kept[0])
         return freed
@@ -374,16 +370,16 @@ class MemoryTier(Listener):
         for name in kept.records:  # before its slots can be overwritten
             self._segment.drop(name)
         self._kept.remove(kept)
-        return list(kept.slots.values())
+        return kept.slots()
 
     def _record(self, save: FlusherSave, seal: CaptureDone, kept: ResidentSave) -> SnapshotRecord:
         assert save.at is not None  # noqa: S101 (looked at before)
         assert save.writer is not None  # noqa: S101 (else there is an error)
         stored = []
         for number, layout in enumerate(save.begin.files):
-            places = sorted(place for place in kept.slots if place[0] == number)
-            slots = [kept.slots[place] for place in places]
-            digests = b"".join(kept.digests[place] for place in places)
+            chunks = [chunk for place, chunk in sorted(kept.chunks.items()) if place[0] == number]
+            slots = [slot for slot, _ in chunks]
+            digests = b"".join(sums for _, sums in chunks)
             stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded[number]))
         return SnapshotRecord(
             run=self._run_writer.run.id,
@@ -408,8 +404,7 @@ def _trying(checkpoint: MemorySnapshot) -> Iterator[None]:
 
 
 def _with_newest(there: Iterable[Segment]) -> set[str]:
-    """Return the folders of the segments that hold part of the newest save, or records that cannot
-    be read."""
+    """Return the segments that hold part of the newest save, or records that cannot be read."""
     records = {one.folder: len(one.records()) for one in there}
     points = {one.folder: [save.at.point for save in snapshots.records_in(one)] for one in there}
     newest = max((point for some in points.values() for point in some), default=None)

@@ -75,9 +75,8 @@ class Begin(_Message, frozen=True, kw_only=True):
     """True if the user has declared them, in which case every save tries them."""
     role: Role = "alone"
     liveness: str | None = None
-    """Name of the lock that marks pending saves while the trainer or the flusher holds it. Its
-    descriptor is sent with this message, once to each flusher. The number of a save is marked in it
-    before this message is sent."""
+    """Name of the lock that marks pending saves, this one already, while the trainer or the flusher
+    holds it. Its descriptor is sent with this message, once to each flusher."""
 
 
 class Begun(_Message, frozen=True, kw_only=True):
@@ -119,8 +118,7 @@ class CaptureDone(_Message, frozen=True, kw_only=True):
 
 
 class Decide(_Message, frozen=True, kw_only=True):
-    """Commit a save with these items and indexes of all ranks; or give it up, if there is a
-    reason."""
+    """Commit a save with these items and indexes of all ranks, or give it up for a reason."""
 
     save: int
     reason: str | None = None
@@ -142,8 +140,7 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""
     was_read: bool = True
-    """True if all of it was read from the run itself and verified; otherwise it may be damaged
-    there, and none of it is reused."""
+    """True if all of it was read from the run itself and verified; else none of it is reused."""
 
 
 class Instruct(_Message, frozen=True, kw_only=True):
@@ -254,15 +251,14 @@ class Connection:
         """Descriptors received with messages and not taken yet."""
 
     def send(self, message: ToFlusher | ToTrainer, *, descriptor: int | None = None) -> None:
-        """Send one whole message, with a copy of `descriptor`. Raise `OSError` if the other side is
-        gone."""
+        """Send one message, with a copy of `descriptor`. Raise `OSError` if the peer is gone."""
         data = _encode(message)
+        head = _LENGTH.pack(len(data))
         with self._sending:
             if descriptor is not None:
-                socket.send_fds(self._socket, [_LENGTH.pack(len(data))], [descriptor])
-                self._socket.sendall(data)
-            else:
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                socket.send_fds(self._socket, [head], [descriptor])
+                head = b""
+            self._socket.sendall(head + data)
 
     def take_descriptor(self) -> int | None:
         """Return the descriptor that came with the last message, if any; the caller closes it."""

@@ -287,8 +287,7 @@ class Save:
         self.job: Job | None = None
         """Its capture, once `save()` has returned."""
         self.at: AttemptName | None = None
-        """The attempt that this rank's flusher has begun; None on members, which join that of rank
-        0."""
+        """The attempt of this rank's flusher; None on members, which join that of rank 0."""
         self.written = WrittenIndexes()
         """The indexes that this rank has made durable."""
         self.lost: LaststepError | None = None
@@ -308,8 +307,7 @@ class Save:
         self._telling = threading.Lock()
         """Held while it is reported as captured, which nothing may overtake."""
         self._held: SaveHandle | None = SaveHandle(self)
-        """Strong reference until a thread reports the outcome, so that callbacks run even if the
-        caller has dropped the handle."""
+        """Keeps a handle that its caller has dropped until a thread reports the outcome."""
         self._handle = weakref.ref(self._held)
 
     # -- states -----------------------------------------------------------------------------------
@@ -337,8 +335,7 @@ class Save:
             return handle
 
     def decided(self, at: AttemptName) -> None:
-        """End the save as committed; called when the flusher reports it, or when the commit was
-        found in the run."""
+        """End the save as committed: the flusher says so, or the commit was found in the run."""
         handle = self._claim_end()
         if handle is None:
             return
@@ -422,8 +419,7 @@ class Save:
     # -- messages from the flusher ----------------------------------------------------------------
 
     def rest(self, timeout_s: float) -> None:
-        """Wait for a message from the flusher or a change of state. For one thread, which then
-        checks what has changed."""
+        """Wait for a message of the flusher or a change of state; for one thread only."""
         self._news.wait(timeout_s)
         self._news.clear()
 
@@ -516,8 +512,7 @@ class Save:
         return self._granted
 
     def captured(self, timing: CaptureTiming) -> None:
-        """Serialise the plain values once all chunks are handed over, send `CaptureDone` and report
-        the stage."""
+        """Serialise the plain values once all chunks are handed over, and report the stage."""
         seal, self.seal = self.seal, None
         if seal is None or self.ending:
             return
@@ -544,17 +539,15 @@ class Save:
                 )
 
     def call_off(self, reason: str) -> None:
-        """Ask the flusher to give the save up, unless it is too late. The flusher reports the
-        outcome; its error is not raised."""
+        """Ask the flusher to give the save up, unless it is too late. Its error is not raised."""
         self.seen = True
         self.begin()  # the flusher ignores messages about a save that it does not know
         self._client.send(Decide(save=self.number, reason=reason, by_all=False))
 
 
 class Saves:
-    """The saves of one Checkpointer that are in progress or whose outcome was not reported to the
-    caller, and the steps of its lineage. The training thread adds saves and removes those that are
-    over."""
+    """The saves of one Checkpointer that are in progress or not reported yet, and the steps of its
+    lineage. The training thread adds saves and removes those that are over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -624,8 +617,7 @@ class Saves:
         return None
 
     def wait_for_turn(self) -> float:
-        """Wait until one more save may begin; return the seconds. The next call reports failures,
-        as always."""
+        """Wait until one more save may begin; return the seconds. Does not report failures."""
         began, uncommitted = time.perf_counter(), self.under_way()
         for save in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)]:
             save.wait_for(SaveState.COMMITTED)
@@ -655,8 +647,7 @@ class Saves:
         self._committed = every - self._ahead
 
     def newest_committed(self) -> int | None:
-        """Return the last step of the lineage, counting the saves that `take_over` has
-        processed."""
+        """Return the last step of the lineage, with the saves that `take_over` has processed."""
         return max(self._committed, default=None)
 
     def take_over(self) -> None:
@@ -670,8 +661,7 @@ class Saves:
                     self._failed.append(save)
 
     def untold(self) -> list[LaststepError]:
-        """Return the errors of removed saves that no caller has received, and count them as
-        received."""
+        """Return, once, the errors of removed saves that no caller has received."""
         failed, self._failed = self._failed, []
         return [save.error for save in failed if save.error is not None and not save.seen]
 

@@ -121,9 +121,8 @@ class Flusher:
         )
         self._misses = Misses()
         self._base: tuple[int, Base | None] = (0, None)
-        """The last checkpoint that this flusher committed or continued from, and the number of the
-        save that committed it, 0 if another flusher did. A single tuple, because two threads set
-        it."""
+        """The last checkpoint, and the number of the save that committed it, 0 if another flusher
+        did. A single tuple, because two threads set it."""
         self._unread: str | None = None
         """Folder of a checkpoint that was not read from this run, so that none of it is reused."""
         self._saves: dict[int, FlusherSave] = {}
@@ -156,8 +155,7 @@ class Flusher:
         )
 
     def _keep_in_memory(self, segment: str, writers: int, pool_fd: int) -> None:
-        """Set up the memory tier. If the segment has been removed, continue without keeping
-        saves."""
+        """Set up the memory tier, or continue without it if the segment has been removed."""
         from laststep.flush.memory_tier import MemoryTier  # late: every start waits for imports
 
         try:
@@ -274,8 +272,7 @@ class Flusher:
                 self._send(Begun(save=begin.save, at=save.at))
 
     def _open(self, save: FlusherSave, at: AttemptName | None) -> None:
-        """Begin an attempt, or join that of rank 0; then queue the chunks that have arrived
-        meanwhile."""
+        """Begin an attempt, or join that of rank 0, and queue the chunks that have arrived."""
         begin = save.begin
         try:
             if at is None:

@@ -139,8 +139,7 @@ class _LayoutWriter(msgspec.Struct, eq=False):
     is_finished: bool = False
 
     def runs(self, numbers: Mapping[int, int] | None = None) -> tuple[BlockRun, ...]:
-        """Return its block references as runs, if written by block; with file numbers mapped by
-        `numbers`, if given."""
+        """Return its block references as runs, with file numbers mapped by `numbers`, if given."""
         refs = [self.refs[number] for number in range(self.layout.block_count)]
         return runs_of(refs if numbers is None else [ref.renumbered(numbers) for ref in refs])
 
@@ -214,18 +213,18 @@ class SaveWriter:
                 is_declared=is_declared,
             )
         try:
-            self._begin(frozenset(map(attrgetter("file"), derived)))
+            self._begin()
         except LaststepError as error:
             self.fail(error)
 
-    def _begin(self, may_derive: frozenset[int]) -> None:
-        """Make the folders, and open the files whose way of writing does not depend on their
-        contents."""
+    def _begin(self) -> None:
+        """Make the folders, and open the files that are written in place whatever they contain."""
         self._attempt.make_folders(self._names)
         is_roomy = False
         if self._base is not None:
             known = [target.base for target in self._layouts if target.base is not None]
             self._retired, is_roomy = self._base.retired(known), self._has_room()
+        may_derive = () if self.deriving is None else self.deriving.files
         for target in self._layouts:
             target.may_reuse = is_roomy and target.base is not None and target.base.is_usable()
             if not (target.may_reuse or target.compresses or target.number in may_derive):
@@ -265,8 +264,7 @@ class SaveWriter:
         *,
         is_same: bool = False,
     ) -> None:
-        """Decide how a layout is written, from its first bytes to arrive or because none of it has
-        changed."""
+        """Decide how a layout is written, once its first bytes arrive or none has changed."""
         with target.choosing:
             if target.is_chosen:
                 return
@@ -397,8 +395,7 @@ class SaveWriter:
             target.refs[number] = BlockRef(self._pack_number, offset, len(stored), encoded_as, base)
 
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
-        """Return the block to encode this one against: that of the last checkpoint, or the base of
-        that one."""
+        """Return the block to encode this one against: the last one, or the base of that."""
         base = target.base
         if base is None or target.retired is None or number in base.derived:
             return None

@@ -43,8 +43,7 @@ log = logging.getLogger(__name__)
 
 _STEP_SLOTS = (64 << 20) // CHUNK_BYTES
 _PIECE_BYTES = CHUNK_BYTES // 2
-"""Size of the piece that one thread populates; `_MAKERS` threads do so at once if memory is
-pinned."""
+"""Size of the piece that one thread populates; for pinned memory, `_MAKERS` do so at once."""
 _MAKERS = _STEP_SLOTS * CHUNK_BYTES // _PIECE_BYTES
 _PIN_PAUSE_S = 0.008
 """Measured on an H200 with launch-bound training: pinning 3 GB in steps of 16 MiB without a pause
@@ -127,8 +126,7 @@ class Slots:
                 self._changed.notify_all()
 
     def lease_more(self, count: int) -> list[int]:
-        """Return up to `count` slots that are free right now, unless other threads wait for
-        them."""
+        """Return up to `count` slots that are free now, unless other threads wait for them."""
         with self._changed:
             count = 0 if self._waiting else min(count, len(self._free))
             taken = [self._free.pop() for _ in range(count)]
@@ -136,8 +134,7 @@ class Slots:
             return taken
 
     def release(self, slots: list[int]) -> None:
-        """Return leased slots. Raise `UsageError` for one that is not leased, rather than freeing
-        it twice."""
+        """Return leased slots. Raise `UsageError` for one that is not leased."""
         with self._changed:
             for slot in slots:
                 if slot not in self._leased:
@@ -193,8 +190,7 @@ class Pool:
         """Slots that are ready but not pinned; used only by the growing thread."""
         self._makers: WorkerPool | None = None
         self._making: dict[int, list[Future[None]]] = {}
-        """Pending page population by slot; this and `_makers` are used only by the growing
-        thread."""
+        """Pending page population by slot; used, like `_makers`, only by the growing thread."""
         self._pinned_at_s = 0.0
         self._wanted = self._ready = 0
         """Numbers of slots."""
@@ -230,9 +226,8 @@ class Pool:
         return (self.slots.free + growth) * CHUNK_BYTES
 
     def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
-        """Prepare at least this much memory in the background, within the limit. `without_pauses`
-        is for cases where a save that lacks the memory would cost training more than the pauses
-        save."""
+        """Prepare at least this much memory in the background, within the limit; `without_pauses`
+        if a save that lacks it would cost training more than the pauses save."""
         with self._changed:
             self._retry_growth()
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
@@ -474,8 +469,7 @@ class Pool:
 
 def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
     """Reserve address space for the pool without using memory yet, in the file `fd` or a new one.
-    Return the descriptor and the mapping. Raise `StorageError` if that fails, after closing
-    `fd`."""
+    Raise `StorageError` if that fails, after closing `fd`."""
     try:
         fd = memory.create(size_bytes) if fd < 0 else fd
         return fd, memory.Mapping(fd, size_bytes)

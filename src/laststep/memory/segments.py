@@ -119,8 +119,7 @@ class Mapping:
             raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Release the memory, unless views of it still exist: then it is freed with the last of
-        them."""
+        """Release the memory, or leave that to the last view of it."""
         if self._map is None:
             return
         with contextlib.suppress(BufferError):
@@ -156,8 +155,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def available_bytes() -> int:
-    """Return the host memory that is still available: on the machine, or within the control group's
-    limit if that is less."""
+    """Return the host memory that is still available, also within the control group's limit."""
     free = re.search(r"^MemAvailable: *(\d+) kB$", system.told("/proc/meminfo"), re.MULTILINE)
     available = int(free[1]) * 1024 if free is not None else 0
     limit = _number("/sys/fs/cgroup/memory.max")
@@ -237,8 +235,7 @@ class Segment:
         return False
 
     def is_ending(self) -> bool:
-        """Return True if its flusher is alive but its trainer is dead: no more saves will arrive in
-        it."""
+        """Return True if its flusher is alive but its trainer is dead: no more saves will come."""
         started, _, namespace = self.owner.started.partition("@")
         told = "" not in (started, namespace) and namespace == pid_namespace()
         return told and process_started(self.owner.pid) != started and bool(self._is_locked())
@@ -358,8 +355,7 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
 
 
 def refuse_disks(base: str) -> None:
-    """Raise `StorageError` for a path that is not in memory: a device cannot write into a disk's
-    page cache."""
+    """Raise `StorageError` for a path on a disk: a device cannot write into its page cache."""
     kind = system.filesystem_of(base)
     if kind not in _IN_MEMORY:
         raise StorageError(
@@ -484,8 +480,7 @@ def _is_own_folder(path: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(place: str, how: int) -> Iterator[None]:
-    """Lock the user's folder. Makers of segments share this lock; an exclusive holder knows that no
-    segment is being made."""
+    """Lock the user's folder; its holder knows, if alone, that no segment is being made."""
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, how)
