@@ -150,11 +150,10 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
         trainer=start.writer,
         orders=orders,
         pool_fd=-1 if in_thread else pool.fd,
-        pool_bytes=pool.cap_bytes,
     )
 
     def launch(end: socket.socket) -> Helper:
-        return HelperThread(end, pool.memory(), setup) if in_thread else HelperProcess(end, setup)
+        return HelperThread(end, pool.memory, setup) if in_thread else HelperProcess(end, setup)
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else records_in(segment)

@@ -166,9 +166,9 @@ def encoded(
     found = made.encode(number, data, digest(data), ref)
     if found.encoding is None:
         assert found.data == data
-        assert not found.against_base
+        assert found.base is None
         return found
-    codec, before = codec_named(found.encoding.codec), base if found.against_base else None
+    codec, before = codec_named(found.encoding.codec), base if found.base is not None else None
     stored = memoryview(found.data)
     assert codec.decode(stored, len(data), found.encoding.element_bytes, before) == data
     return found
@@ -177,7 +177,7 @@ def encoded(
 def way(found: EncodedBlock) -> tuple[str, int, bool]:
     """By which codec, for elements of which size, and whether against a base."""
     assert found.encoding is not None
-    return *found.encoding, found.against_base
+    return *found.encoding, found.base is not None
 
 
 def codec_of(found: EncodedBlock) -> str:

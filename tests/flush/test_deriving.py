@@ -223,9 +223,9 @@ def test_a_block_that_is_derived_in_part_keeps_the_rest() -> None:
     assert derived.payload(0, block) == b"\x01abcdef"
     encoder = LayoutEncoder(files[1])
     encoder.derived = derived
-    assert encoder.encode(0, block, b"", None) == (b"\x01abcdef", ROUNDED, False)
+    assert encoder.encode(0, block, b"", None) == (b"\x01abcdef", ROUNDED, None)
     other = memoryview(b"abcdef" + bytes(8))
-    assert encoder.encode(0, other, b"", None) == (other, None, False)
+    assert encoder.encode(0, other, b"", None) == (other, None, None)
 
 
 def test_masters_have_to_come_although_they_did_not_change(tmp_path: Path) -> None:

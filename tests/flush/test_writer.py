@@ -724,10 +724,10 @@ def test_the_runs_of_an_index_are_few(tmp_path: Path) -> None:
 def test_what_was_chosen_is_reported(tmp_path: Path) -> None:
     history = History(tmp_path, numbers_layout(), compression="max")
     writer = history.write(numbers(0))
-    (report,) = writer.coding()
+    history.commit(writer)
+    (report,) = writer.coding
     assert (report.file, report.mode, report.raw_bytes) == (MODEL, "max", SIZE)
     assert "planes" in report.picked
-    history.commit(writer)
     assert history.index().size_bytes == report.stored_bytes
 
 

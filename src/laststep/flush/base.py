@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.attempt import parse_folder, read_decision
+from laststep.catalog.attempt import parse_folder, read_decision, read_index
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import LaststepError
+from laststep.format.index import Index
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from laststep.format.index import BlockRef, Index, StoredFile, StoredLayout
+    from laststep.format.index import BlockRef, StoredFile, StoredLayout
     from laststep.format.layout import FileLayout
     from laststep.storage.store import Store
 
@@ -113,23 +114,20 @@ class BaseLayout:
         return all(same) and (not self._changed or not self._changed.isdisjoint(here))
 
 
-class Base:
+class Base(msgspec.Struct, frozen=True):
     """Index of the last checkpoint, and the blocks that had changed in it."""
 
-    def __init__(
-        self, index: Index, folder: str, changed: Mapping[str, frozenset[int]] | None = None
-    ) -> None:
-        """`changed` maps layout names to the blocks that had changed when it was written."""
-        self.index = index
-        self.folder = folder
-        self._changed = changed or {}
+    index: Index
+    folder: str
+    changed: dict[str, frozenset[int]] = {}
+    """The blocks that had changed when it was written, by layout, where known."""
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
         """Return the same layout in the last checkpoint; None if it is missing there or differs."""
         stored = self.index.layout(layout.name)
         if stored is None or stored.layout != layout:
             return None
-        return BaseLayout(stored, self.index, self._changed.get(layout.name))
+        return BaseLayout(stored, self.index, self.changed.get(layout.name))
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
         """Return the name that one of its files has in the folder of a checkpoint that shares it;
@@ -240,8 +238,6 @@ class SharedFiles:
 def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
     """Return a committed checkpoint as the base of this rank's next save; None if its index cannot
     be read, in which case the save writes everything."""
-    from laststep.catalog.attempt import read_index  # many flushers never need it
-
     try:
         commit = read_decision(store, folder)
         if not isinstance(commit, Commit) or rank >= commit.ranks:

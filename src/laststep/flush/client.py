@@ -26,7 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ from laststep.storage.registry import import_path
 from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from laststep.catalog.attempt import AttemptName
     from laststep.catalog.instances import Start
@@ -211,14 +211,20 @@ class TierNews:
 
     def committed(self, at: AttemptName, save: Save) -> None:
         """Record a commit on the primary, and report the work at risk on each replica."""
+        now_s, risks = time.perf_counter(), []
         with self._lock:
             self._saves.append((at, save))
-            newest = dict(self._newest)
-            self._owe(filter(methodcaller("is_due", at), self._orders))
-        for order in self._orders:
-            step, since_s = newest.get(order.url, (None, self._began_s))
-            seconds = time.perf_counter() - since_s
-            risk = WorkAtRisk(tier=order.url, step=step, seconds=seconds, items=order.items)
+            self._owing = set()
+            for order in self._orders:
+                if order.is_due(at):
+                    self._owing.add(order.url)
+                step, since_s = self._newest.get(order.url, (None, self._began_s))
+                lag_s = now_s - since_s
+                risks.append(
+                    WorkAtRisk(tier=order.url, step=step, seconds=lag_s, items=order.items)
+                )
+            (self.settled.clear if self._owing else self.settled.set)()
+        for risk in risks:
             self._bus.emit(risk)
 
     def owe_all(self) -> AttemptName | None:
@@ -227,12 +233,9 @@ class TierNews:
             if not self._saves:
                 return None
             at, save = self._saves[-1]
-            self._owe(order for order in self._orders if order.url not in save.report.tiers)
+            self._owing = set(map(attrgetter("url"), self._orders)) - save.report.tiers.keys()
+            (self.settled.clear if self._owing else self.settled.set)()
             return at
-
-    def _owe(self, orders: Iterable[ReplicaOrder]) -> None:
-        self._owing = set(map(attrgetter("url"), orders))
-        (self.settled.clear if self._owing else self.settled.set)()
 
     def newest_save(self) -> Save | None:
         with self._lock:

@@ -322,9 +322,10 @@ class EncodedBlock(NamedTuple):
     """A block in the form in which it is stored."""
 
     data: bytes | memoryview
-    encoding: Encoding | None
+    encoding: Encoding | None = None
     """None if it is stored raw."""
-    against_base: bool
+    base: BaseRef | None = None
+    """The block that it is encoded against."""
 
 
 class Estimate(NamedTuple):
@@ -454,10 +455,10 @@ class LayoutEncoder:
         self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
     ) -> EncodedBlock:
         """Encode a block, against its base if that is still in memory and makes it smaller."""
-        began, found = time.thread_time(), EncodedBlock(data, None, against_base=False)
+        began, found = time.thread_time(), EncodedBlock(data)
         payload = None if self.derived is None else self.derived.payload(number, data)
         if payload is not None and len(payload) < len(data):
-            found = EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
+            found = EncodedBlock(payload, Encoding(*ROUNDED))
         if self._codec is not None and 2 * len(found.data) > len(data):
             other = self._by_codec(self._codec, number, data, digest, base)
             if other is not None and len(other.data) <= len(found.data):
@@ -490,7 +491,7 @@ class LayoutEncoder:
         stored = codec.encode(data, width, None)
         if stored is None:
             return None
-        return EncodedBlock(stored, Encoding(codec.name, width), against_base=False)
+        return EncodedBlock(stored, Encoding(codec.name, width))
 
     def _against(
         self, number: int, data: memoryview, width: int, base: BaseRef | None
@@ -507,7 +508,7 @@ class LayoutEncoder:
         self._earlier.tried(self._layout.name, paid=stored is not None)
         if stored is None:
             return None
-        return EncodedBlock(stored, Encoding(codec, width), against_base=True)
+        return EncodedBlock(stored, Encoding(codec, width), base)
 
     def _subtracting_pays(self, data: memoryview, width: int, before: memoryview) -> bool:
         part = sample_of(data, width)

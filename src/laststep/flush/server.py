@@ -97,7 +97,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     orders: Orders
     # The others are for a helper process.
     pool_fd: int = -1
-    pool_bytes: int = 0
     opener: str | None = None
     """Import path of the function that opens the run's store; None for a directory."""
     socket_fd: int = -1
@@ -426,7 +425,7 @@ class Flusher:
                 written=written,
                 opened_s=save.opened_s,
                 written_s=written_s,
-                coding=writer.coding(),
+                coding=tuple(writer.coding),
             )
         )
         decision = Decide(save=save.begin.save, items=captured.items, written=written)
@@ -566,6 +565,7 @@ def main(text: str) -> None:
     for number in NOT_FOR_THE_HELPER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
-    pool = Mapping(setup.pool_fd, setup.pool_bytes)  # kept: a forked child closes what still exists
+    pool_bytes = os.fstat(setup.pool_fd).st_size
+    pool = Mapping(setup.pool_fd, pool_bytes)  # kept: a forked child closes what still exists
     trainer = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     Flusher(trainer, pool.view, setup).serve()

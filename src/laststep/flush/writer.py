@@ -22,7 +22,7 @@ from laststep.constants import BLOCK_BYTES, align_up
 from laststep.errors import LaststepError, StorageError, drop_tracebacks
 from laststep.flush.base import MOST_CHANGED, Base, BaseLayout, SharedFiles
 from laststep.flush.deriving import Deriving, Misses
-from laststep.flush.encoder import LayoutEncoder, Rounding, TimedWriting
+from laststep.flush.encoder import EncodedBlock, LayoutEncoder, Rounding, TimedWriting
 from laststep.format import index as index_format
 from laststep.format.deriving import ROUNDED
 from laststep.format.index import (
@@ -166,6 +166,8 @@ class SaveWriter:
         self.written_bytes = 0
         self.error: LaststepError | None = None
         """The first error; set by `fail`."""
+        self.coding: list[CodingReport] = []
+        """Reports on layouts with compression or derived tensors, once finished."""
         self._attempt = attempt
         self._rank = rank
         self._base = base
@@ -375,24 +377,25 @@ class SaveWriter:
             number = first + nth
             if is_same and number in target.reusable:
                 continue
-            block = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
-            stored: bytes | memoryview = block
-            encoded_as, base = RAW, None
+            raw = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
+            block = EncodedBlock(raw)
             if target.encoder is not None and target.encoder.encodes:
                 digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
                 base = self._base_of(target, number)
-                stored, encoding, is_against_base = target.encoder.encode(
-                    number, block, digest, base
-                )
-                base = base if is_against_base else None
-                if encoding is not None:
-                    with self._lock:
-                        encoded_as = self._encodings.setdefault(encoding, len(self._encodings) + 1)
+                block = target.encoder.encode(number, raw, digest, base)
             with self._lock:
+                encoding = RAW
+                if block.encoding is not None:
+                    encoding = self._encodings.setdefault(block.encoding, len(self._encodings) + 1)
                 if self._pack is None:
                     self._pack = PackWriter(self._open(pack_name(*self._rank), BLOCK_BYTES))
-            offset = self._pack.append(stored)
-            target.refs[number] = BlockRef(self._pack_number, offset, len(stored), encoded_as, base)
+            target.refs[number] = BlockRef(
+                self._pack_number,
+                self._pack.append(block.data),
+                len(block.data),
+                encoding,
+                block.base,
+            )
 
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
         """Return the block to encode this one against: the last one, or the base of that."""
@@ -454,6 +457,8 @@ class SaveWriter:
             raise self.error
         for target in self._layouts:
             self._finish_layout(target)
+            if target.encoder is not None:
+                self.coding += target.encoder.reports()
         if self._pack is not None:
             self._pack.finish()
         if self.deriving is not None:
@@ -515,14 +520,6 @@ class SaveWriter:
             layouts=tuple(layouts),
             values=dict(values),
         )
-
-    def coding(self) -> tuple[CodingReport, ...]:
-        """Return reports on the layouts with compression or with tensors that may be derived."""
-        reports: list[CodingReport] = []
-        for target in self._layouts:
-            if target.encoder is not None:
-                reports += target.encoder.reports()
-        return tuple(reports)
 
     def close(self) -> None:
         """Close open files; does nothing to finished files."""

@@ -183,6 +183,8 @@ class Pool:
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
         self.fd, self._mapping = _reserved(self.cap_bytes, fd)
+        self.memory = self._mapping.view
+        """All of it, for a flusher in this process."""
         self.slots = Slots()
         self._pinned = pinned
         self._registered: list[int] = []
@@ -291,20 +293,16 @@ class Pool:
     def release(self, slot: int) -> None:
         self.slots.release([slot])
 
-    def memory(self) -> memoryview:
-        """Return the whole memory, for a flusher in this process."""
-        return self._mapping.view
-
     def view(self, slot: int) -> memoryview:
         """Return a slot as bytes."""
-        return self._mapping.view[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+        return self.memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def tensor(self, slot: int) -> torch.Tensor:
         """Return a slot as a tensor of bytes."""
         import torch
 
-        start, data = slot * CHUNK_BYTES, self._mapping.view
-        return torch.frombuffer(data, dtype=torch.uint8, count=CHUNK_BYTES, offset=start)
+        start = slot * CHUNK_BYTES
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=CHUNK_BYTES, offset=start)
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy host memory, given as ranges of (address, bytes), back to back into a slot. Return
