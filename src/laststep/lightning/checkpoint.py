@@ -6,11 +6,10 @@ restore `trainer.global_step` is `Restored.step`, not `next_step`.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
+import operator
 import shutil
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +31,18 @@ if TYPE_CHECKING:
     from laststep.restoring.restore import Restored
 
 
+log = logging.getLogger(__name__)
+
+
 class IO(CheckpointIO):  # type: ignore[misc]
     """Plugin that stores each `.ckpt` as a laststep folder:
     `Trainer(plugins=[laststep.lightning.IO()])`."""
 
     def __init__(self, *, allow_pickle: bool = False) -> None:
-        """Set `allow_pickle` if hyperparameters or callbacks hold objects other than plain
-        values."""
+        """Set `allow_pickle` if hyperparameters or callbacks hold more than plain values."""
         self._allow_pickle = allow_pickle
-        self._files: Any = TorchIO()
+        self.load_file: Any = TorchIO().load_checkpoint
+        """Loads a checkpoint that Lightning itself has saved."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -60,42 +62,19 @@ class IO(CheckpointIO):  # type: ignore[misc]
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001 (Lightning's signature)
     ) -> dict[str, Any]:
-        """Load a checkpoint; a file, as opposed to a folder, was saved by Lightning itself."""
-        if Path(path).is_file():
-            return self._files.load_checkpoint(path, map_location, weights_only)  # type: ignore[no-any-return]
+        if Path(path).is_file():  # else a folder of ours
+            return self.load_file(path, map_location, weights_only)  # type: ignore[no-any-return]
         device = None if callable(map_location) or isinstance(map_location, dict) else map_location
         loaded: Any = load(path, map_location=device, allow_pickle=self._allow_pickle)
         return as_lightning(loaded)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, whether a folder or a file."""
         found = Path(path)
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
         else:
             found.unlink(missing_ok=True)
 
-
-class AlsoOurs(IO):
-    """Wraps the trainer's own plugin so that it can load laststep checkpoints as well."""
-
-    def __init__(self, own: Any, *, allow_pickle: bool) -> None:
-        super().__init__(allow_pickle=allow_pickle)
-        self._files = own
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        self._files.save_checkpoint(checkpoint, path, storage_options)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        self._files.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        self._files.teardown()
-
-
-log = logging.getLogger(__name__)
 
 _NEVER = 1 << 60
 """A number of steps that is never reached: `step()` then saves only with `last=True`."""
@@ -140,9 +119,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             settings["keep"] = msgspec.structs.replace(keep, **best)
         if resume is False:
             settings["new_lineage"] = True
-        self._run, self._settings = run, settings
-        self._by_epoch = every is None
-        self._every = _NEVER if every is None else every
+        self._run, self._every, self._settings = run, every, settings
         self._monitor, self._mode, self._resume = monitor, mode, resume
         self._path = None if run is None else str(run)
         self._ckpt: Checkpointer | None = None
@@ -155,21 +132,21 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     # -- called by Lightning ----------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare for a `ckpt_path` of ours before Lightning restores, and check the other
-        callbacks."""
+        """Let the trainer's own plugin load checkpoints of ours too, for `test(ckpt_path="best")`;
+        for `fit`, check the other callbacks."""
         if stage != "fit":
-            own, pickles = trainer.strategy.checkpoint_io, self._settings.get("allow_pickle", False)
-            if not isinstance(own, IO):
-                trainer.strategy.checkpoint_io = AlsoOurs(own, allow_pickle=pickles)
+            files = trainer.strategy.checkpoint_io
+            if not isinstance(files, IO) and "load_checkpoint" not in vars(files):
+                ours = IO(allow_pickle=self._settings.get("allow_pickle", False))
+                ours.load_file, files.load_checkpoint = files.load_checkpoint, ours.load_checkpoint
             return
-        others = [one for one in trainer.checkpoint_callbacks if one is not self]
-        if any(isinstance(one, Checkpoint) for one in others):
-            raise UsageError(
-                "two laststep callbacks save this training",
-                expected="one",
-                remedy="pass a second place as a tier: Checkpoint(tiers=[…])",
-            )
-        for one in others:
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, Checkpoint) and one is not self:
+                raise UsageError(
+                    "two laststep callbacks save this training",
+                    expected="one",
+                    remedy="pass a second place as a tier: Checkpoint(tiers=[…])",
+                )
             if isinstance(one, ModelCheckpoint) and (one.save_top_k or one.save_last):
                 log.warning(
                     "ModelCheckpoint saves as well, and training waits for it each time: what it "
@@ -183,8 +160,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         position = Position(trainer, self._rests)
         state = TrainerState(trainer, position)
         items = {**items_of(trainer), "trainer": state, "hooks": state.hooks}
-        items["rng"] = {"now": RNG(), **position.random_numbers()}
-        self._ckpt = Checkpointer(self._run, items=items, every=self._every, **self._settings)
+        items["rng"] = {"now": RNG(), **vars(position.rng)}
+        every = _NEVER if self._every is None else self._every
+        self._ckpt = Checkpointer(self._run, items=items, every=every, **self._settings)
         self._path, self._trainer, self._state = self._ckpt.path, trainer, state
         self._position, self._metadata = position, FRAMEWORK.stamp()
         self._take_up(self._ckpt, trainer, position)
@@ -193,7 +171,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def _take_up(self, ckpt: Checkpointer, trainer: Any, position: Position) -> None:
         path = trainer.ckpt_path
         if path is not None and not Path(path).name.startswith(_FINDERS):
-            if self._newest() is not None and not self._settings.get("new_lineage"):
+            if self.last_model_path and not self._settings.get("new_lineage"):
                 raise UsageError(
                     "fit() has a ckpt_path, but this run has checkpoints of its own",
                     where=str(self._path),
@@ -209,8 +187,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             restored = self._restore(ckpt, self._resume)
             FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
         else:
-            found = FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt))
-            restored = found or ckpt.restore()
+            restored = FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt)) or ckpt.restore()
         if restored.step is not None:
             position.resume(self._state.put_back())
             self._resumed = restored.step
@@ -238,115 +215,83 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close the Checkpointer if `on_train_end` was not called because nothing was left to
-        train."""
+        """Close if `on_train_end` was not called because nothing was left to train."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Finish the saves in progress; log failures instead of raising them."""
+        self._close(exception)
+
+    def _close(self, error: BaseException | None = None) -> None:
         ckpt, self._ckpt = self._ckpt, None
         if ckpt is not None:
             self._position.detach()
-            ckpt.__exit__(type(exception), exception, exception.__traceback__)
+            ckpt.__exit__(None if error is None else type(error), error, None)
 
     # -- saving -----------------------------------------------------------------------------------
 
     def _rests(self, *, ends: bool, epoch: bool) -> None:
         """Save if `every`, `monitor`, the end of an epoch or the end of training asks for it.
         Called when no batch is half done."""
-        known = self._monitor in self._trainer.callback_metrics
+        metrics = dict(self._trainer.callback_metrics)
+        known = self._monitor in metrics
         if self._is_due and not known and not self._is_told:
             self._is_told = True
             log.warning(
                 "monitor=%r is not logged by validation (%s): no checkpoint is ranked",
                 self._monitor,
-                ", ".join(map(str, self._trainer.callback_metrics)) or "nothing",
+                ", ".join(map(str, metrics)) or "nothing",
             )
         judged, self._is_due = self._is_due and known, False
         waits = known and self._trainer.enable_validation  # for the next validation
-        self._save(last=ends or judged or (epoch and self._by_epoch and not waits))
-
-    def _save(self, *, last: bool) -> None:
         if self._ckpt is None or self._trainer.global_step == self._resumed:
             return  # save a step once, also if batches do not advance it
+        score = metrics.get(self._monitor)
+        if known and score is self._judged:
+            del metrics[self._monitor]  # the weights have changed since it was computed
         self._state.is_saved = True
         try:
-            self._ckpt.step(
+            handle = self._ckpt.step(
                 self._trainer.global_step,
-                metrics=_Metrics(self._metrics),
+                metrics=metrics,
                 metadata=self._metadata,
-                last=last,
+                last=ends or judged or (epoch and self._every is None and not waits),
             )
         finally:
             self._state.is_saved = False
-
-    def _metrics(self) -> dict[str, object]:
-        """Return the logged metrics. The monitored one is included only if it is new, since the
-        weights have changed after an old one was computed."""
-        metrics = dict(self._trainer.callback_metrics)
-        if self._monitor in metrics:
-            if metrics[self._monitor] is self._judged:
-                del metrics[self._monitor]
-            else:
-                self._judged = metrics[self._monitor]
-        return metrics
-
-    def _close(self) -> None:
-        ckpt, self._ckpt = self._ckpt, None
-        if ckpt is not None:
-            self._position.detach()
-            ckpt.close()
+        if known and handle is not None:
+            self._judged = score
 
     # -- checkpoints of the run -------------------------------------------------------------------
-
-    def _newest(self) -> browse.Checkpoint | None:
-        try:
-            return browse.open(str(self._path)).latest()
-        except NotFoundError:
-            return None
 
     @property
     def last_model_path(self) -> str:
         """The folder of the newest checkpoint; empty in a new run."""
-        newest = self._newest()
-        return "" if newest is None else f"{self._path}/{newest.folder}"
+        try:
+            return f"{self._path}/{browse.open(str(self._path)).latest().folder}"
+        except NotFoundError:
+            return ""
 
     @property
     def best_model_path(self) -> str:
-        """The folder of the best checkpoint by `monitor`, for `test(ckpt_path="best")`. Without
-        `monitor`, the newest."""
+        """The folder of the best checkpoint by `monitor`; without `monitor`, the newest."""
         best = self._best()
-        return self.last_model_path if best is None else f"{self._path}/{best.folder}"
+        return self.last_model_path if best is None else f"{self._path}/{best[1].folder}"
 
     @property
     def best_model_score(self) -> float | None:
         """The value of `monitor` for the best checkpoint."""
         best = self._best()
-        return None if best is None else self._score(best)
+        return None if best is None else best[0]
 
-    def _best(self) -> browse.Checkpoint | None:
-        if self._monitor is None or self._newest() is None:
+    def _best(self) -> tuple[float, browse.Checkpoint] | None:
+        if self._monitor is None or not self.last_model_path:
             return None
-        judged = [one for one in browse.open(str(self._path)) if self._score(one) is not None]
+        scores = ((one.metrics.get(self._monitor), one) for one in browse.open(str(self._path)))
+        judged = [
+            (float(score), one)
+            for score, one in scores
+            if isinstance(score, int | float) and not math.isnan(score)
+        ]
         choose = min if self._mode == "min" else max
-        return choose(judged, key=self._score) if judged else None  # type: ignore[arg-type]
-
-    def _score(self, checkpoint: browse.Checkpoint) -> float | None:
-        score = checkpoint.metrics.get(str(self._monitor))
-        return float(score) if isinstance(score, int | float) and not math.isnan(score) else None
-
-
-class _Metrics(Mapping[str, object]):
-    """Metrics that are computed only if a save reads them."""
-
-    def __init__(self, compute: Callable[[], dict[str, object]]) -> None:
-        self._known = functools.cache(compute)
-
-    def __getitem__(self, name: str) -> object:
-        return self._known()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known())
-
-    def __len__(self) -> int:
-        return len(self._known())
+        return choose(judged, key=operator.itemgetter(0), default=None)

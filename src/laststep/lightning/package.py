@@ -17,22 +17,17 @@ from laststep.adapters.framework import Framework
 
 _HAS_NEW = importlib.util.find_spec("lightning") is not None
 _OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+_PACKAGE = "lightning" if _HAS_NEW else "pytorch-lightning"
 
-FRAMEWORK = Framework(
-    package="lightning" if _HAS_NEW else "pytorch-lightning",
-    extra="lightning",
-    first="2.6",
-    last="2.6",
-)
+FRAMEWORK = Framework(package=_PACKAGE, extra="lightning", first="2.6", last="2.6")
 FRAMEWORK.check()
 
-pl: Any = importlib.import_module(
-    "lightning.pytorch" if _HAS_NEW and not _OLD else "pytorch_lightning"
-)
+_NAME = "lightning.pytorch" if _HAS_NEW and not _OLD else "pytorch_lightning"
+pl: Any = importlib.import_module(_NAME)
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"{pl.__name__}.{name}")
+    return importlib.import_module(f"{_NAME}.{name}")
 
 
 CombinedLoader: Any = _module("utilities.combined_loader").CombinedLoader

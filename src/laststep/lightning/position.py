@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Rests(Protocol):
-    """Called when nothing is half done. `ends`: training ends here. `epoch`: an epoch has just
-    ended."""
+    """`ends`: training ends here. `epoch`: an epoch has just ended."""
 
     def __call__(self, *, ends: bool, epoch: bool) -> None: ...
 
@@ -42,22 +41,18 @@ class KeptRNG(RNG):
 
     def take(self) -> None:
         """Record the generators' present state."""
-        self._held = RNG().describe().value
+        self.held = RNG().describe().value
 
     def put(self) -> None:
         """Set the generators to the recorded state."""
-        RNG().restore(self._held)
+        RNG().restore(self.held)
 
     def describe(self) -> State:
-        return State(value=self._held, fresh=((),))
+        return State(value=self.held, fresh=((),))
 
     def restore(self, value: object) -> None:
         if not self.check(value):
-            self._held = value
-
-    def hold(self, other: KeptRNG) -> None:
-        """Copy the recorded state of `other`."""
-        self._held = other._held
+            self.held = value
 
     def derive(self, value: object, rank: int) -> None:
         now = KeptRNG()
@@ -73,6 +68,16 @@ class SharedRNG(KeptRNG):
         self.restore(value)
 
 
+class Moments:
+    """Random numbers needed to create the loader and to repeat its batches."""
+
+    def __init__(self) -> None:
+        self.made = SharedRNG()  # before the loader was created
+        self.begin = KeptRNG()  # before it started the epoch
+        self.first = KeptRNG()  # before its first batch
+        self.ahead = KeptRNG()  # before the last prefetched batch
+
+
 class Cycles:
     """Tracks loaders that are iterated together: which of them restart before the longest has
     ended, and the random numbers with which they last did."""
@@ -84,7 +89,7 @@ class Cycles:
         self._last: dict[int, tuple[int, object]] = {}
         """By loader: the number of batches fetched before its last restart, and the random
         numbers."""
-        self._before: tuple[int, KeptRNG] | None = None
+        self._before: tuple[int, object] | None = None
 
     def begin(self, fetcher: Any) -> None:
         """Reset at the start of an epoch, when all loaders start."""
@@ -96,7 +101,7 @@ class Cycles:
         """Record the random numbers before a batch is fetched."""
         if self.watches:
             self._notice(fetcher)
-            self._before = (fetcher.fetched, KeptRNG())
+            self._before = (fetcher.fetched, RNG().describe().value)
 
     def fetch_again(self, fetcher: Any, described: dict[int, object]) -> None:
         """Restore the random numbers that `describe` returned before a batch is fetched again."""
@@ -114,7 +119,7 @@ class Cycles:
         iterators = list(fetcher.iterator._iterator.iterators)
         for i, iterator in enumerate(iterators):
             if iterator is not self._begun[i] and self._before is not None:
-                self._last[i] = (self._before[0], self._before[1].describe().value)
+                self._last[i] = self._before
         self._begun = iterators
 
 
@@ -126,12 +131,7 @@ class Position:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests
-        self._at_begin, self._at_first, self._at_ahead = KeptRNG(), KeptRNG(), KeptRNG()
-        """Random numbers before the loader started the epoch, before its first batch, and before
-        the last prefetched batch."""
-        self._at_made = SharedRNG()
-        """Random numbers before the loader was created."""
-        self._cycles = Cycles()
+        self.rng, self._cycles = Moments(), Cycles()
         self._ahead: list[object] | None = None
         """The states of the loaders before the last prefetched batch."""
         self._fetcher: Any = None
@@ -163,15 +163,6 @@ class Position:
         self._around.clear()
 
     # -- saving -----------------------------------------------------------------------------------
-
-    def random_numbers(self) -> dict[str, KeptRNG]:
-        """Return the random numbers needed to create the loader and repeat its batches."""
-        return {
-            "made": self._at_made,
-            "begin": self._at_begin,
-            "first": self._at_first,
-            "ahead": self._at_ahead,
-        }
 
     def describe(self) -> dict[str, object]:
         """Return the plain values of this rank's position."""
@@ -214,8 +205,7 @@ class Position:
             raise stopped
 
     def _waits_for_step(self) -> bool:
-        """Return True while gradients are accumulated, by Lightning or by a module with manual
-        optimization."""
+        """Return True while gradients are accumulated, in either way of optimization."""
         if self._trainer.lightning_module.automatic_optimization:
             return bool(self._epoch._should_accumulate())
         before, self._stepped = self._stepped, self._epoch.global_step
@@ -266,28 +256,27 @@ class Position:
     def _data_set_up(self, original: Callable[[], None]) -> None:
         """Wrap `setup_data`, in which Lightning creates or replaces the loader. On resume, create
         it with its original random numbers."""
-        loader, now = self._fit._combined_loader, SharedRNG()
+        loader, now = self._fit._combined_loader, KeptRNG()
         if self._stored is None or loader is not None:
             original()
             if self._fit._combined_loader is not loader:
-                self._at_made.hold(now)
+                self.rng.made.held = now.held
             return
         counts = self._fit.epoch_progress.current
         completed, counts.completed = counts.completed, self._stored["made"]
-        self._at_made.put()
+        self.rng.made.put()
         original()
         if self._trainer.num_sanity_val_steps:
-            self._at_made.put()  # loaders for the sanity check used the same numbers
+            self.rng.made.put()  # loaders for the sanity check used the same numbers
         counts.completed, self._fit._last_train_dl_reload_epoch = completed, self._stored["made"]
 
     def _loader_made(self, original: Callable[[], None]) -> None:
-        """Wrap the moment before Lightning starts to iterate. On resume, leave that to
-        `_wind_on`."""
+        """Wrap the start of the iteration. On resume, leave that to `_wind_on`."""
         if self._starts:  # this loader is for a new epoch
             self._stored = None
             self._fit._resuming_from_checkpoint = False
         if self._stored is None:
-            self._at_begin.take()
+            self.rng.begin.take()
             original()
             return
         if self.is_between_epochs:  # else Lightning would resume a completed epoch
@@ -314,9 +303,9 @@ class Position:
             original(fetcher)
         else:
             if self._trainer.current_epoch > 0:  # else it has already started: see `_loader_made`
-                self._at_begin.take()
+                self.rng.begin.take()
             original(fetcher)
-            self._at_first.take()
+            self.rng.first.take()
             self._cycles.begin(fetcher)
         self._stored = self._now = None
         if fetcher.length is None or self._cycles.watches:
@@ -337,7 +326,7 @@ class Position:
     def _fetches(self, original: Callable[[], None]) -> None:
         self._cycles.fetch(self._fetcher)
         if self._fetcher.length is None:
-            self._at_ahead.take()
+            self.rng.ahead.take()
             self._ahead = self._states_of_loaders()
         original()
 
@@ -348,7 +337,7 @@ class Position:
         if not stored["consumed"]:
             self._begin(fetcher, stored["loaders"])
         elif stored["loaders"]:
-            fetcher._start_profiler = self._at_ahead.put  # called after the start, before fetching
+            fetcher._start_profiler = self.rng.ahead.put  # called after the start, before fetching
             iter(fetcher)
             self._cycles.begin(fetcher)
         else:
@@ -361,25 +350,25 @@ class Position:
 
     def _begin(self, fetcher: Any, states: list[Any]) -> None:
         """Start the epoch after the completed one."""
-        self._at_begin.take()
+        self.rng.begin.take()
         if any(state.get("_iterator_finished") is False for state in states):
             # A torchdata loader still considers the old epoch unfinished: enter it once to end it.
             iter(fetcher)
-            self._at_begin.put()
+            self.rng.begin.put()
         iter(fetcher)
-        self._at_first.take()
+        self.rng.first.take()
         self._cycles.begin(fetcher)
 
     def _hand_out_again(self, fetcher: Any, consumed: int, cycles: dict[int, object]) -> None:
-        self._at_begin.put()
+        self.rng.begin.put()
         iter(fetcher)
-        self._at_first.put()
+        self.rng.first.put()
         self._cycles.begin(fetcher)
         fetcher._start_profiler = functools.partial(self._cycles.fetch_again, fetcher, cycles)
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for left in reversed(range(consumed)):
             if not left and fetcher.length is None:
-                self._at_ahead.put()
+                self.rng.ahead.put()
             next(batches)
         fetcher.fetched -= self._epoch.batch_progress.current.ready  # Lightning adds these again
 

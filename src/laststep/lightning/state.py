@@ -36,23 +36,19 @@ def finetuning_callbacks(trainer: Any) -> list[Any]:
 
 
 def _describe_frozen(trainer: Any) -> dict[str, list[str]]:
-    """Return the names of frozen parameters and norms; empty without a `BaseFinetuning`
-    callback."""
+    """Return the names of frozen parameters and norms, if a callback freezes any."""
     if not finetuning_callbacks(trainer):
         return {}
     model = trainer.lightning_module
-    norms = [
-        name
-        for name, one in model.named_modules()
-        if isinstance(one, _BatchNorm) and not one.track_running_stats
-    ]
-    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
-    return {"parameters": frozen, "norms": norms}
+    norms = ((name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm))
+    return {
+        "parameters": [name for name, one in model.named_parameters() if not one.requires_grad],
+        "norms": [name for name, one in norms if not one.track_running_stats],
+    }
 
 
 def _put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, list[str]]) -> None:
-    """Restore the optimizers' groups from the `states` of callbacks, and freeze the model as
-    `_describe_frozen` described it."""
+    """Restore the groups of optimizers, and freeze what `_describe_frozen` described."""
     model = trainer.lightning_module
     for one in finetuning_callbacks(trainer):
         if state := states.get(one.state_key):
@@ -209,8 +205,8 @@ class TrainerState(StateProvider):
         return value
 
     def _gradients(self) -> dict[str, object]:
-        """Return the gradients that a module with manual optimization has accumulated at the end of
-        an epoch; none for sharded parameters."""
+        """Return the gradients that a module with manual optimization has accumulated; none for
+        sharded parameters."""
         if not self._position.accumulates:
             return {}
         named = self._trainer.lightning_module.named_parameters()
@@ -222,8 +218,7 @@ class TrainerState(StateProvider):
         if not of_callbacks and not of_module:
             return {}
         given = self._as_lightning(value)
-        shown = dict(given)
-        shown["state_dict"] = dict(given["state_dict"])
+        shown = {**given, "state_dict": dict(given["state_dict"])}
         for hook in (*of_callbacks, *of_module):
             hook(shown)
         added = {key: entry for key, entry in shown.items() if entry is not given.get(key)}
@@ -267,8 +262,7 @@ class TrainerState(StateProvider):
         return stored
 
     def put_back_gradients(self) -> None:
-        """Restore accumulated gradients. Call this after Lightning has cleared them at the
-        start."""
+        """Restore accumulated gradients, which Lightning clears at the start."""
         stored, self._stored = self._stored, None
         if stored is not None:
             parameters = dict(self._trainer.lightning_module.named_parameters())
@@ -277,15 +271,11 @@ class TrainerState(StateProvider):
 
     def _as_lightning(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint that hooks expect, with the live weights."""
-        model = self._trainer.lightning_module
-        counts = value["loops"]["epoch_progress"]["current"]
+        weights = self._trainer.lightning_module.state_dict(keep_vars=True)
         return {
-            "epoch": counts["completed"],
-            "global_step": value["step"],
-            "pytorch-lightning_version": pl.__version__,
-            "state_dict": model.state_dict(keep_vars=True),
+            **_plain_entries(value),
+            "state_dict": weights,
             "loops": {"fit_loop": value["loops"]},
-            "callbacks": value["callbacks"],
         }
 
     def _hooks(self, name: str) -> tuple[list[Hook], list[Hook]]:
@@ -301,18 +291,20 @@ class TrainerState(StateProvider):
 
 
 def as_lightning(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Convert a checkpoint of the callback to Lightning's form: its weights and the hooks'
-    entries."""
+    """Convert a checkpoint of the callback to Lightning's form."""
     if "trainer" not in loaded:
         return loaded
     stored = loaded["trainer"]
+    added = _with_tensors(stored["hooks"], loaded["hooks"])
+    return {**_plain_entries(stored), "state_dict": loaded["model"], **added}
+
+
+def _plain_entries(value: dict[str, Any]) -> dict[str, Any]:
     return {
         "pytorch-lightning_version": pl.__version__,
-        "state_dict": loaded["model"],
-        "epoch": stored["loops"]["epoch_progress"]["current"]["completed"],
-        "global_step": stored["step"],
-        "callbacks": stored["callbacks"],
-        **_with_tensors(stored["hooks"], loaded["hooks"]),
+        "epoch": value["loops"]["epoch_progress"]["current"]["completed"],
+        "global_step": value["step"],
+        "callbacks": value["callbacks"],
     }
 
 
