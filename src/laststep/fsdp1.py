@@ -35,7 +35,7 @@ from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from laststep.state.boxes import Index
     from laststep.state.provider import StateProvider
@@ -47,8 +47,7 @@ _need = functools.partial(need, tested=_TESTED)
 
 
 def model(model: torch.nn.Module) -> StateProvider:
-    """Return a provider for the weights and buffers of a model that is, or contains,
-    FullyShardedDataParallel."""
+    """Return a provider for the weights and buffers of a model that contains FSDP1."""
     return _Fsdp1Module(model)
 
 
@@ -57,64 +56,28 @@ def optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> State
     return FlatOptimizer(optimizer, lambda: _members(optimizer, model))
 
 
-class _PlainParameter(NamedTuple):
-    """A parameter of the plain model inside a flat parameter."""
-
-    names: list[str]
-    """Several names if it is tied within the unit."""
-    shape: Index
-    layout: Flat | None
-    """None if the flat parameter is not sharded: each rank holds all of it."""
-    first: int
-    last: int
-    """First and last (exclusive) element within this rank's shard of the flat parameter."""
-    live: torch.Tensor | None
-    """With `use_orig_params`, the parameter that the optimizer steps; else None."""
-
-
 class _Unit(NamedTuple):
     """A module that FSDP1 wrapped, with the parameters that it flattened."""
 
     handle: Any
-    originals: list[_PlainParameter]
+    members: list[FlatMember]
+    places: list[slice]
+    """The elements of each member in this rank's shard of the flat parameter."""
 
-    @property
-    def flat(self) -> torch.Tensor:
-        parameter: torch.Tensor = self.handle.flat_param
-        return parameter
-
-    def members(self, group_of: Mapping[int, int]) -> Iterator[FlatMember]:
-        """Yield its parameters; `group_of` maps ids of tensors to groups of the optimizer."""
+    def located(self) -> list[FlatMember]:
+        """Return the parameters, with the memory that they are in now."""
+        flat = self.handle.flat_param
         # This rank's shard in full precision: the flat parameter itself may be unsharded now.
-        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat).detach()
-        for original in self.originals:
-            live, layout, numbers = original.live, original.layout, None
-            memory, first, last = shard, original.first, original.last
-            holder = self.flat if live is None else live
-            group = group_of.get(id(holder), -1)
-            if live is not None:
-                memory, first, last = shard[first:last], 0, last - first
-                if layout is not None and group >= 0:
-                    # A rank does not step parameters of which it holds no element.
-                    numbers = only_holders(layout)
-            yield FlatMember(
-                parameter=live,
-                names=original.names,
-                group=group,
-                shape=original.shape,
-                layout=layout,
-                memory=memory,
-                first=first,
-                last=last,
-                holder=holder,
-                numbers=numbers,
-            )
+        shard: torch.Tensor = getattr(flat, "_local_shard", flat).detach()
+        for member, place in zip(self.members, self.places, strict=True):
+            member.memory = shard if member.parameter is None else shard[place]
+        return self.members
 
     def is_gathered(self) -> bool:
-        """Return True if a forward or backward pass has left the unsharded flat parameter in
-        memory."""
-        ready = hasattr(self.flat, "_local_shard") and self.handle.uses_sharded_strategy
-        return ready and not self.handle.needs_unshard()
+        """Return True if a pass has left the unsharded flat parameter in memory."""
+        handle = self.handle
+        ready = hasattr(handle.flat_param, "_local_shard") and handle.uses_sharded_strategy
+        return ready and not handle.needs_unshard()
 
 
 class _Fsdp1Module(FlatModule):
@@ -131,21 +94,22 @@ class _Fsdp1Module(FlatModule):
                 unit.handle.post_reshard()
 
     def _flat(self) -> list[FlatMember]:
-        self._units = self._units or _units(self._module)
-        return [member for unit in self._units for member in unit.members({})]
+        self._units = self._units or _units(self._module, {})
+        return list(chain.from_iterable(unit.located() for unit in self._units))
 
     def _replaced(self, members: list[FlatMember]) -> set[int]:
-        return super()._replaced(members) | {id(unit.flat) for unit in self._units}
+        return super()._replaced(members) | {id(unit.handle.flat_param) for unit in self._units}
 
 
 def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[FlatMember]:
     """Return every parameter of the plain model that the optimizer steps."""
     group_of = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    flat = chain.from_iterable(unit.members(group_of) for unit in _units(model))
+    flat = chain.from_iterable(unit.located() for unit in _units(model, group_of))
     members = [member for member in flat if member.group >= 0]
     known = {id(member.holder) for member in members}
     for name, parameter in model.named_parameters():
         if id(parameter) in group_of and id(parameter) not in known:
+            known.add(id(parameter))
             members.append(
                 FlatMember(
                     parameter=parameter,
@@ -159,8 +123,7 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
                     holder=parameter,
                 )
             )
-    lost = len(group_of.keys() - {id(member.holder) for member in members})
-    if lost:
+    if lost := len(group_of.keys() - known):
         raise UsageError(
             "the optimizer has parameters that are not in the model",
             found=str(lost),
@@ -169,7 +132,8 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
     return members
 
 
-def _units(model: torch.nn.Module) -> list[_Unit]:
+def _units(model: torch.nn.Module, group_of: Mapping[int, int]) -> list[_Unit]:
+    """Return the units of a model. `group_of` maps ids of tensors to groups of the optimizer."""
     wrapped = {
         prefix: module
         for prefix, module in model.named_modules()
@@ -183,22 +147,14 @@ def _units(model: torch.nn.Module) -> list[_Unit]:
             remedy="pass a model of another kind as it is",
         )
     handles = ((_need(module, "_handle"), prefix) for prefix, module in wrapped.items())
-    return [_unit(handle, prefix) for handle, prefix in handles if handle is not None]
+    return [_unit(handle, prefix, group_of) for handle, prefix in handles if handle is not None]
 
 
-def _unit(handle: Any, prefix: str) -> _Unit:
+def _unit(handle: Any, prefix: str, group_of: Mapping[int, int]) -> _Unit:
     """Determine the position of each parameter of a unit in its flat parameter."""
     flat = _need(handle, "flat_param")
-    fqns, shapes, sizes, padding, here = (
-        list(_need(flat, name))
-        for name in (
-            "_fqns",
-            "_shapes",
-            "_numels_with_padding",
-            "_is_padding_mask",
-            "_shard_param_infos",
-        )
-    )
+    wanted = ("_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_shard_param_infos")
+    fqns, shapes, sizes, padding, here = (list(_need(flat, name)) for name in wanted)
     _refuse_unusual(flat, fqns)
     starts = [
         at
@@ -208,27 +164,47 @@ def _unit(handle: Any, prefix: str) -> _Unit:
     live = _need(flat, "_params") or [None] * len(fqns)
     names = {_joined(prefix, name): [_joined(prefix, name)] for name in fqns}
     for info in _need(flat, "_shared_param_infos"):
-        first = names[_joined(prefix, info.prim_module_name, info.prim_param_name)]
-        first.append(_joined(prefix, info.module_name, info.param_name))
-    originals = [
-        _original(handle, known, tuple(shape), start, info, parameter)
-        for known, shape, start, info, parameter in zip(
-            names.values(), shapes, starts, here, live, strict=True
+        tied = names[_joined(prefix, info.prim_module_name, info.prim_param_name)]
+        tied.append(_joined(prefix, info.module_name, info.param_name))
+    members, places = [], []
+    for known, shape, start, info, parameter in zip(
+        names.values(), shapes, starts, here, live, strict=True
+    ):
+        layout, place = _place(handle, known[0], tuple(shape), start, info)
+        holder, first = (flat, place.start) if parameter is None else (parameter, 0)
+        group = group_of.get(id(holder), -1)
+        numbers = None
+        if parameter is not None and layout is not None and group >= 0:
+            numbers = only_holders(layout)  # a rank steps no parameter of which it has no element
+        members.append(
+            FlatMember(
+                parameter=parameter,
+                names=known,
+                group=group,
+                shape=tuple(shape),
+                layout=layout,
+                memory=flat,
+                first=first,
+                last=first + place.stop - place.start,
+                holder=holder,
+                numbers=numbers,
+            )
         )
-    ]
-    return _Unit(handle, originals)
+        places.append(place)
+    return _Unit(handle, members, places)
 
 
 def _joined(*parts: str) -> str:
     return plain_name(".".join(filter(None, parts)))
 
 
-def _original(
-    handle: Any, names: list[str], shape: Index, start: int, info: Any, live: torch.Tensor | None
-) -> _PlainParameter:
-    count = math.prod(shape)
+def _place(
+    handle: Any, name: str, shape: Index, start: int, info: Any
+) -> tuple[Flat | None, slice]:
+    """Return the layout of a parameter (None if the flat parameter is not sharded: each rank holds
+    all of it), and its elements within this rank's shard."""
     if not _need(handle, "uses_sharded_strategy"):
-        return _PlainParameter(names, shape, None, start, start + count, live)
+        return None, slice(start, start + math.prod(shape))
     mesh = mesh_over(_need(handle, "process_group"))
     each = math.prod(_need(handle.flat_param, "_sharded_size"))
     layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
@@ -237,12 +213,12 @@ def _original(
     if (first, last) != said:
         raise UsageError(
             "cannot determine how the state is sharded over the ranks",
-            where=names[0],
+            where=name,
             expected=f"elements {first} to {last} of the flat parameter, as {_TESTED} has it",
             found=f"{said[0]} to {said[1]}",
             remedy="use that version",
         )
-    return _PlainParameter(names, shape, layout, first, last, live)
+    return layout, slice(first, last)
 
 
 def _refuse_unusual(flat: Any, names: list[str]) -> None:
