@@ -14,6 +14,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -24,7 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
-from laststep.accelerate.loaders import LoaderProgress, place_in
+from laststep.accelerate.loaders import LoaderProgress, place_in, skip_in_place
+from laststep.adapters.flat_state import need
 from laststep.adapters.framework import Framework, first_sound
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
@@ -45,14 +47,31 @@ log = logging.getLogger(__name__)
 FRAMEWORK = Framework(package="accelerate", extra="accelerate", first="1.15", last="1.15")
 FRAMEWORK.check()
 FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
+FRAMEWORK.seam(Accelerator, "save_state", "output_dir", "safe_serialization")
+FRAMEWORK.seam(Accelerator, "load_state", "input_dir", "load_kwargs")
+FRAMEWORK.seam(Accelerator, "end_training")
+FRAMEWORK.seam(Accelerator, "free_memory", "objects")
+FRAMEWORK.seam(Accelerator, "get_state_dict", "model", "unwrap")
+FRAMEWORK.seam(Accelerator, "prepare_data_loader", "data_loader")
 
 
 def items(accelerator: Any) -> dict[str, object]:
     """Return everything that `save_state` would save and the position in each loader. Call this
     after `prepare`; raises UsageError if nothing is prepared."""
-    models, optimizers = _models_and_optimizers(accelerator)
+    models, optimizers = held(accelerator, "models"), held(accelerator, "optimizers")
+    engines = engines_of(accelerator)
+    if engines:
+        models, optimizers = [*map(deepspeed.model, engines)], [*map(deepspeed.optimizer, engines)]
+    elif any(isinstance(model, FullyShardedDataParallel) for model in models):
+        # Each optimizer belongs to the model at its position.
+        pairs = [*zip(models, optimizers, strict=True)]
+        models = [
+            fsdp1.model(model) if isinstance(model, FullyShardedDataParallel) else model
+            for model in models
+        ]
+        optimizers = [fsdp1.optimizer(optimizer.optimizer, model) for model, optimizer in pairs]
     found = _numbered("model", models) | _numbered("optimizer", optimizers)
-    found |= _numbered("progress", map(deepspeed.progress, engines_of(accelerator)))
+    found |= _numbered("progress", map(deepspeed.progress, engines))
     found |= _numbered("scheduler", held(accelerator, "schedulers"))
     keep_places(accelerator)
     loaders = held(accelerator, "dataloaders")
@@ -70,8 +89,7 @@ def items(accelerator: Any) -> dict[str, object]:
 
 
 def engines_of(accelerator: Any) -> list[Any]:
-    """Return DeepSpeed's engines, which hold model and optimizer. Raise UsageError for Megatron and
-    XLA."""
+    """Return DeepSpeed's engines. Raise UsageError for Megatron and XLA."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in {"MEGATRON_LM", "XLA"}:
         raise UsageError(
@@ -84,16 +102,8 @@ def engines_of(accelerator: Any) -> list[Any]:
 
 
 def held(accelerator: Any, what: str) -> list[Any]:
-    """Return the objects that an Accelerator recorded in `prepare` or `register_for_checkpointing`.
-    It has no public way to list them."""
-    noted = getattr(accelerator, f"_{what}", None)
-    if not isinstance(noted, list):
-        raise UsageError(
-            f"cannot find the {what} of this {type(accelerator).__name__}",
-            expected=f"an Accelerator of accelerate {FRAMEWORK.last} with a list _{what}",
-            found=f"accelerate {FRAMEWORK.version}",
-            remedy="pip install 'laststep[accelerate]'",
-        )
+    """Return what an Accelerator has recorded; it has no public way to list that."""
+    noted: list[Any] = need(accelerator, f"_{what}", tested=f"accelerate {FRAMEWORK.last}")
     return noted
 
 
@@ -123,59 +133,20 @@ def _numbered(name: str, things: Any) -> dict[str, object]:
     return {f"{name}_{i}" if i else name: thing for i, thing in enumerate(things)}
 
 
-def _models_and_optimizers(accelerator: Any) -> tuple[list[object], list[object]]:
-    """Return the items for models and optimizers. With FSDP1, each optimizer belongs to the model
-    at the same position."""
-    engines = engines_of(accelerator)
-    if engines:
-        return [*map(deepspeed.model, engines)], [*map(deepspeed.optimizer, engines)]
-    models, optimizers = held(accelerator, "models"), held(accelerator, "optimizers")
-    flat = [isinstance(model, FullyShardedDataParallel) for model in models]
-    if any(flat):
-        pairs = zip(optimizers, models, strict=True)
-        optimizers = [fsdp1.optimizer(optimizer.optimizer, model) for optimizer, model in pairs]
-    return [
-        fsdp1.model(model) if is_flat else model
-        for model, is_flat in zip(models, flat, strict=True)
-    ], optimizers
-
-
 def _is_placed(loader: object) -> bool:
     """Return True for a loader of Accelerate's, whose position can be tracked."""
     return hasattr(loader, "base_dataloader")
 
 
 def keep_places(accelerator: Any) -> None:
-    """Track the position in each loader from its next epoch on, and make `skip_first_batches` aware
-    of it."""
-    if not isinstance(accelerator.skip_first_batches, _Skips):
-        accelerator.skip_first_batches = _Skips(accelerator.skip_first_batches)
+    """Track the position in each loader from its next epoch on."""
+    if "skip_first_batches" not in vars(accelerator):
+        own = accelerator.skip_first_batches
+        accelerator.skip_first_batches = functools.partial(skip_in_place, own)
     for loader in held(accelerator, "dataloaders"):
         if _is_placed(loader):
             place_in(loader)
 
-
-class _Skips:
-    """`skip_first_batches` for tracked loaders: returns the same loader, set to start at that
-    batch. A loader that a restore has already set to that batch is not changed."""
-
-    def __init__(self, otherwise: Any) -> None:
-        self._otherwise = otherwise
-
-    def __call__(self, dataloader: Any, num_batches: int = 0) -> Any:
-        if not _is_placed(dataloader):
-            return self._otherwise(dataloader, num_batches)
-        place_in(dataloader).skip(num_batches)
-        return dataloader
-
-
-FRAMEWORK.seam(Accelerator, "save_state", "output_dir", "safe_serialization")
-FRAMEWORK.seam(Accelerator, "load_state", "input_dir", "load_kwargs")
-FRAMEWORK.seam(Accelerator, "end_training")
-FRAMEWORK.seam(Accelerator, "free_memory", "objects")
-FRAMEWORK.seam(Accelerator, "get_state_dict", "model", "unwrap")
-
-FRAMEWORK.seam(Accelerator, "prepare_data_loader", "data_loader")
 
 _PREPARED = ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", "free_memory")
@@ -184,10 +155,11 @@ _REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", 
 def attach(accelerator: Any, run: str | os.PathLike[str] | None = None, /, **settings: Any) -> Any:
     """Make `save_state` and `load_state` of this Accelerator use a run, and return the Accelerator.
     `settings` are those of a Checkpointer."""
-    if isinstance(getattr(accelerator.save_state, "__self__", None), Attached):
+    before = getattr(accelerator.save_state, "__self__", None)
+    if isinstance(before, Attached):
         raise UsageError(
             "this Accelerator is already attached to a run",
-            found=str(accelerator.save_state.__self__),
+            found=str(before.home),
             remedy="attach it only once",
         )
     attached = Attached(accelerator, run, settings)
@@ -202,7 +174,7 @@ class Attached:
 
     def __init__(self, accelerator: Any, run: Any, settings: dict[str, Any]) -> None:
         self._accelerator, self._run, self._settings = accelerator, run, settings
-        self._home = arranged(run, settings.get("tiers", ()), None).primary
+        self.home = arranged(run, settings.get("tiers", ()), None).primary
         self._before = {name: getattr(accelerator, name) for name in _REPLACED}
         self._checkpointer: Checkpointer | None = None
         self._steps = 0
@@ -213,9 +185,6 @@ class Attached:
         self._made_for: list[Any] = []
         """The objects that were prepared when the Checkpointer was created."""
         self._counting = register_optimizer_step_post_hook(self._count)
-
-    def __repr__(self) -> str:
-        return f"<Accelerator of the run {self._home}>"
 
     # -- methods of an Accelerator ----------------------------------------------------------------
 
@@ -271,7 +240,7 @@ class Attached:
             if not Path(input_dir).expanduser().is_dir():
                 raise NotFoundError(
                     f"there is no checkpoint {os.fspath(input_dir)!r}",
-                    where=str(self._home),
+                    where=str(self.home),
                     remedy="`laststep ls` lists the checkpoints; load_state() takes the newest",
                 )
             log.info("%s is not a checkpoint of this run: Accelerate loads it", input_dir)
@@ -291,7 +260,6 @@ class Attached:
         return restored
 
     def prepare_data_loader(self, *arguments: Any, **more: Any) -> Any:
-        """Prepare a loader as Accelerate does, and track its position from the first epoch on."""
         loader = self._before["prepare_data_loader"](*arguments, **more)
         keep_places(self._accelerator)
         return loader
@@ -317,8 +285,7 @@ class Attached:
         return bool(engines_of(self._accelerator)) or self._accelerator.distributed_type == "FSDP"
 
     def _make(self, models: list[Any]) -> Checkpointer:
-        """Create the Checkpointer once everything is prepared. `models` lacks those that hooks save
-        and load themselves."""
+        """Create the Checkpointer. `models` lacks those that hooks save and load themselves."""
         chosen = items(self._accelerator)
         for number, model in enumerate(held(self._accelerator, "models")):
             if all(model is not one for one in models):
@@ -361,8 +328,7 @@ class Attached:
         return [*getattr(self._accelerator, f"_{what}_model_state_pre_hook").values()]
 
     def _after_save_hooks(self, folder: str | os.PathLike[str] | None) -> list[Any]:
-        """Run the save hooks and return the models that they have not saved themselves. Hooks write
-        to the folder that Accelerate would use."""
+        """Run the save hooks and return the models that they have not saved themselves."""
         models, hooks = held(self._accelerator, "models"), self._hooks("save")
         if not hooks:
             return models
@@ -383,8 +349,8 @@ class Attached:
 
     def _restore(self, checkpoint: Checkpoint) -> Restored:
         """Run the load hooks for a checkpoint and restore it."""
-        metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {checkpoint.step}")
-        folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
+        metadata = FRAMEWORK.own(checkpoint.metadata, f"{self.home}, step {checkpoint.step}")
+        folder = (_names(metadata) or [f"{self.home}/{checkpoint.folder}"])[-1]
         models = [*held(self._accelerator, "models")]
         for hook in self._hooks("load"):
             hook([] if self._has_shards else models, folder)
@@ -397,7 +363,7 @@ class Attached:
         part. The latter is ignored if Accelerate has saved in this folder.
         """
         try:
-            newest_first: list[Checkpoint] = [*open_run(self._home)][::-1]
+            newest_first: list[Checkpoint] = [*open_run(self.home)][::-1]
         except NotFoundError:
             return []
         if name is None:

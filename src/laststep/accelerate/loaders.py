@@ -64,7 +64,7 @@ class LoaderProgress(StateProvider):
         value = {
             "epoch": self._loader.iteration + self._place.has_ended,
             "generators": _own_states(self._place),
-            "seeds": _seeds_of(self._place),
+            "seeds": {name: each.initial_seed for name, each in _seeded(self._place).items()},
             "workers": self._place.has_workers,
             "samples": self._place.samples,
             "ways": self._place.ways,
@@ -76,7 +76,9 @@ class LoaderProgress(StateProvider):
         with handing_over("the loader"):
             self._loader.iteration = value["epoch"]
             _set_own_states(self._place, value["generators"])
-            _put_seeds(self._place, value.get("seeds", {}))
+            seeds = value.get("seeds", {})
+            for name, sampler in _seeded(self._place).items():
+                sampler.initial_seed = seeds.get(name, sampler.initial_seed)
             place = self._in_batches_of_now(value["place"], value.get("samples"))
             self._place.go_on_at(place, has_workers=value.get("workers", False))
 
@@ -154,8 +156,7 @@ class PlacedLoader:
     def __iter__(self) -> Iterator[Any]:
         place, self._to_come = self._to_come, None
         self._epoch = self._outer().iteration  # type: ignore[union-attr]  # the caller holds it
-        start = place and place["start"] and _unpacked(place["start"])
-        self._start = start or _random_state(self)
+        self._start = (place and place["start"]) or _random_state(self)
         self._batches = place["batches"] if place else 0
         self._had_workers = place.get("workers", False) if place else self.has_workers
         self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
@@ -189,14 +190,12 @@ class PlacedLoader:
 
     @property
     def has_ended(self) -> bool:
-        """True if training has received the last batch of the epoch and has not asked for
-        another."""
+        """True if training has received the last batch of the epoch and not asked for more."""
         outer = self._outer()
         return outer is not None and outer.end_of_dataloader and outer.iteration == self._epoch
 
     def now(self) -> dict[str, Any] | None:
-        """Return the position in the epoch; None between epochs, or if training has left the
-        loop."""
+        """Return the position in the epoch; None between epochs and once training has left it."""
         outer = self._outer()
         if self._to_come is not None:
             return self._to_come
@@ -207,8 +206,7 @@ class PlacedLoader:
             return None
         ours = self._state[_OURS]
         inner = None if self.inner_state is None else _without_ours(self._state)
-        packed = {name: ours[name] and _packed(ours[name]) for name in _KEPT}
-        return {"batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed}
+        return {**ours, "inner": inner, "workers": self._had_workers}
 
     def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
         """Start the next epoch at `place`."""
@@ -216,17 +214,10 @@ class PlacedLoader:
         self.has_workers = has_workers
 
     def skip(self, batches: int) -> None:
-        """Start the next epoch after this number of batches, in the order of a restored epoch if
-        there is one."""
+        """Start the next epoch after this number of batches, in a restored order if any."""
         place = self._to_come
         if batches and place is None:
-            place = {
-                "batches": 0,
-                "inner": None,
-                "start": None,
-                "fetch": None,
-                "workers": self.has_workers,
-            }
+            place = {"batches": 0, "start": None, "workers": self.has_workers}
         if place is not None and place["batches"] != batches:
             self._to_come = {**place, "batches": batches, "inner": None, "fetch": None}
 
@@ -253,8 +244,7 @@ class PlacedLoader:
         )
 
     def _begun(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator. Draw no seed if the resumed run already had persistent workers at
-        this point."""
+        """Return an iterator; draw no seed for persistent workers that a resumed run had."""
         is_there = loader._iterator is not None  # noqa: SLF001 (there is no public name)
         if is_there or not self._had_workers:
             return iter(loader)
@@ -285,7 +275,7 @@ class PlacedLoader:
 
     def _put(self, fetch: Any) -> None:
         if fetch is not None:
-            _set_random_state(self, _unpacked(fetch))
+            _set_random_state(self, fetch)
 
     def _brought(self, batches: Iterator[Any], begun: RandomState) -> Iterator[Any]:
         """Yield all batches. Those that were already fetched at the save are fetched again with the
@@ -294,9 +284,6 @@ class PlacedLoader:
             first = list(itertools.islice(batches, self._again + self.at_once))
         yield from first
         yield from batches
-
-
-_KEPT: Final = ("start", "fetch")
 
 
 class _Rest:
@@ -315,8 +302,7 @@ class _Rest:
 def _after(
     batches: Iterator[Any], skips: int, again: int, begin: Callable[[], None]
 ) -> Iterator[Any]:
-    """Yield the first `again` batches, call `begin`, then yield the batches after the first
-    `skips`."""
+    """Yield the first `again` batches, call `begin`, and yield those after `skips`."""
     first = list(itertools.islice(batches, again))
     yield from first
     rest = itertools.chain(first, batches)
@@ -336,6 +322,16 @@ def place_in(loader: Any) -> PlacedLoader:
         loader.base_dataloader = PlacedLoader(loader)
     place: PlacedLoader = loader.base_dataloader
     return place
+
+
+def skip_in_place(otherwise: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+    """Do as `skip_first_batches` for a loader that is tracked, and return that very loader. If a
+    restore has already set it to this batch, it is not changed."""
+    place = getattr(dataloader, "base_dataloader", None)
+    if type(place) is not PlacedLoader:
+        return otherwise(dataloader, num_batches)
+    place.skip(num_batches)
+    return dataloader
 
 
 def _dealing(outer: Any, base: Any) -> tuple[int, int]:
@@ -379,11 +375,14 @@ def _own_states(loader: Any) -> RandomState:
 
 
 def _random_state(loader: Any) -> RandomState:
-    """Return the states of the loader's generators and of the process's global ones."""
+    """Return the states of the loader's generators and of the process's global ones, as plain
+    values: arrays would need a new layout of a save's files."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002 (other code draws from the global one)
+    kind, keys, *rest = numpy
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (other code draws from the global one)
-        "torch": torch.get_rng_state(),
+        "numpy": (str(kind), keys.tobytes(), *rest),
+        "torch": bytes(torch.get_rng_state().numpy()),
         "own": _own_states(loader),
     }
 
@@ -396,16 +395,16 @@ def _set_own_states(loader: Any, drawn: RandomState) -> None:
 
 
 def _set_random_state(loader: Any, drawn: RandomState) -> None:
+    kind, keys, *rest = drawn["numpy"]
     random.setstate(drawn["python"])
-    np.random.set_state(drawn["numpy"])  # noqa: NPY002
-    torch.set_rng_state(drawn["torch"])
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(_tensor(drawn["torch"]))
     _set_own_states(loader, drawn["own"])
 
 
 @contextlib.contextmanager
 def _drawing_from(loader: Any, drawn: RandomState) -> Iterator[None]:
-    """Set the generators to `drawn` within this block, and back to their present states after
-    it."""
+    """Set the generators to `drawn` within this block."""
     now = _random_state(loader)
     _set_random_state(loader, drawn)
     try:
@@ -414,40 +413,13 @@ def _drawing_from(loader: Any, drawn: RandomState) -> Iterator[None]:
         _set_random_state(loader, now)
 
 
-def _packed(drawn: RandomState) -> RandomState:
-    """Convert to plain values, which cost a save nothing. Arrays would need a new layout of its
-    files."""
-    kind, keys, *rest = drawn["numpy"]
-    return {
-        **drawn,
-        "numpy": (str(kind), keys.tobytes(), *rest),
-        "torch": bytes(drawn["torch"].numpy()),
-    }
-
-
-def _unpacked(drawn: RandomState) -> RandomState:
-    kind, keys, *rest = drawn["numpy"]
-    numpy = (kind, np.frombuffer(keys, np.uint32), *rest)
-    return {**drawn, "numpy": numpy, "torch": _tensor(drawn["torch"])}
-
-
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _seeds_of(loader: Any) -> dict[str, int]:
-    """Return the seeds with which Accelerate's samplers seed their generators at each epoch."""
-    return {
-        name: holder.initial_seed
-        for name, holder in _holders(loader)
-        if isinstance(holder, SeedableRandomSampler)
-    }
-
-
-def _put_seeds(loader: Any, seeds: dict[str, int]) -> None:
-    for name, holder in _holders(loader):
-        if isinstance(holder, SeedableRandomSampler) and name in seeds:
-            holder.initial_seed = seeds[name]
+def _seeded(loader: Any) -> dict[str, Any]:
+    """Return Accelerate's samplers that seed their generators at each epoch, by holder."""
+    return {name: one for name, one in _holders(loader) if isinstance(one, SeedableRandomSampler)}
 
 
 def _held(loader: Any) -> dict[str, torch.Generator]:

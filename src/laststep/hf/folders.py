@@ -14,10 +14,8 @@ import dataclasses
 import json
 import logging
 import os
-import queue
 import shutil
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +34,7 @@ from laststep.storage.directory import TEMPORARY
 
 if TYPE_CHECKING:
     from laststep.browse import Checkpoint
+    from laststep.process.threads import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -50,66 +49,42 @@ def path_of(output: Path, step: object) -> Path:
     return output / f"checkpoint-{step}"
 
 
-def state_json(state: TrainerState) -> bytes:
-    """Return the content of `trainer_state.json` as the Trainer writes it."""
-    text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True)
-    return f"{text}\n".encode()
-
-
 def is_peft(model: object) -> bool:
     """Return True for a peft model, which trains only its adapters."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
 class Folders:
-    """Creates folders in `output` for the checkpoints of `run`, in the order of the requests."""
+    """Creates folders in `output` for the checkpoints of `run`."""
 
-    def __init__(self, trainer: Any, output: Path, run: str) -> None:
-        self._trainer, self._output, self._run = trainer, output, run
+    def __init__(self, trainer: Any, output: Path, run: str, worker: WorkerPool) -> None:
+        """`worker` has one thread, so that folders are created in the order of the requests."""
+        self._trainer, self._output, self._run, self._worker = trainer, output, run, worker
         self._model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self._fixed = _fixed_files(trainer)
         for left in output.glob(f".{path_of(output, '*').name}{TEMPORARY}*"):
             shutil.rmtree(left, ignore_errors=True)  # left by a killed process
         self._plain = not is_peft(self._model) and _keeps_names(self._model)
-        """True if the folder stores the weights under the names that they have in the
-        checkpoint."""
-        self._todo: queue.Queue[tuple[int, bool] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="laststep-folders", daemon=True)
-        self._thread.start()
+        """True if weights have the same names in the folder as in the checkpoint."""
 
     def make(self, step: int, *, again: bool = True) -> None:
-        """Request the folder of a step and return at once. `again` also replaces an existing
-        one."""
-        self._todo.put((step, again))
+        """Request the folder of a step; `again` also replaces an existing one."""
+        self._worker.put(self._try, step, again)
 
-    def wait(self) -> None:
-        """Block until all requested folders are done."""
-        self._todo.join()
-
-    def close(self) -> None:
-        """Finish all requested folders, then stop the thread."""
-        self._todo.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (wanted := self._todo.get()) is not None:
-            step, again = wanted
-            try:
-                if again or not path_of(self._output, step).is_dir():
-                    self._make(step)
-            except NotFoundError:
-                log.info("no folder for step %d: retention has deleted its checkpoint", step)
-            except Exception as error:
-                log.error(  # noqa: TRY400 (a traceback only for unexpected errors)
-                    "%s could not be made, the checkpoint of step %d is there all the same: %s",
-                    path_of(self._output, step),
-                    step,
-                    error,
-                    exc_info=not isinstance(error, LaststepError | OSError),
-                )
-            finally:
-                self._todo.task_done()
-        self._todo.task_done()
+    def _try(self, step: int, again: bool) -> None:  # noqa: FBT001 (a pool passes no keywords)
+        try:
+            if again or not path_of(self._output, step).is_dir():
+                self._make(step)
+        except NotFoundError:
+            log.info("no folder for step %d: retention has deleted its checkpoint", step)
+        except Exception as error:
+            log.error(  # noqa: TRY400 (a traceback only for unexpected errors)
+                "%s could not be made, the checkpoint of step %d is there all the same: %s",
+                path_of(self._output, step),
+                step,
+                error,
+                exc_info=not isinstance(error, LaststepError | OSError),
+            )
 
     def _make(self, step: int) -> None:
         target = path_of(self._output, step)
@@ -117,7 +92,8 @@ class Folders:
             state = TrainerState(**checkpoint.metadata["state"])  # type: ignore[index]
             with new_folder(target, replace=True) as folder:  # one of an abandoned lineage
                 self._fill(folder, checkpoint)
-                _write(folder / "trainer_state.json", state_json(state))
+                described = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True)
+                _write(folder / "trainer_state.json", f"{described}\n".encode())
                 whence = {"run": self._run, "checkpoint": checkpoint.folder}
                 _write(folder / MARK, json.dumps(whence).encode())
         args = self._trainer.args
@@ -138,9 +114,8 @@ class Folders:
             _write(folder / name, content)
         if not self._plain:
             tensors = ItemTensors(checkpoint, "model")
-            names = [
-                name.partition("/")[2] for name in checkpoint.tensors() if name.startswith("model/")
-            ]
+            full_names = filter(lambda name: name.startswith("model/"), checkpoint.tensors())
+            names = [name.removeprefix("model/") for name in full_names]
             live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
             # One name per group of tied tensors.
             one = {id(live.get(name, name)): name for name in names}
@@ -182,8 +157,7 @@ class Folders:
         return True
 
     def _push(self, target: str, state: TrainerState) -> None:
-        """Push to the hub as the Trainer does after a save, with the state that it had at that
-        step."""
+        """Push to the hub as the Trainer does, with the state that it had at that step."""
         then = copy.copy(self._trainer)
         then.state = state
         then.processing_class = None  # training may be using it; its files are written below
@@ -215,30 +189,29 @@ def _fixed_files(trainer: Any) -> dict[str, bytes]:
 
 
 def _keeps_names(model: Any) -> bool:
-    """Return True if `save_pretrained` writes all tensors under their present names and shapes. For
-    some models it omits tensors, or renames and splits them as in the checkpoint that they were
-    loaded from."""
+    """Return True if `save_pretrained` writes all tensors under their present names and shapes,
+    instead of omitting, renaming or splitting some."""
     if not hasattr(model, "save_pretrained"):
         return True
     if getattr(model, "_keys_to_ignore_on_save", None):
         return False
+    state = model.state_dict(keep_vars=True)
     meta = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        for name, tensor in state.items()
     }
-    saved = revert_weight_conversion(model, dict(meta))
-    return {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
-        name: tuple(tensor.shape) for name, tensor in meta.items()
-    }
+    saved = revert_weight_conversion(model, meta)
+    return _shapes(saved) == _shapes(state)
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _is_whole(file: Path, model: Any) -> bool:
-    """Return True if a file holds every tensor of a model with its full shape. Tied tensors need to
-    be stored only once."""
+    """Return True if a file holds a whole model; one of tied tensors is enough."""
     live = model.state_dict(keep_vars=True)
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    stored = {id(live[name]) for name in shapes if name in live}
-    return all(
-        name in live and tuple(live[name].shape) == shape for name, shape in shapes.items()
-    ) and stored == set(map(id, live.values()))
+    known = shapes.items() <= _shapes(live).items()
+    return known and {id(live[name]) for name in shapes} == set(map(id, live.values()))

@@ -7,6 +7,7 @@ save is `global_step`, and training continues from `Restored.step`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import transformers.trainer
 from accelerate import skip_first_batches
 from transformers import Trainer
 
-from laststep.accelerate.loaders import PlacedLoader
+from laststep.accelerate.loaders import skip_in_place
 from laststep.constants import with_article
 from laststep.errors import CorruptError, UsageError
 from laststep.hf import FRAMEWORK
@@ -69,16 +70,8 @@ for _method, _parameters in _SEAMS.items():
 FRAMEWORK.seam(transformers.trainer, "skip_first_batches", "dataloader", "num_batches")
 
 
-def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Replace Accelerate's function, which the Trainer calls. A `PlacedLoader` skips by itself."""
-    place = getattr(dataloader, "base_dataloader", None)
-    if type(place) is not PlacedLoader:
-        return skip_first_batches(dataloader, num_batches)
-    place.skip(num_batches)
-    return dataloader
-
-
-transformers.trainer.skip_first_batches = _skip_first_batches
+# The Trainer calls this function of Accelerate's; tracked loaders skip by themselves.
+transformers.trainer.skip_first_batches = functools.partial(skip_in_place, skip_first_batches)
 
 
 class TrainerMixin(Trainer):  # type: ignore[misc]
@@ -166,29 +159,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             batches = skipped * self.args.gradient_accumulation_steps
         return epochs, batches
 
-    def _run_epoch(
-        self,
-        *,
-        epoch: int,
-        resume_from_checkpoint: str | None,
-        epochs_trained: int,
-        steps_trained_in_current_epoch: int,
-        **keywords: Any,
-    ) -> None:
-        first = epoch == epochs_trained and resume_from_checkpoint is not None
-        ours = self._laststep.is_ours(resume_from_checkpoint)
+    def _run_epoch(self, **keywords: Any) -> None:
+        epoch, folder = keywords["epoch"], keywords["resume_from_checkpoint"]
+        first = epoch == keywords["epochs_trained"] and folder is not None
+        ours = self._laststep.is_ours(folder)
         if first and ours and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # else the Trainer does one more step
             return
-        batches = steps_trained_in_current_epoch if first else 0
+        batches = keywords["steps_trained_in_current_epoch"] if first else 0
         self._laststep.begin_epoch(epoch, batches // self.args.gradient_accumulation_steps)
-        super()._run_epoch(
-            epoch=epoch,
-            resume_from_checkpoint=resume_from_checkpoint,
-            epochs_trained=epochs_trained,
-            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
-            **keywords,
-        )
+        super()._run_epoch(**keywords)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None

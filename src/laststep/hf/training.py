@@ -12,6 +12,7 @@ once training starts, so those items are deferred.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -19,7 +20,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderAdapter
@@ -33,7 +34,8 @@ from laststep.browse import open as open_run
 from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
 from laststep.hf import FRAMEWORK
-from laststep.hf.folders import MARK, Folders, is_peft, path_of, state_json
+from laststep.hf.folders import MARK, Folders, is_peft, path_of
+from laststep.process.threads import WorkerPool
 from laststep.state.items import Deferred
 from laststep.state.modules import trainable
 from laststep.state.provider import ABSENT, RNG, State, StateProvider
@@ -41,7 +43,6 @@ from laststep.storage.files import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from laststep.accelerate.loaders import PlacedLoader
     from laststep.errors import CorruptError
@@ -71,25 +72,22 @@ def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
     def wrapped() -> Any:
         return trainer.model_wrapped
 
-    if trainer.is_deepspeed_enabled:
-        optimizer = Deferred(lambda: trainer.optimizer, lambda _: deepspeed.optimizer(wrapped()))
-        return Deferred(wrapped, deepspeed.model), optimizer
-    if _is_fsdp1(trainer):
-        return Deferred(wrapped, fsdp1.model), Deferred(
-            lambda: trainer.optimizer, lambda one: fsdp1.optimizer(one.optimizer, wrapped())
-        )
-    model = Deferred(lambda: trainer.model, lambda one: trainable(one) if is_peft(one) else one)
-    return model, Deferred(lambda: trainer.optimizer)
+    def of_trainer() -> Any:
+        return trainer.optimizer
 
-
-def _is_fsdp1(trainer: Any) -> bool:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
+    if trainer.is_deepspeed_enabled:
+        optimizer = Deferred(of_trainer, lambda _: deepspeed.optimizer(wrapped()))
+        return Deferred(wrapped, deepspeed.model), optimizer
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1:
+        optimizer = Deferred(of_trainer, lambda one: fsdp1.optimizer(one.optimizer, wrapped()))
+        return Deferred(wrapped, fsdp1.model), optimizer
+    model = Deferred(lambda: trainer.model, lambda one: trainable(one) if is_peft(one) else one)
+    return model, Deferred(of_trainer)
 
 
 class Data(StateProvider):
-    """Position in the data loader that the Trainer iterates over. Empty if the user made the loader
-    without Accelerate."""
+    """Position in the Trainer's data loader; empty if Accelerate did not prepare that."""
 
     kind = "loader"
     per_rank = True
@@ -161,8 +159,7 @@ class Logged(StateProvider):
         self._held = value if isinstance(value, dict) and ABSENT not in value.values() else None
 
     def release(self) -> None:
-        """Add the restored sum to the Trainer's. Call this only after the Trainer has initialised
-        its own."""
+        """Add the restored sum to the Trainer's, once it has initialised that."""
         if self._held is not None:
             loss = self._held["loss"].to(self._trainer._tr_loss.device)
             self._trainer._tr_loss += loss
@@ -179,24 +176,23 @@ RUN = "_laststep"
 """The run's folder in `output_dir`. Pushes to the hub skip names that start with `_`."""
 
 
+@dataclasses.dataclass
 class _Resume:
     """The checkpoint to resume from, and the folder that the Trainer reads its state from."""
 
-    def __init__(self, step: int, metadata: dict[str, Any], *, exact: bool, within: str) -> None:
-        self.step, self.exact = step, exact
-        self.stored = set(metadata["items"])
-        self.place: list[int] | None = metadata.get("place")
-        self.restored = False
-        folder = path_of(Path(tempfile.mkdtemp(dir=within)), step)
-        folder.mkdir()
-        (folder / "trainer_state.json").write_bytes(state_json(TrainerState(**metadata["state"])))
-        self.path = str(folder)
+    step: int
+    metadata: dict[str, Any]
+    folder: str
+    exact: bool
+    """True if the user asked for this very checkpoint."""
+    restored: bool = False
 
 
-class TrainCall:
+class TrainCall(contextlib.ExitStack):
     """The saves of one `train()` call; owns the Checkpointer and closes everything on exit."""
 
     def __init__(self, trainer: Any, trial: Any, run: Any, settings: dict[str, Any]) -> None:
+        super().__init__()
         self._trainer, self._settings = trainer, dict(settings)
         self._output = Path(absolute(trainer._get_output_dir(trial)))
         if run is None and not settings.get("tiers"):
@@ -211,25 +207,13 @@ class TrainCall:
         """The current epoch and the step at which it started."""
         self._resume: _Resume | None = None
         self._saved: set[int] = set()
-        self._scratch = tempfile.TemporaryDirectory(prefix="laststep-")
-        self._ckpt = laststep.Checkpointer(run, items=self._items, **self._settings)
+        scratch = self.enter_context(tempfile.TemporaryDirectory(prefix="laststep-"))
+        self._scratch = Path(scratch)
+        self._worker = self.enter_context(WorkerPool("folders", 1))
+        """Creates the folders; closed after the Checkpointer, whose last commits need some."""
+        checkpointer = laststep.Checkpointer(run, items=self._items, **self._settings)
+        self._ckpt = self.enter_context(checkpointer)
         self._folders: Folders | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._ckpt.__exit__(kind, error, trace)
-        finally:
-            if self._folders is not None:
-                self._folders.close()
-            self._scratch.cleanup()
 
     # -- resuming ---------------------------------------------------------------------------------
 
@@ -270,7 +254,7 @@ class TrainCall:
 
     def _refuse_later(self, newest: int) -> None:
         """Raise UsageError if the Trainer itself has saved a later step, which would be ignored."""
-        folders = self._output.glob("checkpoint-*") if self._output.is_dir() else ()
+        folders = self._output.glob("checkpoint-*")
         steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
         last = max(steps, default=0)
         if last > newest and not _is_an_adapter_s(steps[last]):
@@ -284,8 +268,7 @@ class TrainCall:
             )
 
     def _named(self, folder: Path) -> str:
-        """Return the folder for the Trainer if the user named a checkpoint of the run by its
-        folder."""
+        """Return the folder for the Trainer if the user named a checkpoint by its folder."""
         name = _FOLDER.fullmatch(folder.name)
         if name is None or folder.resolve().parent != self._output.resolve():
             raise UsageError(
@@ -310,8 +293,11 @@ class TrainCall:
 
     def _from(self, step: int, metadata: object, *, exact: bool) -> str:
         own: dict[str, Any] = FRAMEWORK.own(metadata, self._ckpt.path)
-        self._resume = _Resume(step, own, exact=exact, within=self._scratch.name)
-        return self._resume.path
+        folder = path_of(self._scratch, step)
+        folder.mkdir(exist_ok=True)
+        TrainerState(**own["state"]).save_to_json(str(folder / "trainer_state.json"))
+        self._resume = _Resume(step, own, str(folder), exact)
+        return self._resume.folder
 
     def older(self, damage: CorruptError) -> str:
         """Return the folder of an older checkpoint to resume from. Re-raise `damage` if there is
@@ -332,31 +318,32 @@ class TrainCall:
 
     def is_ours(self, folder: str | None) -> bool:
         """Return True if the Trainer resumes from the folder that `found` returned."""
-        return self._resume is not None and folder == self._resume.path
+        return self._resume is not None and folder == self._resume.folder
 
     def begin(self, loader: Any, *, resumes: bool) -> None:
         """Restore model, optimizer and loader, which are prepared by now, and get ready to save."""
         self._data.follow(loader)
         resume = self._resume if resumes else None
         if resume is not None:
-            absent = set(self._items) - resume.stored
+            stored = set(resume.metadata["items"])
+            absent = set(self._items) - stored
             if absent:
                 log.warning(
                     "the checkpoint of step %d was saved without them: %s start over",
                     resume.step,
                     ", ".join(sorted(absent)),
                 )
-            both = sorted(set(self._items) & resume.stored)  # DeepSpeed has counts of its own
+            both = sorted(set(self._items) & stored)  # DeepSpeed has counts of its own
             # `Restored.step` is the number of completed steps, as `global_step` is.
             self._ckpt.restore(
                 resume.step if resume.exact else None,
-                only=None if resume.stored == set(self._items) else both,
+                only=None if stored == set(self._items) else both,
             )
             resume.restored = True
             if self._trainer.args.ignore_data_skip and self._data.placed is not None:
                 self._data.placed.skip(0)  # restart the epoch, as requested
         if self._folders is None and self._trainer.args.should_save:
-            self._folders = Folders(self._trainer, self._output, self._ckpt.path)
+            self._folders = Folders(self._trainer, self._output, self._ckpt.path, self._worker)
             self._ckpt.subscribe(self._make_folder)
         if resume is not None:
             self._find_best()
@@ -381,7 +368,7 @@ class TrainCall:
 
     def place(self) -> list[int] | None:
         """Return the epoch in which training resumes and its number of completed steps."""
-        return None if self._resume is None else self._resume.place
+        return None if self._resume is None else self._resume.metadata.get("place")
 
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Record that an epoch starts, or continues after `done` steps."""
@@ -405,8 +392,7 @@ class TrainCall:
         self._saved.add(step)
 
     def stepped(self) -> None:
-        """Save if `every` is due, or stop for `preemption`. Called after a step's log and
-        evaluation."""
+        """Save if `every` is due, or stop for `preemption`, after a step."""
         step = self._trainer.state.global_step
         if self._own_schedule and step not in self._saved:
             metrics, metadata = self._described()
@@ -416,8 +402,7 @@ class TrainCall:
     def wait(self) -> None:
         """Block until all saves are committed and their folders exist."""
         self._ckpt.wait()
-        if self._folders is not None:
-            self._folders.wait()
+        self._worker.wait()
 
     def loaded_best(self) -> bool:
         """Load the best model if it is a checkpoint of the run; return False if it is not."""
@@ -462,8 +447,7 @@ class TrainCall:
 
 
 def _is_an_adapter_s(folder: Path) -> bool:
-    """Return True if the Trainer did not save this folder itself. A missing folder counts as ours:
-    it may still be created."""
+    """Return True unless the Trainer saved this folder. We may still create a missing one."""
     return not folder.is_dir() or (folder / MARK).exists()
 
 
