@@ -109,8 +109,7 @@ class Checkpointer(core.Checkpointer):
 
 
 def folder_of(checkpoint: Any) -> str:
-    """Return the path or URL of a checkpoint that `report` handed to Ray, for use with
-    `laststep.load`."""
+    """Return the path or URL of a checkpoint of ours, for use with `laststep.load`."""
     if Path(checkpoint.path, "manifest.json").exists():
         return str(checkpoint.path)
     with checkpoint.as_directory() as folder:

@@ -43,8 +43,6 @@ __all__ = ["LoadStrategy", "SaveStrategy", "model", "optimizer"]
 
 _TESTED = "Megatron-Core 0.16"
 _need = functools.partial(need, tested=_TESTED)
-_STATE = "megatron.core.parallel_state"
-_CUTTING_AXIS = "tp"
 _SIZES_OF_PARTS = (
     "output_size_per_partition",
     "input_size_per_partition",
@@ -63,8 +61,7 @@ def __dir__() -> list[str]:
 
 
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
-    """Return a provider of the fp32 weights and the buffers of the model chunks on this pipeline
-    stage."""
+    """Return a provider of the fp32 weights and buffers of this stage's model chunks."""
     return _MegatronModule(_chunks_of(model), _distributed(optimizer))
 
 
@@ -118,8 +115,7 @@ class _MegatronModule(FlatModule):
         return flattened
 
     def _refuse_frozen_parts(self, flattened: set[int]) -> None:
-        """Raise UsageError for sharded parameters that no optimizer has: they would be saved as if
-        they were whole."""
+        """Raise UsageError for sharded parameters that no optimizer has."""
         buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
         if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
             return
@@ -197,8 +193,7 @@ class _Cut(NamedTuple):
 def _layout(
     buffer: Any, parameter: torch.Tensor, cut: _Cut | None, parts: list[int], ranges: list[int]
 ) -> Flat:
-    """Return the layout of a parameter over the ranks whose range of its bucket contains part of
-    it."""
+    """Return the layout of a parameter over the ranks that have part of it."""
     start, stop, number = buffer.param_index_map[parameter]
     bucket = _need(buffer, "buckets")[number]
     each = _need(bucket, "grad_data").numel() // len(ranges)
@@ -207,7 +202,7 @@ def _layout(
     count = last - first + 1
     # Megatron's groups are lines of a rank grid: another rank's group is ours, shifted.
     ranks = [a + b - dist.get_rank() for a in parts for b in ranges[first : last + 1]]
-    mesh = Mesh.of((_CUTTING_AXIS, AXIS), (len(parts), count), ranks)
+    mesh = Mesh.of(("tp", AXIS), (len(parts), count), ranks)
     place = (AXIS,), offset - first * each, count * each
     shape = list(parameter.shape)
     if cut is None:
@@ -240,8 +235,7 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
 
 
 def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
-    """Raise UsageError unless Megatron has the same range of a parameter for this rank as we
-    computed."""
+    """Raise UsageError unless Megatron has the same range for this rank."""
     buffer, dtype, bucket = _need(optimizer, "model_param_gbuf_map")[parameter]
     said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
     ours = layout.range_of(dist.get_rank())
@@ -255,11 +249,10 @@ def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
 
 
 def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
-    """Raise UsageError for experts that are distributed or sharded over process groups of their
-    own."""
+    """Raise UsageError for experts over process groups of their own."""
     if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
         return
-    state: Any = sys.modules.get(_STATE)
+    state: Any = sys.modules.get("megatron.core.parallel_state")
     experts, expert_parts = (
         getattr(state, f"get_expert_{kind}_parallel_world_size", lambda: 1)()
         for kind in ("model", "tensor")

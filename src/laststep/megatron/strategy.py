@@ -40,27 +40,23 @@ FRAMEWORK.seam(theirs.TorchDistLoadShardedStrategy, "load", "sharded_state_dict"
 FRAMEWORK.seam(
     theirs.TorchDistLoadShardedStrategy, "load_tensors_metadata", "checkpoint_dir", "metadata"
 )
-
-FRAMEWORK.seam(
-    theirs,
-    "_replace_state_dict_keys_with_sharded_keys",
-    "sharded_state_dict",
-    "keep_only_main_replica",
-)
 FRAMEWORK.seam(theirs, "mcore_to_pyt_state_dict", "state_dict", "is_loading")
-FRAMEWORK.seam(theirs, "_unwrap_pyt_sharded_tensor", "sh_ten")
-FRAMEWORK.seam(
-    theirs,
-    "_replace_sharded_keys_with_state_dict_keys",
-    "state_dict",
-    "flat_mapping",
-    "rename_mapping",
+
+
+def _function(name: str, *parameters: str) -> Any:
+    """Return a function of the strategy that has no public name."""
+    FRAMEWORK.seam(theirs, name, *parameters)
+    return getattr(theirs, name)
+
+
+_by_key = _function(
+    "_replace_state_dict_keys_with_sharded_keys", "sharded_state_dict", "keep_only_main_replica"
 )
-FRAMEWORK.seam(theirs, "_restore_dict_types", "x", "keys_template")
-_by_key = theirs._replace_state_dict_keys_with_sharded_keys  # noqa: SLF001 (the strategy has no
-_by_name = theirs._replace_sharded_keys_with_state_dict_keys  # noqa: SLF001  public functions for
-_with_types = theirs._restore_dict_types  # noqa: SLF001  this; the seams above check that
-_parts = theirs._unwrap_pyt_sharded_tensor  # noqa: SLF001  they have not changed)
+_by_name = _function(
+    "_replace_sharded_keys_with_state_dict_keys", "state_dict", "flat_mapping", "rename_mapping"
+)
+_with_types = _function("_restore_dict_types", "x", "keys_template")
+_parts = _function("_unwrap_pyt_sharded_tensor", "sh_ten")
 
 BACKEND, VERSION = "laststep", 1
 FOLDER = "laststep"
