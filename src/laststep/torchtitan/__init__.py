@@ -63,16 +63,12 @@ FRAMEWORK.seam(
 )
 
 _STAMP = FRAMEWORK.stamp()  # made once: looking up a version reads files
-RNG_STATE = "rng"
 _THEIRS = re.compile(r"step-([0-9]+)")
 """Names of the folders that torchtitan itself writes."""
-FINAL = "final"
-"""The folder, inside the run's, for the model-only save at the end of training."""
 
 
 class Manager(CheckpointManager):  # type: ignore[misc]
-    """Saves and restores with laststep. Each checkpoint holds the whole state and can be
-    resumed."""
+    """Saves and restores with laststep. Each checkpoint can be resumed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
@@ -82,44 +78,26 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         """Settings of `laststep.Checkpointer`, such as `{"compression": "adaptive"}`."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dataloader: Any,
-        model_parts: list[torch.nn.Module],
-        optimizers: Any,
-        lr_schedulers: Any,
-        states: dict[str, Any],
-        **more: Any,
-    ) -> None:
+    def __init__(self, config: Config, **given: Any) -> None:
         # Otherwise it starts a thread to delete folders and creates a process group for saves.
         bare: Any = replace(config, keep_latest_k=0, async_mode="disabled")  # type: ignore[call-arg]
-        super().__init__(
-            bare,
-            dataloader=dataloader,
-            model_parts=model_parts,
-            optimizers=optimizers,
-            lr_schedulers=lr_schedulers,
-            states=states,
-            **more,
-        )
+        super().__init__(bare, **given)
         if not self.enable:
             return
-        schedule = StateDictProvider(lr_schedulers)
+        self._parts: list[torch.nn.Module] = self.states[MODEL].model
+        dataloader = self.states[DATALOADER]
+        schedule = StateDictProvider(self.states[LR_SCHEDULER])
         schedule.per_rank = False  # although it is iterable, as a loader is
-        self._parts = model_parts
         self._items = {
             **self.states,
-            MODEL: Parts(model_parts),
-            OPTIMIZER: Optimizers(list(optimizers)),
+            MODEL: Parts(self._parts),
+            OPTIMIZER: Optimizers(list(self.states[OPTIMIZER])),
             LR_SCHEDULER: schedule,
-            DATALOADER: dataloader,
-            RNG_STATE: RNG(),  # restored last: a loader draws a number when it starts
+            "rng": RNG(),  # restored last: a loader draws a number when it starts
         }
-        if TRAIN_STATE in states:  # each rank counts its own tokens in it
+        if TRAIN_STATE in self._items:  # each rank counts its own tokens in it
             self._items[TRAIN_STATE] = PerRank(
-                states[TRAIN_STATE],
+                self._items[TRAIN_STATE],
                 when_ranks_change=lambda states, rank, _: states[rank % len(states)],
             )
         if isinstance(dataloader, ParallelAwareDataloader):
@@ -161,7 +139,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             else entry
             for name, entry in self.states[MODEL].state_dict().items()
         }
-        folder = filesystem.join(self.folder, FINAL)
+        folder = filesystem.join(self.folder, "final")
         if self.last_save_in_hf:
             self.dcp_save(weights, folder, AsyncMode.DISABLED, to_hf=True)
             return
@@ -196,8 +174,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _refuse_later(self, newest: int) -> None:
-        """Raise UsageError if torchtitan's own manager has saved a later step here, which would be
-        ignored silently."""
+        """Raise UsageError if torchtitan's own manager has saved a later step here."""
         listed = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
         theirs = [
             int(own[1])
@@ -220,16 +197,14 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         return self._ckpt.restore(step, only=self._wanted(model_only=number == 0))
 
     def _begin(self, step: int) -> bool:
-        """Start a run from another laststep run, or from a checkpoint that torchtitan itself can
-        load."""
+        """Start from another laststep run, or from a checkpoint that torchtitan can load."""
         start = self.initial_load_path
         if step != -1 or start is None or self.initial_load_in_hf or not (run := _run_at(start)):
             return bool(super()._load(step))
         url, number = run
-        model = {MODEL: Weights(self._parts, self.states[MODEL])}
         names = self._wanted(model_only=self.initial_load_model_only)
-        items = {name: item for name, item in {**self._items, **model}.items() if name in names}
-        with Checkpointer(url, items=items) as source:
+        items = {**self._items, MODEL: Weights(self._parts, self.states[MODEL])}
+        with Checkpointer(url, items={name: items[name] for name in names}) as source:
             source.restore(number, only=names)
         return True
 
@@ -249,8 +224,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
 
 
 def _run_at(path: str) -> tuple[str, int | None] | None:
-    """Return the run that a path refers to and the step (None: the newest). Return None if the path
-    is neither a run nor a checkpoint in one."""
+    """Return the run and the step (None: the newest) that a path refers to, if it does."""
     above, _, last = path.rstrip("/").rpartition("/")
     named = parse_folder(last)
     url, step = (path, None) if named is None else (above, named.step)

@@ -11,6 +11,7 @@ import functools
 import struct
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,8 +88,7 @@ class Weights(StateProvider):
         return [] if [] in lacking else [f"has no stored {', '.join(min(lacking, key=len)[:3])}"]
 
     def destinations(self, paths: list[Path]) -> list[object]:
-        """Return the live tensors to restore into: each rank takes the part of a weight that it
-        holds."""
+        """Return the live tensors: each rank takes the part of a weight that it holds."""
         own, named = self._live()
         known = named | own
         return [known.get(str(path[0]), "cpu") for path in paths]
@@ -98,58 +98,19 @@ class Weights(StateProvider):
             self._wrapped.load_state_dict(value)
 
 
-class _Joined:
-    """The optimizers of all parts, joined into the one that the whole model would have. Each has
-    one group per rule of the configuration, with the parameters of its part."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._by_kind: dict[str, list[torch.optim.Optimizer]] = {}
-        for optimizer in optimizers:
-            self._by_kind.setdefault(type(optimizer).__name__, []).append(optimizer)
-        self.kind = "+".join(sorted(self._by_kind))
-        self.param_groups: list[dict[str, Any]] = []
-        self.state = _States({})
-
-    def look(self) -> None:
-        self.param_groups = [
-            alike[0]
-            | {key: list(chain.from_iterable(group[key] for group in alike)) for key in _LISTED}
-            for alike in self._alike()
-        ]
-        optimizers = list(chain.from_iterable(self._by_kind.values()))
-        self.state = _States(
-            {
-                id(p): one
-                for one in optimizers
-                for group in one.param_groups
-                for p in group["params"]
-            }
-        )
-        for one in optimizers:
-            self.state.update(one.state)
-
-    def hand_out(self) -> None:
-        """Copy the options of the joined groups to the groups of each optimizer."""
-        for group, alike in zip(self.param_groups, self._alike(), strict=True):
-            for one in alike:
-                one.update((key, group[key]) for key in group if key not in _LISTED)
-
-    def _alike(self) -> list[tuple[dict[str, Any], ...]]:
-        """Return the groups of each rule, one from each part."""
-        groups = [[one.param_groups for one in alike] for alike in self._by_kind.values()]
-        return [same for of_kind in groups for same in zip(*of_kind, strict=True)]
-
-
 _LISTED = ("params", "param_names")
 
 
 class _States(dict[torch.Tensor, dict[str, Any]]):
-    """The state of each parameter. Entries are the same dicts as in the parameter's own
-    optimizer."""
+    """The state of each parameter: the same dicts as in its own optimizer."""
 
-    def __init__(self, owners: dict[int, torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__()
-        self._owners = owners
+        self._owners: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in optimizers:
+            self.update(optimizer.state)
+            for group in optimizer.param_groups:
+                self._owners |= dict.fromkeys(map(id, group["params"]), optimizer)
 
     def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._owners[id(parameter)].state[parameter]
@@ -158,10 +119,11 @@ class _States(dict[torch.Tensor, dict[str, Any]]):
 
 
 class Optimizers(OptimizerProvider):
-    """The optimizers of all parts, by the names of the parameters."""
+    """The optimizers of all parts, joined into the one that the whole model would have. Each has
+    one group per rule of the configuration, with the parameters of its part."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._joined = _Joined(optimizers)
+        self._joined = SimpleNamespace(param_groups=[], state={})
         super().__init__(self._joined, dict)  # type: ignore[arg-type]  # it has all attributes used
         self._all = optimizers
 
@@ -169,14 +131,29 @@ class Optimizers(OptimizerProvider):
         return tuple(self._all)
 
     def describe(self) -> State:
-        self._joined.look()
+        self._joined.param_groups = [
+            alike[0]
+            | {key: list(chain.from_iterable(group[key] for group in alike)) for key in _LISTED}
+            for alike in self._alike()
+        ]
+        self._joined.state = _States(self._all)
         state = super().describe()
         assert isinstance(state.value, Owned)  # noqa: S101 (always so for an optimizer)
-        return replace(state, value=Owned(self._joined.kind, state.value.state))
+        kind = "+".join(sorted({type(optimizer).__name__ for optimizer in self._all}))
+        return replace(state, value=Owned(kind, state.value.state))
 
     def restore(self, value: object) -> None:
         super().restore(value)
-        self._joined.hand_out()
+        for group, alike in zip(self._joined.param_groups, self._alike(), strict=True):
+            for own in alike:
+                own.update((key, group[key]) for key in group if key not in _LISTED)
+
+    def _alike(self) -> list[tuple[dict[str, Any], ...]]:
+        """Return the groups of each rule, one from each part."""
+        by_kind: dict[str, list[list[dict[str, Any]]]] = {}
+        for optimizer in self._all:
+            by_kind.setdefault(type(optimizer).__name__, []).append(optimizer.param_groups)
+        return [same for groups in by_kind.values() for same in zip(*groups, strict=True)]
 
 
 _LENGTH = struct.Struct("<Q")
