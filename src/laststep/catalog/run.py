@@ -352,9 +352,8 @@ class Run:
         except StorageError:
             # The attempts of dead writers may leave no room for a record.
             scanned = self._scanner.scan_undecided(deep=True)
-            if not self._remove(
-                retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
-            ):
+            dead = retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
+            if not self._remove(dead):
                 raise
             number = claim()
         self._end_older(number)
@@ -601,7 +600,7 @@ class RunWriter:
             with contextlib.suppress(NotFoundError):  # it was read at another tier
                 # Its writer may have died before its name was durable, and nothing synced it since.
                 self.store.sync_folder(after.folder)
-        self.last_folder = None if after is None else after.folder
+        self.last_folder = None if after is None else after.folder  # not what was committed since
         return run.claim_term(continues, seen=self._seen, writer=self._trainer, orphan=orphan)
 
     def commit(self, attempt: Attempt, commit: Commit) -> None:

@@ -16,11 +16,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.catalog.attempt import read_decision
 from laststep.catalog.run import Run, run_id
 from laststep.catalog.terms import Terms
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
-from laststep.format.manifest import Commit
 from laststep.memory import segments
 from laststep.process import signals
 from laststep.process.system import boot
@@ -28,6 +26,7 @@ from laststep.process.threads import WorkerPool
 from laststep.storage.registry import open_store
 from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
+from laststep.tiers.recovery import Standing
 from laststep.tiers.snapshots import MemorySnapshot, NodePart
 
 if TYPE_CHECKING:
@@ -136,8 +135,7 @@ class NearestStore(Store):
             folder
             for folder, snapshot in self.look().items()
             if snapshot.record.run == run
-            and not recovery.is_of_another(self.primary, snapshot.record)
-            and isinstance(read_decision(self.primary, folder), Commit)
+            and recovery.standing_of(self.primary, snapshot.record) is Standing.COMMITTED
         ]
 
     def readers(self, folder: str) -> Readers | None:

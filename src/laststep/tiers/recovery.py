@@ -85,7 +85,7 @@ def snapshots_of(
     opened = [
         snapshot
         for parts in found
-        if parts[0][1].run == run and _counts(store, parts[0][1])
+        if parts[0][1].run == run and standing_of(store, parts[0][1]) is not Standing.LEFT_BEHIND
         for snapshot in snapshots.opened(parts)
     ]
     return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
@@ -139,36 +139,30 @@ def wait_for_flushers(there: Sequence[Segment]) -> None:
             time.sleep(_POLL_S)  # another process: there is no event to wait for
 
 
-def _counts(store: Store, record: SnapshotRecord) -> bool:
-    """Return True if a snapshot is part of the run: it was committed, or no job instance has
-    continued without it. It does not matter why its own flusher could not store it."""
-    if is_of_another(store, record):
-        return False
-    with contextlib.suppress(CorruptError):  # a damaged manifest does not matter
-        if isinstance(read_decision(store, record.at.folder), Commit):
-            return True
-    return not is_left_behind(store, record)
+class Standing(enum.Enum):
+    """The relation of a snapshot to its run."""
+
+    COMMITTED = enum.auto()
+    OPEN = enum.auto()
+    """It is not committed, and no job instance has continued without it."""
+    LEFT_BEHIND = enum.auto()
+    """Its term belongs to another job instance, because an older copy has replaced the run and has
+    continued since; or the last commit of the run does not descend from it."""
 
 
-def is_left_behind(store: Store, record: SnapshotRecord) -> bool:
-    """Return True if the run has continued without this uncommitted snapshot: another job instance
-    has its term, or the last commit does not descend from it. A job instance without a commit does
-    not count."""
-    if is_of_another(store, record):
-        return True
-    last = newest_point(store).commit
-    return record.at.point < last and not order([record.at], Terms(store).chain(last[0]))
-
-
-def is_of_another(store: Store, record: SnapshotRecord) -> bool:
-    """Return True if the snapshot's term belongs to another job instance in this store: the run was
-    replaced by an older copy, which has continued since."""
-    term, known = record.at.term, dict(record.records)
+def standing_of(store: Store, record: SnapshotRecord) -> Standing:
+    at, own = record.at, dict(record.records).get(term_record_name(record.at.term))
     with contextlib.suppress(CorruptError):  # a damaged record is no evidence
-        there, own = Terms(store).read(term), known.get(term_record_name(term))
-        if there is not None and own is not None:
-            return there != terms.decode(own, term=term, where="shared memory")
-    return False
+        there = None if own is None else Terms(store).read(at.term)
+        if own is not None and there not in (None, terms.decode(own, term=at.term, where="memory")):
+            return Standing.LEFT_BEHIND
+    with contextlib.suppress(CorruptError):  # a damaged manifest is no commit
+        if isinstance(read_decision(store, at.folder), Commit):
+            return Standing.COMMITTED
+    last = newest_point(store).commit
+    if at.point < last and not order([at], Terms(store).chain(last[0])):
+        return Standing.LEFT_BEHIND
+    return Standing.OPEN
 
 
 def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
@@ -181,7 +175,8 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
     def check() -> None:
         """Raise `AbortedError` if another job instance has continued, or is alive and may."""
         known, living = Terms(store), run.live_writer()
-        if is_left_behind(store, record) or (living is not None and living.term > at.term):
+        is_left_behind = standing_of(store, record) is Standing.LEFT_BEHIND
+        if is_left_behind or (living is not None and living.term > at.term):
             raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
 
     check()
@@ -443,14 +438,14 @@ class _RunInMemory:
         if save.run != run.id:
             return SnapshotState.NOT_STORED, f"its run is gone: {run.store.url} holds another run"
         try:
-            is_foreign = is_of_another(run.store, save)
-            if not is_foreign and isinstance(read_decision(run.store, folder), Commit):
-                is_new = folder in self._recovered
-                return (SnapshotState.RECOVERED if is_new else SnapshotState.STORED), None
-            if is_foreign or is_left_behind(run.store, save):
-                return SnapshotState.LEFT_BEHIND, None
+            standing = standing_of(run.store, save)
         except LaststepError as error:
             return SnapshotState.NOT_STORED, str(error)
+        if standing is Standing.COMMITTED:
+            is_new = folder in self._recovered
+            return (SnapshotState.RECOVERED if is_new else SnapshotState.STORED), None
+        if standing is Standing.LEFT_BEHIND:
+            return SnapshotState.LEFT_BEHIND, None
         if not self._has_tried:
             return SnapshotState.ALONE, None
         why: object = self._failed.get(folder, self._error)

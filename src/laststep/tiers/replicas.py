@@ -66,7 +66,16 @@ def replica_status(run: Run, urls: Sequence[str] = ()) -> list[ReplicaStatus]:
         except LaststepError as error:
             found.append(ReplicaStatus(tier=url, error=str(error)))
     first = max((one.newest for one in found if one.newest), key=_BY_POINT, default=None)
-    return [one if first is None else _compared(one, first) for one in found]
+    for place, one in enumerate(found):
+        if first is not None and one.newest is not None:
+            # Tiers have different times for the same checkpoint: of the snapshot or of the commit.
+            is_same = one.newest.name.folder == first.name.folder
+            found[place] = replace(
+                one,
+                behind_steps=first.name.step - one.newest.name.step,
+                behind_s=0.0 if is_same else max(first.created_s - one.newest.created_s, 0.0),
+            )
+    return found
 
 
 def _in_memory(run: Run, tier: str, base: str) -> ReplicaStatus | None:
@@ -103,15 +112,3 @@ def _status(tier: str, known: Sequence[Newest]) -> ReplicaStatus:
     folders = {one.name.folder for one in known}
     newest = max(known, key=_BY_POINT, default=None)
     return ReplicaStatus(tier=tier, newest=newest, checkpoints=len(folders))
-
-
-def _compared(one: ReplicaStatus, first: Newest) -> ReplicaStatus:
-    if one.newest is None:
-        return one
-    # Tiers have different times for the same checkpoint: that of the snapshot or of the commit.
-    is_same = one.newest.name.folder == first.name.folder
-    return replace(
-        one,
-        behind_steps=first.name.step - one.newest.name.step,
-        behind_s=0.0 if is_same else max(first.created_s - one.newest.created_s, 0.0),
-    )

@@ -23,7 +23,7 @@ from laststep.tiers.copying import Copier, Moved, Pacing, Progress
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from laststep.storage.store import Store
 
@@ -105,7 +105,17 @@ class CopyPlan:
             pending = tuple(item for item in listed if item.folder not in outcomes)
             _check_items(pending, self.items)
         Run(self.target, None).clean()  # there may never be a writer that does it
-        return _report(outcomes)
+        moved = {folder: one for folder, one in outcomes.items() if isinstance(one, Moved)}
+        damaged = [(name, one) for name, one in outcomes.items() if isinstance(one, CorruptError)]
+        return CopyReport(
+            copied=tuple(moved),
+            there=tuple(folder for folder, outcome in outcomes.items() if outcome is None),
+            deleted=tuple(folder for folder, outcome in outcomes.items() if outcome == "deleted"),
+            damaged=tuple(damaged),
+            copied_bytes=sum(one.copied_bytes for one in moved.values()),
+            linked_bytes=sum(one.linked_bytes for one in moved.values()),
+            kept_bytes=sum(one.kept_bytes for one in moved.values()),
+        )
 
     def _copy(self, copier: Copier, item: Listed, progress: Progress | None) -> CopyOutcome:
         try:
@@ -118,21 +128,6 @@ class CopyPlan:
             return "deleted"
         except CorruptError as error:
             return error
-
-
-def _report(outcomes: Mapping[str, CopyOutcome]) -> CopyReport:
-    moved = {folder: one for folder, one in outcomes.items() if isinstance(one, Moved)}
-    return CopyReport(
-        copied=tuple(moved),
-        there=tuple(folder for folder, outcome in outcomes.items() if outcome is None),
-        deleted=tuple(folder for folder, outcome in outcomes.items() if outcome == "deleted"),
-        damaged=tuple(
-            (folder, one) for folder, one in outcomes.items() if isinstance(one, CorruptError)
-        ),
-        copied_bytes=sum(one.copied_bytes for one in moved.values()),
-        linked_bytes=sum(one.linked_bytes for one in moved.values()),
-        kept_bytes=sum(one.kept_bytes for one in moved.values()),
-    )
 
 
 def plan_copy(

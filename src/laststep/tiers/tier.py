@@ -91,8 +91,13 @@ def arranged(
             expected="the path or URL of a run, or tiers=[…]",
             remedy="pass Checkpointer('runs/gpt', …) or Checkpointer(tiers=['shm://', 'runs/gpt'])",
         )
-    named = [tier if isinstance(tier, Tier) else Tier(_text(tier)) for tier in tiers]
-    memory, *_ = [*(tier.memory_base for tier in named[:1]), None]
+    named = []
+    for tier in tiers:
+        url = os.fspath(tier) if isinstance(tier, os.PathLike) else tier
+        if not isinstance(url, str | Tier):
+            raise UsageError("invalid tier", found=shown(tier))
+        named.append(url if isinstance(url, Tier) else Tier(url))
+    memory = named[0].memory_base
     stores = named if memory is None else named[1:]
     if not stores or any(tier.memory_base is not None for tier in stores):
         raise UsageError(
@@ -146,11 +151,3 @@ def _refuse_same(urls: Sequence[str]) -> None:
                 found="one in it",
                 remedy="name another folder",
             )
-
-
-def _text(tier: object) -> str:
-    if isinstance(tier, os.PathLike):
-        tier = os.fspath(tier)
-    if not isinstance(tier, str):
-        raise UsageError("invalid tier", found=shown(tier))
-    return tier
