@@ -19,7 +19,7 @@ from laststep.catalog.attempt import AttemptName
 from laststep.errors import StorageError
 from laststep.settings import as_keywords
 from laststep.storage.directory import DirectoryStore
-from laststep.tiers.replicating import ReplicaOrder, Replication, Replicator, TierStatus
+from laststep.tiers.replicating import ReplicaOrder, Replicator, TierStatus
 from laststep.tiers.tier import Tier
 from waiting import PATIENCE_S, wait_until
 
@@ -281,8 +281,7 @@ def test_ranks_bring_their_own_files_and_the_first_commits(places: Places) -> No
         each.start()
         each.committed(at)
     wait_until(lambda: heard[0].replicated() == [4])
-    for each in replicators:
-        each.close(at_once=False)
+    end(replicators)
     assert places.steps(places.far) == [4]
     assert not any(news.state == "failed" for said in heard for news in said.news)
 
@@ -309,8 +308,7 @@ def test_a_copy_that_is_committed_stays_though_what_comes_after_it_fails(
         each.committed(at)
         each.start()
     wait_until(lambda: heard[0].replicated() == [4])
-    for each in replicators:
-        each.close(at_once=False)
+    end(replicators)
     assert places.steps(places.far) == [4]
 
 
@@ -329,8 +327,7 @@ def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(plac
     wait_until(lambda: 1 in heard[0].replicated())
     first.committed(newer)
     wait_until(lambda: 2 in heard[0].replicated())
-    for each in (first, other):
-        each.close(at_once=False)
+    end([first, other])
     assert places.steps(places.far) == [1, 2]
 
 
@@ -344,8 +341,7 @@ def test_ranks_bring_their_own_files_of_some_items(places: Places) -> None:
         each.start()
         each.committed(AttemptName(step=5, term=1, attempt=1))
     wait_until(lambda: heard[0].replicated() == [5])
-    for each in replicators:
-        each.close(at_once=False)
+    end(replicators)
     checkpoint = laststep.open(places.far)[5]
     assert (checkpoint.items(), checkpoint.omitted_items) == (["model"], ("optimizer",))
     assert checkpoint.verify().damage == ()
@@ -362,7 +358,7 @@ def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
     _, other = replicators_of(places, [Said(), Said()])
     other.committed(at)
     other.start()
-    other.close(at_once=False)
+    end([other])
     assert not places.far.exists()
 
 
@@ -393,16 +389,23 @@ def test_the_first_rank_waits_for_one_that_brings_its_files_however_long(places:
 
 def replicators_of(
     places: Places, heard: list[Said], items: tuple[str, ...] | None = None
-) -> list[Replication]:
+) -> list[Replicator]:
     """One for each rank."""
     primary, order = (
         DirectoryStore(str(places.primary)),
         ReplicaOrder(url=str(places.far), items=items),
     )
     return [
-        Replication(primary, [order], said.news.append, rank=rank, ranks=len(heard))
+        Replicator(primary, order, said.news.append, (order.url,), rank, len(heard))
         for rank, said in enumerate(heard)
     ]
+
+
+def end(replicators: list[Replicator]) -> None:
+    for each in replicators:
+        each.ask_to_end(at_once=False)
+    for each in replicators:
+        each.join()
 
 
 def attempt_of(handle: laststep.SaveHandle) -> AttemptName:

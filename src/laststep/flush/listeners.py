@@ -169,18 +169,35 @@ class ReplicationListener(Listener):
     """Copies committed checkpoints to the replicas of a run."""
 
     def __init__(self, store: Store, orders: Orders, send: Callable[[ToTrainer], None]) -> None:
-        from laststep.tiers.replicating import Replication  # late: every start waits
+        from laststep.tiers.replicating import Replicator  # late: every start waits
 
-        self.replication = Replication(
-            store, orders.replicas, send, rank=orders.rank, ranks=orders.ranks
-        )
+        urls = tuple(order.url for order in orders.replicas)
+        self._replicators = [
+            Replicator(store, order, send, urls, orders.rank, orders.ranks)
+            for order in orders.replicas
+        ]
+        for replicator in self._replicators:
+            replicator.start()
 
     def committed(self, save: FlusherSave) -> None:
         assert save.at is not None  # noqa: S101 (a committed save has an attempt)
-        self.replication.committed(save.at)
+        for replicator in self._replicators:
+            replicator.committed(save.at)
+
+    def bring_last(self, at: AttemptName) -> None:
+        """Copy the last checkpoint of a job, to all replicas."""
+        for replicator in self._replicators:
+            replicator.committed(at, is_last=True)
+
+    def needed(self) -> frozenset[str]:
+        """Return the folders at the primary that are still to be copied."""
+        return frozenset().union(*[replicator.needed() for replicator in self._replicators])
 
     def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
-        self.replication.close(at_once=at_once)
+        for replicator in self._replicators:
+            replicator.ask_to_end(at_once=at_once)
+        for replicator in self._replicators:
+            replicator.join()
 
 
 class DiskCheck(Listener):

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from laststep.flush.base import Base
     from laststep.flush.memory_tier import MemoryTier
     from laststep.memory.pool import Filled
-    from laststep.tiers.replicating import Replication
 
 log = logging.getLogger(__name__)
 
@@ -138,15 +137,13 @@ class Flusher:
         self._writers = WorkerPool("write", orders.writers + 1)
         self._digesters: WorkerPool | None = None
         self._memory: MemoryTier | None = None
-        self._replication: Replication | None = None
+        self._replication: listeners.ReplicationListener | None = None
         self._listeners: tuple[Listener, ...] = ()
         if orders.segment is not None:
             self._keep_in_memory(orders.segment, orders.writers, setup.pool_fd)
         if orders.replicas:
-            listener = listeners.ReplicationListener(self._store, orders, self._send)
-            self._replication = listener.replication
-            self._listeners += (listener,)
-            self._replication.start()
+            self._replication = listeners.ReplicationListener(self._store, orders, self._send)
+            self._listeners += (self._replication,)
         in_use = frozenset if self._replication is None else self._replication.needed
         self._listeners += (
             listeners.Retention(self._run_writer, orders.keep, in_use, self._send),
@@ -245,7 +242,7 @@ class Flusher:
         if message.pool_slots is not None and self._memory is not None:
             self._memory.limit(message.pool_slots)
         if message.replicate is not None and self._replication is not None:
-            self._replication.committed(message.replicate, is_last=True)
+            self._replication.bring_last(message.replicate)
 
     def _begin(self, begin: Begin) -> None:
         descriptor = self._connection.take_descriptor()

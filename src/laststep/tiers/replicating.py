@@ -39,8 +39,6 @@ from laststep.process import threads
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from laststep.storage.store import Store
     from laststep.tiers.copying import Copier, Progress
 
@@ -123,39 +121,6 @@ def _note_replicas(store: Store, urls: tuple[str, ...]) -> None:
         log.warning("cannot record the tiers of %s: %s", store.url, error)
 
 
-class Replication:
-    """Replicates a run to all its replicas."""
-
-    def __init__(
-        self, primary: Store, orders: Sequence[ReplicaOrder], tell: Tell, *, rank: int, ranks: int
-    ) -> None:
-        urls = tuple(order.url for order in orders)
-        self._replicators = [
-            Replicator(primary, order, tell, urls, rank, ranks) for order in orders
-        ]
-
-    def start(self) -> None:
-        for replicator in self._replicators:
-            replicator.start()
-
-    def committed(self, at: AttemptName, *, is_last: bool = False) -> None:
-        """Schedule a committed checkpoint. The last one of a job is copied to all replicas."""
-        for replicator in self._replicators:
-            replicator.committed(at, is_last=is_last)
-
-    def needed(self) -> frozenset[str]:
-        """Return the folders at the primary that are still to be copied; retention keeps them."""
-        return frozenset(folder for one in self._replicators for folder in one.needed())
-
-    def close(self, *, at_once: bool) -> None:
-        """Stop after everything due has been copied or has failed once, or immediately with
-        `at_once`."""
-        for replicator in self._replicators:
-            replicator.ask_to_end(at_once=at_once)
-        for replicator in self._replicators:
-            replicator.join()
-
-
 class Replicator:
     """Copies checkpoints from the primary to one replica, on a thread of its own."""
 
@@ -188,8 +153,8 @@ class Replicator:
     def start(self) -> None:
         self._thread.start()
 
-    def committed(self, at: AttemptName, *, is_last: bool) -> None:
-        """Schedule a checkpoint; see `Replication.committed`."""
+    def committed(self, at: AttemptName, *, is_last: bool = False) -> None:
+        """Schedule a committed checkpoint. The last one of a job is copied in any case."""
         if is_last or self.order.is_due(at):
             with self._changed:
                 if at not in self._due:
@@ -197,12 +162,14 @@ class Replicator:
                 self._changed.notify_all()
 
     def needed(self) -> frozenset[str]:
+        """Return the folders at the primary that are still to be copied; retention keeps them."""
         with self._changed:
             current = [] if self._current is None else [self._current]
             return frozenset(at.folder for at in (*self._due, *current))
 
     def ask_to_end(self, *, at_once: bool) -> None:
-        """Ask the thread to stop; see `Replication.close`."""
+        """Ask the thread to stop once everything due has been copied or has failed once, or
+        immediately with `at_once`."""
         with self._changed:
             self._ends = True
             if at_once:
