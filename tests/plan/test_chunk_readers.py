@@ -269,14 +269,14 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
         for rank in range(ranks)
     ]
     looked = 0
-    ranges = reads._requested_ranges
+    ranges = reads.requested_ranges
 
     def counting(one: FileBox, boxes: tuple[Box, ...]) -> object:
         nonlocal looked
         looked += 1
         return ranges(one, boxes)
 
-    monkeypatch.setattr(reads, "_requested_ranges", counting)
+    monkeypatch.setattr(reads, "requested_ranges", counting)
     requests = whole_tensor(ranks, (rows, 1024), None)
     read_by(5, stored, [10 * size] * ranks, requests)
     assert looked <= 4 * len(stored)

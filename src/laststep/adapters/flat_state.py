@@ -109,7 +109,10 @@ class FlatMember:
 
     def weight(self) -> LocalShard | torch.Tensor:
         """Return this rank's elements as they are stored, as a view of `memory`."""
-        part = self.memory.detach().view(-1)[self.first : self.last]
+        return self.part_of(self.memory)
+
+    def part_of(self, flat: torch.Tensor) -> LocalShard | torch.Tensor:
+        part = flat.detach().view(-1)[self.first : self.last]
         return part.view(self.shape) if self.layout is None else LocalShard(part, self.layout)
 
 
@@ -135,14 +138,15 @@ class _WholeOptimizer:
         return {id(whole): ("", name) for name, whole in self.by_name.items()}
 
 
-class FlatOptimizer(StateProvider):
+class FlatOptimizer(OptimizerProvider):
     """A torch optimizer whose state is in flat memory, stored as that of whole parameters.
 
     A parameter without state is described with the state that its first step would start from, so
     that all ranks describe the same and a restore has memory for exactly this rank's part.
     """
 
-    kind = "optimizer"
+    cheap = False
+    passive = False
 
     def __init__(
         self,
@@ -152,20 +156,17 @@ class FlatOptimizer(StateProvider):
     ) -> None:
         """Wrap an optimizer. `members` returns the parameters that it steps, if this rank is in the
         mesh of the layout. `live_options` of groups are not stored: they keep their live values."""
-        self._optimizer = optimizer
+        self._whole = _WholeOptimizer()
+        super().__init__(self._whole, self._whole.names)  # type: ignore[arg-type]  # it has all used
+        self._live = optimizer
         self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
         self._holders: list[list[FlatMember]] = []
         self._first: dict[int, Entries] = {}
         """The state that holders without state were described with, by their ids."""
-        self._whole = _WholeOptimizer()
-        self._plain = OptimizerProvider(
-            self._whole,  # type: ignore[arg-type]  # it has all attributes used
-            self._whole.names,
-        )
 
     def parts(self) -> tuple[object, ...]:
-        return (self._optimizer,)
+        return (self._live,)
 
     def describe(self) -> State:
         if not self._holders:
@@ -173,7 +174,7 @@ class FlatOptimizer(StateProvider):
             for member in self._find_members():
                 by_holder.setdefault(id(member.holder), []).append(member)
             self._holders = list(by_holder.values())
-        params: list[list[_Whole]] = [[] for _ in self._optimizer.param_groups]
+        params: list[list[_Whole]] = [[] for _ in self._live.param_groups]
         self._whole.state.clear()
         self._whole.by_name = {}
         for m in chain.from_iterable(self._holders):
@@ -182,31 +183,22 @@ class FlatOptimizer(StateProvider):
             params[m.group].append(parameter)
         self._whole.param_groups = [
             {k: v for k, v in group.items() if k not in self._live_options} | {"params": of_group}
-            for group, of_group in zip(self._optimizer.param_groups, params, strict=True)
+            for group, of_group in zip(self._live.param_groups, params, strict=True)
         ]
         self._first = {}
         for members in self._holders:
             for key, entry in self._entries(members[0]).items():
                 for member, part in zip(members, _parts(key, entry, members), strict=True):
                     self._whole.state[self._whole.by_name[member.name]][key] = part
-        state = self._plain.describe()
+        state = super().describe()
         if isinstance(state.value, Owned):
-            state = replace(state, value=Owned(type(self._optimizer).__name__, state.value.state))
+            state = replace(state, value=Owned(type(self._live).__name__, state.value.state))
         return state
-
-    def check(self, stored: object) -> list[str]:
-        return self._plain.check(stored)
-
-    def skips(self, stored: object) -> dict[Path, str | None]:
-        return self._plain.skips(stored)
-
-    def destinations(self, paths: list[Path]) -> list[object]:
-        return self._plain.destinations(paths)
 
     def restore(self, value: object) -> None:
         if not is_optimizer_state(value):
             return
-        self._plain.restore(value)
+        super().restore(value)
         restored = {
             name
             for name, entries in value["state"].items()
@@ -214,19 +206,17 @@ class FlatOptimizer(StateProvider):
         }
         for members in self._holders:
             self._take_over(members, restored)
-        for group, plain in zip(
-            self._optimizer.param_groups, self._whole.param_groups, strict=True
-        ):
+        for group, plain in zip(self._live.param_groups, self._whole.param_groups, strict=True):
             options = {k: v for k, v in plain.items() if k not in self._live_options}
             group.update(options)
 
     def _entries(self, member: FlatMember) -> Entries:
         """Return the state of a member's holder, or the state that it will start from."""
-        live: Entries = self._optimizer.state.get(member.holder, {})
+        live: Entries = self._live.state.get(member.holder, {})
         if live:
             return live
-        group = self._optimizer.param_groups[member.group]
-        first = _beginning(type(self._optimizer).__name__, member, group)
+        group = self._live.param_groups[member.group]
+        first = _beginning(type(self._live).__name__, member, group)
         if first is None and not member.size:
             first = self._nothing_of(member)
         self._first[id(member.holder)] = first or {}
@@ -235,7 +225,7 @@ class FlatOptimizer(StateProvider):
     def _nothing_of(self, member: FlatMember) -> Entries:
         """Return empty entries for a rank without elements, as other parameters have them."""
         for members in self._holders:
-            live: Entries = self._optimizer.state.get(members[0].holder, {})
+            live: Entries = self._live.state.get(members[0].holder, {})
             if live and members[0].group == member.group:
                 return {
                     key: entry.new_zeros(0 if entry.dim() else ())
@@ -248,14 +238,14 @@ class FlatOptimizer(StateProvider):
         """Set the state of a holder from the restored state of its members."""
         holder, size = members[0].holder, members[0].size
         wanted = [(m, self._whole.state.get(self._whole.by_name[m.name], {})) for m in members]
-        live: Entries = self._optimizer.state.get(holder, {})
+        live: Entries = self._live.state.get(holder, {})
         if not any(entries for _, entries in wanted):
-            self._optimizer.state.pop(holder, None)
+            self._live.state.pop(holder, None)
             return
         if not live:
             if not size or not any(m.name in restored for m in members):
                 return
-            live = self._optimizer.state[holder]
+            live = self._live.state[holder]
             live.update(self._first.get(id(holder), {}))
         keys = {key: None for _, entries in wanted for key in entries}
         for key in [key for key in live if key not in keys]:
@@ -270,7 +260,15 @@ def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
     if not isinstance(entry, torch.Tensor):
         return [entry] * len(members)
     if entry.dim() and (len(members) > 1 or members[0].layout is not None):
-        return [_elements(key, entry, member) for member in members]
+        if entry.numel() != members[0].size:
+            raise UsageError(
+                f"cannot save the entry {key!r} of an optimizer's state: it has other elements "
+                "than the parameters",
+                where=members[0].name,
+                expected=f"{members[0].size} elements",
+                found=str(entry.numel()),
+            )
+        return [member.part_of(entry) for member in members]
     if len(members) > 1:
         # Separate memory for each: tied, they would be restored as one shared counter.
         return list(entry.detach().repeat(len(members)).unbind())
@@ -278,21 +276,6 @@ def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
     if member.numbers is None:
         return [entry]
     return [LocalShard(entry if member.last > member.first else entry.new_zeros(0), member.numbers)]
-
-
-def _elements(key: str, entry: torch.Tensor, member: FlatMember) -> object:
-    if entry.numel() != member.size:
-        raise UsageError(
-            (
-                f"cannot save the entry {key!r} of an optimizer's state: it is not a tensor over "
-                "the elements of the parameters"
-            ),
-            where=member.name,
-            expected=f"{member.size} elements",
-            found=str(entry.numel()),
-        )
-    part = entry.detach().view(-1)[member.first : member.last]
-    return part.view(member.shape) if member.layout is None else LocalShard(part, member.layout)
 
 
 def _joined(

@@ -229,8 +229,8 @@ def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
 
 
 def _check_what_stays(run: Run) -> None:
-    """Read the newest checkpoint before anything is deleted. Raise `CorruptError` if it is damaged:
-    an older one that is about to be deleted may be the only good one."""
+    """Raise `CorruptError` if the newest checkpoint is damaged: an older one that is about to be
+    deleted may be the only good one."""
 
     def find() -> Listed:
         found = run.newest()

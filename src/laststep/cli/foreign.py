@@ -21,8 +21,9 @@ from laststep.browse import open_folder
 from laststep.catalog.run import Run
 from laststep.cli import places
 from laststep.cli.output import AsJson, count_text, fields, print_json, print_table, say, size_text
-from laststep.constants import bytes_per_s, is_item_name
+from laststep.constants import bytes_per_s, is_item_name, listed
 from laststep.errors import AbortedError, AlreadyExistsError, NotFoundError, StorageError
+from laststep.process import system
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 _MODEL = "model"
 _SHARD = "5GB"
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_SHOWN_TIED = 20
 
 
 def export(  # noqa: PLR0913 (one parameter for each option)
@@ -194,10 +194,9 @@ def _print(exported: Exported, what: str) -> None:
             for file in exported.files
         ]
     )
-    for name, kept in list(exported.dropped.items())[:_SHOWN_TIED]:
-        say(f"tied, not written again: {name} is {kept}")
-    if len(exported.dropped) > _SHOWN_TIED:
-        say(f"… and {len(exported.dropped) - _SHOWN_TIED:,} more (see --json)")
+    if exported.dropped:
+        tied = (f"{name} is {kept}" for name, kept in exported.dropped.items())
+        say(f"tied, not written again: {listed(tied, 20)}")
     if exported.omitted_values:
         count = count_text(len(exported.omitted_values), "value")
         say(f"omitted, not tensors: {count} (see --json)")
@@ -257,12 +256,13 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
     try:
         run.check_step_free(step)
     except AlreadyExistsError as error:
-        free = max((listed.step for listed in run.lineage()), default=0) + 1
+        free = max((item.step for item in run.lineage()), default=0) + 1
         raise AlreadyExistsError(
             error.what, where=error.where, remedy=f"name another with --step, such as --step {free}"
         ) from None
 
 
+@system.translate_oom("import all of it")
 def read_state(source: str) -> object:
     from laststep.adapters.importing import dcp_folder, tensor_files
 
@@ -277,13 +277,6 @@ def read_state(source: str) -> object:
         return tensor_files.read_file(path)
     except OSError as error:
         raise StorageError("cannot import", where=source, found=str(error.strerror)) from error
-    except MemoryError as error:
-        raise StorageError(
-            "cannot import",
-            where=source,
-            found=f"too little memory: {error}",
-            remedy="import where all of it fits into memory",
-        ) from error
 
 
 def items_of(state: object) -> dict[str, object]:

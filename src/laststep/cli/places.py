@@ -12,7 +12,6 @@ from laststep.catalog import attempt
 from laststep.catalog.attempt import parse_folder, read_newest
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
-from laststep.cli.output import count_text
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
 
@@ -64,36 +63,24 @@ def is_checkpoint(path: str) -> bool:
 
 
 def find(run: Run, step: int | None) -> tuple[Listed, Sequence[Listed]]:
-    """Return the checkpoint of that step, or the newest of the lineage, and all checkpoints. Raise
-    `NotFoundError` if there is none. If several have the same step, the one on the lineage is
-    preferred, else the last committed."""
-    listed, attempts = run.look()
-    if not listed:
-        left = f"{count_text(len(attempts), 'save')} without a manifest"
-        raise NotFoundError(
-            "the run has no checkpoint yet",
-            where=run.store.url,
-            found=left if attempts else None,
-            remedy="see `laststep ls`" if attempts else None,
-        )
+    """Return the checkpoint of that step, or the newest of the lineage, and all checkpoints. Of
+    several with the same step, prefer the one on the lineage, else the last committed."""
+    listed = run.checkpoints()
     choice = [item for item in listed if step in (None, item.step)]
     choice = [item for item in choice if item.on_lineage] or choice
-    if step is not None and not choice:
+    if not choice:
         raise NotFoundError(
-            f"there is no checkpoint of step {step}",
+            f"there is no checkpoint{'' if step is None else f' of step {step}'}",
             where=run.store.url,
-            found=nearest_steps((item.step for item in listed), step),
-            remedy="`laststep ls` lists them",
+            found=None if step is None else nearest_steps((item.step for item in listed), step),
+            remedy="`laststep ls` lists what there is",
         )
     return choice[-1], listed
 
 
 def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) -> _Result:
-    """Call `use` with the one checkpoint that a path and a step refer to.
-
-    If that is the newest of a run and is deleted meanwhile, call `use` again with the new newest.
-    So `use` may print only after it has read everything.
-    """
+    """Call `use` with the one checkpoint that a path and a step refer to. If the newest of a run is
+    deleted meanwhile, call it again with the new newest, so it may print only after it has read."""
     if step is not None or is_checkpoint(path):
         return use(resolve(path, step))
     return read_newest(open_run(path).store, lambda: resolve(path, None), use)

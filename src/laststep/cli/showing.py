@@ -342,8 +342,7 @@ class ShownCheckpoint:
 
 
 def read_checkpoint(place: places.CheckpointPath) -> ShownCheckpoint:
-    """Read the indexes of a checkpoint and check the sizes of its files. Raise `NotFoundError` if
-    all of it was deleted."""
+    """Read the indexes of a checkpoint and check the sizes of its files."""
     store, folder = place.store, place.folder
     shown = ShownCheckpoint(place=place, commit=read_commit(store, folder))
     for rank in range(shown.commit.index_count):

@@ -92,8 +92,7 @@ def own_paths_there(path: str) -> list[str]:
 
 
 def found_own_path(path: str) -> str | None:
-    """Return the path at which this rank saved separately, or None if no rank did. Raise
-    `NotFoundError` if only others did."""
+    """Return the path at which this rank saved separately. Raise if only others did."""
     there, mine = own_paths_there(path), own_path(path, this_rank())
     if there and mine.rpartition("/")[2] not in there:
         raise NotFoundError(
@@ -106,8 +105,7 @@ def found_own_path(path: str) -> str | None:
 
 
 def stock_saved_s(path: str) -> float | None:
-    """Return the time at which torch's own storage has finished a save there, with collectives or
-    without; None if it has not."""
+    """Return the time at which torch's own storage has finished a save there, if it has."""
     folder = local_path(path)
     metadata = None if folder is None else dcp_folder.metadata_in(Path(folder))
     return None if metadata is None else metadata.stat().st_mtime

@@ -89,9 +89,8 @@ class DcpWriter(RunWriter):
         self.under_way: list[DcpSave] = []
 
     def begin_save(self, step: int, *, overwrite: bool, sole: bool) -> DcpSave:
-        """Begin an attempt. Raise `AlreadyExistsError` if the step exists, `AbortedError` if
-        another trainer has taken over the run, and `UsageError` if a `sole` checkpoint would not be
-        alone in the run."""
+        """Begin an attempt. Raise `AbortedError` if another trainer has taken over the run, and
+        `UsageError` if a `sole` checkpoint would not be alone in it."""
         with self._mutex:
             if self.term is not None:
                 self._look_round(self.term)
@@ -132,8 +131,7 @@ class DcpWriter(RunWriter):
 
     def _look_round(self, term: int) -> None:
         """Drop this writer's term if the run was deleted or a newer term belongs to the same
-        trainer, so that the next save claims a new one. Raise `AbortedError` if a save is still in
-        progress then."""
+        trainer, so that the next save claims a new one."""
         known = Terms(self.store)
         newest = max(known.numbers(), default=0)
         is_deleted = newest < term
@@ -153,8 +151,8 @@ class DcpWriter(RunWriter):
 
 
 def _check_one_way(store: Store) -> None:
-    """Raise `UsageError` if ranks would save together where they saved separately before, or the
-    other way round: a load could not know which of the two is newer."""
+    """Raise `UsageError` if ranks have saved separately here and would now save together, or the
+    other way round: a load could not know which is newer."""
     above, _, name = store.url.rpartition("/")
     mixed = own_paths_there(store.url)
     if is_own_path(name) and RUN_NAME in open_store(above).file_names(""):

@@ -30,11 +30,11 @@ from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.memory.pool import SLOT_BYTES
-from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads
+from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads, requested_ranges
 from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
 from laststep.read.reader import read_ahead
-from laststep.state.boxes import Box, row_major, whole
+from laststep.state.boxes import Box, whole
 from laststep.state.provider import ABSENT
 from laststep.state.tensors import PLAIN_TENSORS, TORCH_DTYPES, box_of, open_view, revive
 from laststep.state.tree import rebuild
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from laststep.read.blocks import LayoutBlocks
     from laststep.storage.store import Store
 
-_THREADS = 4
-
 
 class _ChunkRead(NamedTuple):
     """A request, the stored chunk that it reads from, and the wanted box of the tensor."""
@@ -63,17 +61,6 @@ class _ChunkRead(NamedTuple):
     stored: FileBox
     dtype: torch.dtype
     box: Box
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """The bytes of the file from the first to the last wanted element."""
-        if self.box == self.stored.box:
-            return self.stored.start, self.stored.stop
-        shape, inner = self.stored.box.shape, self.box.within(self.stored.box)
-        first = row_major(shape, inner.start)
-        last = row_major(shape, (stop - 1 for stop in inner.stop)) + 1
-        itemsize = self.stored.itemsize
-        return self.stored.start + first * itemsize, self.stored.start + last * itemsize
 
 
 def put_whole(tensor: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> None:
@@ -94,10 +81,10 @@ def _copy_chunks(
     most_bytes = SLOT_BYTES if all(files[file].prefer_cached() for file in used) else CHUNK_BYTES
     requests: dict[int, list[ReadRequest]] = {}
     for number, want in enumerate(wanted):
-        if want.box.volume:
-            of_file = requests.setdefault(want.stored.file, [])
-            of_file.append(ReadRequest(*want.range, number))
-        else:
+        of_file = requests.setdefault(want.stored.file, [])
+        for start, stop in requested_ranges(want.stored, (want.box,)):
+            of_file.append(ReadRequest(start, stop, number))
+        if not want.box.volume:
             planner.commit_tensor(want.request, _target(want.request, planner))
     planned: list[Read] = []
     for file in sorted(requests):
@@ -105,7 +92,7 @@ def _copy_chunks(
     extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
     missing = [want.box.volume for want in wanted]
     targets: dict[int, torch.Tensor] = {}
-    with closing(read_ahead(extents, threads=_THREADS, buffer_bytes=most_bytes)) as ahead:
+    with closing(read_ahead(extents, threads=4, buffer_bytes=most_bytes)) as ahead:
         for read, (data, damage) in zip(planned, ahead, strict=True):
             refuse(damage)
             stored = tuple(wanted[part.target].stored for part in read.parts)

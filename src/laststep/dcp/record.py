@@ -5,12 +5,9 @@ that each name came from. If the values of a state are themselves states, each k
 any other state becomes the item `model`. If the planner reports no paths, or contradictory ones,
 the names themselves are the keys.
 
-The value `~dcp` is stored in the coordinator's index as typed JSON. For every entry it has the name
-in DCP's flat state, the location among the items, and the kind: a tensor (`tensor`), a value
-(`value`), a described value (`typed`), unchanged bytes (`raw`), or the part of a tensor that one
-rank saved separately (`part`), with its start and the shape of the whole tensor. It also has the
-planner's own data and DCP's id of the save. Sizes, dtypes and chunks are in the indexes instead.
-This module knows nothing of stores.
+The value `~dcp` is typed JSON in the coordinator's index. The kind of an entry is a tensor, a
+value, a described value (`typed`), unchanged bytes (`raw`), or the `part` of a tensor that one rank
+saved separately. Sizes, dtypes and chunks are in the indexes instead. Knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -97,7 +94,6 @@ def tensor_name(location: Path) -> str:
 OBJECT_NAME = "~dcp"
 _VERSION = 2
 """The version with all kinds of entries. Version 1 is written if it suffices."""
-_LATER = ("part", "typed")
 
 Kind = Literal["tensor", "value", "raw", "part", "typed"]
 
@@ -130,9 +126,16 @@ def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     for entry in record.entries:
         extent = [list(entry.start), list(entry.shape)] if entry.kind == "part" else []
         entries.append([entry.fqn, list(entry.location), entry.kind, *extent])
-    planner = record.planner_data
+    document = {
+        "version": _VERSION
+        if any(entry.kind in ("part", "typed") for entry in record.entries)
+        else 1,
+        "planner_data": record.planner_data,
+        "save_id": record.save_id,
+        "entries": entries,
+    }
     try:
-        return _encoded(entries, planner, record.save_id)
+        return objects.encode(document)
     except UsageError as error:
         if not allow_pickle:
             raise UsageError(
@@ -140,15 +143,8 @@ def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
                 found=error.found,
                 remedy="pass allow_pickle=True to both Writer and Reader",
             ) from error
-    pickled = Tagged("pickle", pickle.dumps(planner, protocol=4))
-    return _encoded(entries, pickled, record.save_id)
-
-
-def _encoded(entries: list[list[object]], planner: object, save_id: str | None) -> bytes:
-    version = _VERSION if any(entry[2] in _LATER for entry in entries) else 1
-    return objects.encode(
-        {"version": version, "planner_data": planner, "save_id": save_id, "entries": entries}
-    )
+    pickled = Tagged("pickle", pickle.dumps(record.planner_data, protocol=4))
+    return objects.encode({**document, "planner_data": pickled})
 
 
 def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:

@@ -253,28 +253,22 @@ def _resolved(source: Source, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of a piece. Raise `UsageError` if it differs from the plan."""
     if isinstance(source, torch.Tensor):
         return source
-    fqn, data = source.index.fqn, source.tensor_data
-    given = planner.resolve_data(source)
-    if not isinstance(given, torch.Tensor) or type(given) not in PLAIN_TENSORS:
-        raise UsageError(
-            f"cannot save {fqn}",
-            expected="a plain tensor from the planner",
-            found=with_article(type(given)),
-            remedy="save the tensors that it is made of",
-        )
+    data, given = source.tensor_data, planner.resolve_data(source)
     assert data is not None  # noqa: S101 (checked when it was added)
-    if given.shape != data.chunk.sizes or given.dtype != data.properties.dtype:
-        raise UsageError(
-            f"cannot save {fqn}: the planner returned something other than it planned",
-            expected=f"{data.properties.dtype}{list(data.chunk.sizes)}",
-            found=f"{given.dtype}{list(given.shape)}",
-            remedy=(
-                "make its create_local_plan return the dtype and shape that resolve_data returns"
-            ),
-        )
-    if given.is_meta:
-        raise UsageError(f"cannot save {fqn}: it is a meta tensor, without data")
-    return given
+    if not isinstance(given, torch.Tensor) or type(given) not in PLAIN_TENSORS:
+        found = with_article(type(given))
+    elif given.is_meta:
+        found = "a meta tensor, without data"
+    elif given.shape != data.chunk.sizes or given.dtype != data.properties.dtype:
+        found = f"{given.dtype}{list(given.shape)}"
+    else:
+        return given
+    raise UsageError(
+        f"cannot save {source.index.fqn}: the planner returned something other than it planned",
+        expected=f"a plain tensor of {data.properties.dtype}{list(data.chunk.sizes)}",
+        found=found,
+        remedy="save the tensors that it is made of; or plan the dtype and shape that it has",
+    )
 
 
 def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -290,9 +284,6 @@ def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _stretches(part[0] if rows == 1 else part)
 
 
-_SHARED = f"{SHARED_FILE}.safetensors"
-
-
 def make_commit(
     save: DcpSave,
     metadata: Metadata,
@@ -301,8 +292,7 @@ def make_commit(
     save_id: str,
     allow_pickle: bool,
 ) -> Commit:
-    """Write the remaining files into the attempt's folder and return the commit. Raise `UsageError`
-    if the ranks' results do not match the metadata."""
+    """Write the remaining files. Raise `UsageError` if results and metadata differ."""
     attempt, at, ranks = save.attempt, save.attempt.name, len(results)
     written: dict[str, list[WrittenEntry]] = {}
     indexes: dict[int, WrittenIndexes] = {}
@@ -375,8 +365,8 @@ def _item_records(written: Mapping[str, Sequence[WrittenEntry]]) -> tuple[ItemRe
 
 
 def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list[RecordEntry]:
-    """Check that an entry of the metadata was written completely and only once, and return its
-    records. If a rank saves separately, each part of a tensor is an entry."""
+    """Check that an entry was written completely and only once, and return its records: several if
+    a rank saves the parts of a tensor separately."""
     if not written:
         raise UsageError(f"no rank has written {fqn}, which is in the planner's metadata")
     first, records = written[0], [entry.record for entry in written]
@@ -432,7 +422,11 @@ def _write_index(
 ) -> WrittenIndexes:
     """Write an index without tensor bytes."""
     layout = FileLayout(
-        name=_SHARED, item=None, header_bytes=header_bytes_of(empty), tensor_bytes=0, tensors=empty
+        name=f"{SHARED_FILE}.safetensors",
+        item=None,
+        header_bytes=header_bytes_of(empty),
+        tensor_bytes=0,
+        tensors=empty,
     )
     with closing(SaveWriter(attempt, (layout,) if empty else (), rank=rank)) as writer:
         return writer.finish(values)

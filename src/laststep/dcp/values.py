@@ -25,7 +25,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
@@ -80,7 +80,7 @@ class _PlainUnpickler(pickle.Unpickler):
         instead = _unmade(module, name)
         if instead is not None:
             return instead
-        if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):
+        if name not in _PLAIN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not plain")
         plain = super().find_class(module, name)
         return functools.partial(_made_tensor, plain) if name == "_rebuild_tensor_v2" else plain
@@ -95,37 +95,23 @@ def _made_tensor(make: Callable[..., object], *parts: object) -> object:
 
 _UNPICKLERS: Any = types.SimpleNamespace(__name__=__name__, Unpickler=_PlainUnpickler)
 """A stand-in for the module that torch.load expects as `pickle_module`."""
-_ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
-_PLAIN = frozenset(
-    {
-        *(
-            (module, name)
-            for module in ("builtins", "__builtin__")
-            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")
-        ),
-        *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
-        *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
-        *(("datetime", name) for name in ("datetime", "date", "time", "timedelta", "timezone")),
-        *(("pathlib", kind.__name__) for kind in _PATHS),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        ("_codecs", "encode"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_sparse_tensor"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
-_OF_TORCH = frozenset(
-    {
-        "Size",
-        "device",
-        *(
-            name
-            for name, value in vars(torch).items()
-            if isinstance(value, torch.dtype) or name.endswith("Storage")
-        ),
-    }
-)
+_BUILTINS = ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")
+_PLAIN: dict[str, Collection[str]] = {
+    "builtins": _BUILTINS,
+    "__builtin__": _BUILTINS,
+    "collections": ("Counter", "OrderedDict", "deque"),
+    "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
+    "pathlib": [kind.__name__ for kind in _PATHS],
+    "numpy": ("dtype", "ndarray"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "_codecs": ("encode",),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_sparse_tensor"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ["Size", "device"]
+    + [n for n, v in vars(torch).items() if isinstance(v, torch.dtype) or n.endswith("Storage")],
+}
+"""Classes and functions that only make plain values, by module."""
 
 
 def _plain_value(data: bytes) -> tuple[object, bool]:

@@ -5,9 +5,6 @@ planners decide which rank writes what, and ranks communicate only through DCP's
 coordinator begins the attempt and passes its location to the others in their plans; each rank
 writes files of its own; the coordinator commits. All ranks MUST see the same folder. Without
 collectives every rank is the coordinator of a run of its own.
-
-Arguments of torch's own FileSystemWriter that have no meaning for a run are accepted, so that users
-only have to replace the class.
 """
 
 from __future__ import annotations
@@ -80,8 +77,7 @@ _CACHES = (
 
 def _forget_other_plans(is_ours: Callable[[object], bool]) -> None:
     """Remove the cached plans of other storages before a planner looks for its own. All ranks MUST
-    call this at the same point of a save, so that either all of them have a cached plan or none
-    has."""
+    do so at the same point of a save, so that all of them have a cached plan or none has."""
     finished = getattr(SavePlanner, "_cached_final_save_plan", {})
     for key in [key for key, plan in finished.items() if not is_ours(plan.storage_data)]:
         for cache in _CACHES:
@@ -103,8 +99,7 @@ class _WriteSlot(_StoragePrefix):
     own: bool
     """True if the rank saves separately."""
     spent: bool = False
-    """True if a save has used it: a planner with a cache returns an earlier plan, including this
-    object."""
+    """True if a save has used it: a planner with a cache returns an earlier plan, with this."""
 
 
 class Writer(StorageWriter):
@@ -302,8 +297,7 @@ class Writer(StorageWriter):
 
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         """Abort an attempt, which any rank may do. Other ranks may still be writing, so its files
-        are deleted when the coordinator drops the save, or immediately if there is only one
-        rank."""
+        are deleted when the coordinator drops the save, or now if there is only one rank."""
         if self._save is not None and self._ranks == 1:
             self._save.abort(reason)
             return

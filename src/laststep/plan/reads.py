@@ -198,7 +198,7 @@ def _reach(stored: FileBox, ranks: tuple[int, ...], requests: ReadRequests) -> l
     return [
         (first, last, who)
         for boxes, who in requests.alike(stored.tensor, ranks)
-        for first, last in _requested_ranges(stored, boxes)
+        for first, last in requested_ranges(stored, boxes)
     ]
 
 
@@ -215,7 +215,7 @@ def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) ->
     return chunk.within(start, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, chunk.stop))
 
 
-def _requested_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
+def requested_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
     """Return the bytes of the file from the first to the last requested element of a stored box."""
     for box in boxes:
         common = stored.box.meet(box)

@@ -5,10 +5,9 @@
             return MyStore(f"my://{folder}")
 
 `SharedStoreConformance` adds the tests for a store that several processes open at once, such as a
-trainer and its flusher or the ranks of a job. The suite uses the protocol in `storage.store` and
-knows nothing about any particular store. Any test framework works that calls methods named `test_…`
-with an empty folder of their own as `tmp_path`, as pytest does. `make_store` is called again with
-the same folder for a second view of the same files; for a shared store also in a forked child.
+trainer and its flusher. Any test framework works that calls methods named `test_…` with an empty
+folder of their own as `tmp_path`, as pytest does. `make_store` is called again with the same folder
+for a second view of the same files; for a shared store also in a forked child.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class StoreConformance:
     """Number of races to create one name; use fewer if the server is slow."""
 
     def make_store(self, folder: Path) -> Store:
-        """Return a store whose files are stored in `folder`, or in another place that the name
-        identifies."""
+        """Return a store of the files in `folder`, or in another place that the name identifies."""
         raise NotImplementedError
 
     # Names
@@ -417,8 +415,7 @@ def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], lis
 
 
 def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
-    """Return every call of the protocol that takes a name. Without a name, leave out those that
-    take "" as the root."""
+    """Return every call that takes a name; for "" only those that do not take it as the root."""
     calls: list[Callable[[], object]] = [
         lambda: store.read(name, limit_bytes=10),
         lambda: store.create(name, b"x"),

@@ -2,12 +2,10 @@
 
 Files are written to a hidden folder next to the target, which is renamed to the target once all of
 them are durable. If writing ends early, also by an interrupt, nothing remains; only a kill leaves
-the hidden folder. This code knows nothing of the files' content.
+the hidden folder.
 
-`ItemTensors` reads the tensors of one stored item, a piece at a time, through the catalog, which
-verifies every byte as it is read. It knows nothing of files, nor of the purpose of the pieces. A
-piece is as many rows as fit into `PIECE_BYTES`, and at least one, so a tensor with larger rows
-takes the memory of one row.
+`ItemTensors` reads the tensors of one stored item through the catalog, which verifies every byte. A
+piece is as many rows as fit into `PIECE_BYTES`, and at least one.
 """
 
 from __future__ import annotations

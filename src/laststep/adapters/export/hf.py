@@ -1,7 +1,6 @@
 """Write an item as a Hugging Face model: safetensors files, and an index if there are several.
 
-A pure plan first finds everything that cannot work. Then the files are written, in order of their
-bytes, with one piece of a tensor in memory at a time. Tensors are split into files as
+A pure plan first finds everything that cannot work. Tensors are split into files as
 `save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
 cannot share bytes, so only the first of several tied tensors is written, unless `keep_tied` is set.
 """
@@ -12,7 +11,6 @@ import json
 import math
 import re
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -59,8 +57,7 @@ class Cast(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class Choices(NamedTuple):
     """Options of an export. If several casts match a tensor, the last one applies; casts with a
     pattern take precedence over casts without."""
 
@@ -70,8 +67,7 @@ class Choices:
     keep_tied: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportTensor:
+class ExportTensor(NamedTuple):
     """A tensor to write: its names in the item and in the file, and its dtype in the file."""
 
     stored: str

@@ -42,7 +42,18 @@ def metadata_in(folder: Path, rank: int = 0) -> Path | None:
 def read_folder(folder: Path) -> dict[str, object]:
     """Return the nested state that the folder holds."""
     where = str(folder)
-    entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
+    metadata = folder / METADATA_NAME
+    if not metadata.is_file():
+        raise NotFoundError(
+            "cannot import",
+            where=where,
+            expected=f"a torch.save or safetensors file, or a folder with a {METADATA_NAME}",
+            found="a folder without it: no save there has finished, or each rank saved separately",
+            remedy="name a file in it, or another folder",
+        )
+    if (size_bytes := metadata.stat().st_size) > _MAX_METADATA_BYTES:
+        raise CorruptError("cannot import", where=str(metadata), found=f"{size_bytes} bytes")
+    entries = dcp_metadata.decode(metadata.read_bytes(), where=str(metadata))
     parts = list(chain.from_iterable(entry.parts for entry in entries))
     sizes = _sizes_of(folder, parts)
     claimed, held = sum(entry.size_bytes for entry in entries), sum(sizes.values())
@@ -52,7 +63,7 @@ def read_folder(folder: Path) -> dict[str, object]:
         )
     values: dict[str, object] = {}
     tensors = {
-        entry.name: _allocate(entry.dtype, entry.shape)
+        entry.name: allocate(entry.dtype, entry.shape, "cpu")
         for entry in entries
         if entry.dtype is not None
     }
@@ -88,24 +99,6 @@ def read_parts(
                 yield part, reader
 
 
-def _metadata_of(folder: Path) -> bytes:
-    path = folder / METADATA_NAME
-    if not path.is_file():
-        raise NotFoundError(
-            "cannot import",
-            where=str(folder),
-            expected=f"a torch.save or safetensors file, or a folder with a {METADATA_NAME}",
-            found="a folder without it: no save there has finished, or each rank saved separately",
-            remedy="name a file in it, or another folder",
-        )
-    size_bytes = path.stat().st_size
-    if size_bytes > _MAX_METADATA_BYTES:
-        raise CorruptError(
-            "cannot import", where=str(path), found=f"metadata of {size_bytes} bytes"
-        )
-    return path.read_bytes()
-
-
 def _sizes_of(folder: Path, parts: Iterable[StoredPart]) -> dict[str, int]:
     """Return the size of every file. Raise CorruptError if a part is not in its file."""
     sizes: dict[str, int] = {}
@@ -123,13 +116,6 @@ def _sizes_of(folder: Path, parts: Iterable[StoredPart]) -> dict[str, int]:
                 remedy="put the files of all ranks into the folder",
             )
     return sizes
-
-
-def _allocate(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    try:
-        return allocate(dtype, shape, "cpu")
-    except RuntimeError as error:  # torch has no own class for lack of CPU memory
-        raise MemoryError(f"a tensor of shape {list(shape)}") from error
 
 
 class DcpFileReader:

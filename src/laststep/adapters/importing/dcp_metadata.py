@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -88,8 +88,7 @@ class _StorageInfo(msgspec.Struct):
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """Bytes of one file of the folder: a box of a tensor, or a value if `box` is None."""
 
     name: str
@@ -102,8 +101,7 @@ class StoredPart:
         return repr(self.name[:100])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetadataEntry:
+class MetadataEntry(NamedTuple):
     """One entry of the flat state: its name there, its path in the nested state, and its parts."""
 
     name: str
@@ -180,11 +178,8 @@ class _MetadataDecoder:
         turned = [Box(_picked(box.start, order), _picked(box.stop, order)) for box in boxes]
         if self.in_parts or covers_once(_picked(shape, order), turned):
             return
-        held = sum(box.volume for box in boxes)
-        missing = math.prod(shape) - held
-        problem = f"{missing} elements in no chunk" if missing > 0 else "chunks that overlap"
         shown = listed(f"[{box.text}]" for box in boxes)
-        raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
+        raise self._corrupt(f"{title} with chunks that do not cover it once: {shown or 'none'}")
 
     def _part(self, name: str, box: Box | None, raw: object) -> StoredPart:
         if raw is None:
