@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from laststep.catalog.instances import Past
 from laststep.constants import duration_s, duration_text
 from laststep.errors import AbortedError, UsageError
 from laststep.plan import frequency
@@ -30,7 +31,6 @@ from laststep.process import signals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.instances import Past
     from laststep.flush.saves import SaveHandle
     from laststep.plan.frequency import IntervalEstimate
     from laststep.ranks.group import Rank
@@ -256,16 +256,12 @@ class Schedule:
     ) -> None:
         """`past` returns the earlier failures of the run and is called once. With `may_only_end`,
         `step()` is allowed without `every`, because it detects preemptions."""
-        every = settings.every
-        self._every = every
+        self._settings, self._ranks = settings, rank.ranks
+        self._every = every = settings.every
         self._fixed_s = duration_s(every) if isinstance(every, str) and every != "auto" else None
-        self._mtbf = settings.mtbf
-        self._most_share = settings.most_share
-        self._ranks = rank.ranks
-        self._look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
         self._ask_past, self._clock = past, clock
         self._may_only_end = may_only_end
-        self._past: Past | None = None
+        self._past = Past()
         self._timer = StepTimer() if rank.is_first and isinstance(every, str) else None
         """Rank 0's measurements; None on other ranks and if nothing has to be measured."""
         self._began_s: float | None = None
@@ -400,12 +396,12 @@ class Schedule:
         self._calls, self._at, self._number = 0, 1, 0
         if self._timer is not None:
             self._resumed_s = self._clock()
-            if self._began_s is None:
-                self._began_s = self._resumed_s
             if self._timer.captured_s is not None:
                 self._timer.captured_s = self._resumed_s  # restored state is safe already
-            if self._past is None and self._fixed_s is None and self._mtbf is None:
-                self._past = self._ask_past()
+            if self._began_s is None:
+                if self._fixed_s is None and self._settings.mtbf is None:
+                    self._past = self._ask_past()
+                self._began_s = self._resumed_s
         return notes
 
     def _decided(self, note: SyncPoint, timer: StepTimer) -> SyncPoint:
@@ -425,7 +421,9 @@ class Schedule:
             left_s = then_s
         left = min(left_s / step_s, 1e9)
         close = max(2.0, _CLOSE * (interval_s or 0.0) / step_s)
-        look_s = _SOON_S if math.isinf(left_s) else self._look_s
+        look_s = max(_LOOK_S, self._ranks * _LOOK_EACH_S)
+        if math.isinf(left_s):
+            look_s = _SOON_S
         gap = min(math.ceil(left - 0.05) if left <= close else left // 2, look_s // step_s)
         return SyncPoint(number=number, save=save, gap=max(int(gap), 1))
 
@@ -454,7 +452,7 @@ class Schedule:
         cost_s = save.stall_s + max(save.device_s, save.slower_s)
         mtbf_s, mtbf_from = self._mtbf_s()
         costs = cost_s, save.latency_s, mtbf_s
-        interval_s, bound = frequency.best_interval(*costs, self._most_share)
+        interval_s, bound = frequency.best_interval(*costs, self._settings.most_share)
         return frequency.IntervalEstimate(
             interval_s=interval_s,
             bound=bound,
@@ -470,14 +468,12 @@ class Schedule:
 
     def _mtbf_s(self) -> tuple[float, str]:
         """Return the mean time between failures and a text that explains its origin."""
-        if self._mtbf is not None:
-            return duration_s(self._mtbf), "given"
-        past = self._past
-        failures = 0 if past is None else past.failures
-        uptime_s = 0.0 if past is None else past.uptime_s
-        running_s = self._clock() - (self._began_s or 0.0)
+        if self._settings.mtbf is not None:
+            return duration_s(self._settings.mtbf), "given"
+        failures, uptime_s = self._past
+        uptime_s += self._clock() - (self._began_s or 0.0)
         prior_s = frequency.believed_mtbf_s(0, 0.0, self._ranks)
         known = f"{failures or 'no'} failure{'' if failures == 1 else 's'} in "
-        known += f"{duration_text(uptime_s + running_s)} of this run"
+        known += f"{duration_text(uptime_s)} of this run"
         known += f", and a prior belief of one in {duration_text(prior_s)}"
-        return frequency.believed_mtbf_s(failures, uptime_s + running_s, self._ranks), known
+        return frequency.believed_mtbf_s(failures, uptime_s, self._ranks), known
