@@ -39,7 +39,6 @@ from laststep.state.tensors import (
     is_dtensor,
     local_shard_of,
     needed_bytes,
-    not_backed,
 )
 from laststep.state.tree import (
     MAX_DEPTH,
@@ -263,7 +262,13 @@ class _Walk:
             what = f"a tensor of {tensor.dtype}"
             raise _refused(what, path, "dequantise it first", expected="a plain dtype")
         if not is_backed(tensor):
-            raise not_backed(tensor, show_path(path))
+            raise UsageError(
+                "cannot copy a tensor: its memory was freed, or its storage is too small",
+                where=show_path(path),
+                expected=f"a storage of at least {needed_bytes(tensor)} bytes",
+                found=f"{tensor.untyped_storage().nbytes()} bytes at {tensor.data_ptr():#x}",
+                remedy="bring its data back first, e.g. unshard or reload what was offloaded",
+            )
         detached = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
             detached = detached.resolve_conj().resolve_neg()

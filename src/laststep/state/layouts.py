@@ -10,6 +10,7 @@ Regular meshes, and sets of ranks on them, use arithmetic instead of lists of ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -67,14 +68,10 @@ class Mesh:
             ranks[step] - ranks[0] if size > 1 else step
             for step, size in zip(steps, sizes, strict=True)
         )
-        if min(strides, default=1) > 0:
-            try:
-                regular = cls(names, sizes, strides, ranks[0])
-            except UsageError:
-                pass
-            else:
-                if list(regular.ranks()) == list(ranks):
-                    return regular
+        with contextlib.suppress(UsageError):  # raised for strides that do not nest
+            regular = cls(names, sizes, strides, ranks[0])
+            if list(regular.ranks()) == list(ranks):
+                return regular
         return cls(names, sizes, tuple(steps), 0, tuple(ranks))
 
     def coordinate(self, rank: int) -> Index | None:

@@ -99,21 +99,6 @@ def is_backed(tensor: torch.Tensor) -> bool:
     return needed == 0 or (needed <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0)
 
 
-def not_backed(tensor: torch.Tensor, where: str) -> UsageError:
-    """Return the error for a tensor that is not within its storage."""
-    there, needed = tensor.untyped_storage().nbytes(), needed_bytes(tensor)
-    is_large_enough = there >= needed  # then its address is 0, like a ZeroTensor's
-    what = "its memory was freed" if there == 0 else "its storage is too small"
-    what = "it has no memory" if is_large_enough else what
-    return UsageError(
-        f"cannot copy a tensor: {what}",
-        where=where,
-        expected=f"a storage of at least {needed} bytes",
-        found="a storage at address 0" if is_large_enough else f"{there} bytes",
-        remedy="bring its data back first, e.g. unshard or reload what was offloaded",
-    )
-
-
 class LocalShard(NamedTuple):
     """The part of a logical tensor that this rank holds, and the layout over all ranks.
 
