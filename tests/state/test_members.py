@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 import laststep
 from expect import warned
 from laststep.settings import as_keywords
+from laststep.state.items import providers_for
+from laststep.state.optimizers import OptimizerProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +117,25 @@ def test_providers_of_things_that_stay_are_kept(session: Session) -> None:
     session.extra["epoch"] = 5
     session.stored()
     assert provider._members["model"] is before
+
+
+def test_a_member_is_asked_once_where_all_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    where = OptimizerProvider.destinations
+
+    def counted(self: OptimizerProvider, paths: list[tuple[object, ...]]) -> list[object]:
+        asked.append(len(paths))
+        return where(self, paths)
+
+    monkeypatch.setattr(OptimizerProvider, "destinations", counted)
+    model = nn.Linear(2, 2)
+    group = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "n": 1}
+    provider = providers_for({"group": group})["group"]
+    moments = [("optimizer", "state", name, "exp_avg") for name in ("weight", "bias")]
+    found = provider.destinations([moments[0], (), ("gone",), moments[1], ("n",)])
+    assert found[1:3] + found[4:] == ["cpu"] * 3
+    assert (found[0] is model.weight, found[3] is model.bias) == (True, True)
+    assert asked == [2]
 
 
 def test_whether_code_of_others_runs_follows_what_the_dict_holds(session: Session) -> None:

@@ -13,6 +13,7 @@ import functools
 import logging
 import operator
 import re
+from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -325,10 +326,16 @@ class GroupProvider(StateProvider):
 
     def destinations(self, paths: list[Path]) -> list[object]:
         members = self._members
-        return [
-            members[p[0]].destinations([p[1:]])[0] if p and p[0] in members else "cpu"
-            for p in paths
-        ]
+        inside: dict[Any, list[int]] = defaultdict(list)
+        for number, path in enumerate(paths):
+            if path and path[0] in members:
+                inside[path[0]].append(number)
+        found: list[object] = ["cpu"] * len(paths)
+        for key, numbers in inside.items():  # one call each: an optimizer names all parameters
+            places = members[key].destinations([paths[number][1:] for number in numbers])
+            for number, place in zip(numbers, places, strict=True):
+                found[number] = place
+        return found
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
