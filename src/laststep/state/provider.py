@@ -433,7 +433,11 @@ def put(live: Any, loaded: Any) -> Any:
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
         return _put_entries(live, loaded)
     if isinstance(live, list | deque) and isinstance(loaded, list | deque):
-        merged = _merged(list(live), list(loaded))
+        merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
+        if has_absent(loaded):  # a partial restore only changes elements that exist
+            merged += list(live)[len(loaded) :]
+        else:
+            merged += list(loaded)[len(live) :]
         live.clear()
         live.extend(merged)
         return live
@@ -441,7 +445,10 @@ def put(live: Any, loaded: Any) -> Any:
         merged = [put(a, b) for a, b in zip(live, loaded, strict=True)]
         return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
     if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray):
-        return _put_array(live, loaded)
+        if live.shape != loaded.shape or not live.flags.writeable:
+            return loaded
+        live[...] = loaded
+        return live
     if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return put_tensor(live, loaded)
     return live if has_absent(loaded) else loaded
@@ -463,21 +470,6 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
     for key in [key for key in live if key not in loaded]:
         del live[key]
     live.update((key, entry) for key, entry in entries.items() if entry is not ABSENT)
-    return live
-
-
-def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
-    """Return a list as it was stored; a partial restore only changes elements that exist."""
-    merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
-    if has_absent(loaded):
-        return merged + live[len(loaded) :]
-    return merged + loaded[len(live) :]
-
-
-def _put_array(live: Any, loaded: Any) -> Any:
-    if live.shape != loaded.shape or not live.flags.writeable:
-        return loaded
-    live[...] = loaded
     return live
 
 
