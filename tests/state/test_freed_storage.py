@@ -36,11 +36,11 @@ def step() -> None:
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
-def test_a_tensor_without_an_address_is_not_said_to_be_too_small(run_folder: Path) -> None:
+def test_a_tensor_without_an_address_has_no_bytes(run_folder: Path) -> None:
     zeros = torch._efficientzerotensor(5)
     with pytest.raises(laststep.UsageError) as caught:
         laststep.save({"x": zeros}, run_folder)
-    assert f"{zeros.nbytes} bytes" not in caught.value.found
+    assert caught.value.found == "0 bytes"
 
 
 @pytest.mark.parametrize(

@@ -262,11 +262,12 @@ class _Walk:
             what = f"a tensor of {tensor.dtype}"
             raise _refused(what, path, "dequantise it first", expected="a plain dtype")
         if not is_backed(tensor):
+            size_bytes = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
             raise UsageError(
                 "cannot copy a tensor: its memory was freed, or its storage is too small",
                 where=show_path(path),
                 expected=f"a storage of at least {needed_bytes(tensor)} bytes",
-                found=f"{tensor.untyped_storage().nbytes()} bytes at {tensor.data_ptr():#x}",
+                found=f"{size_bytes} bytes",
                 remedy="bring its data back first, e.g. unshard or reload what was offloaded",
             )
         detached = tensor.detach() if tensor.requires_grad else tensor
