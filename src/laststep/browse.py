@@ -21,7 +21,7 @@ from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.constants import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 from laststep.errors import CorruptError, NotFoundError, UsageError
-from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
+from laststep.format.manifest import Commit, decode
 from laststep.process import system
 from laststep.process.threads import OnlyOne
 from laststep.read.blocks import close_files, refuse
@@ -128,7 +128,7 @@ class Catalog:
             return self._open(newest, older)
         raise newest.error.amended(
             what=f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
-            remedy=DAMAGE_REMEDY + older,
+            remedy=f"{CorruptError.usual_remedy}{older}",
         ) from newest.error
 
     @system.translate_oom("list a run")
@@ -137,9 +137,7 @@ class Catalog:
 
     def _open(self, listed: Listed, older: str = "") -> Checkpoint:
         if listed.commit is None:
-            raise listed.error or CorruptError(
-                "the manifest cannot be read", where=listed.folder, remedy=DAMAGE_REMEDY
-            )
+            raise listed.error or CorruptError("the manifest cannot be read", where=listed.folder)
         return Checkpoint(self._run.store, listed.folder, listed.commit, older=older)
 
 

@@ -114,7 +114,10 @@ class CorruptError(LaststepError):
     """Stored bytes differ from the bytes that were written. An older checkpoint may still be
     intact."""
 
-    usual_remedy = "`laststep verify` lists damaged bytes; restore an older step, or from a copy"
+    usual_remedy = (
+        "`laststep verify` lists all damage; restore() without a step takes the newest good "
+        "checkpoint"
+    )
 
 
 class Problems(msgspec.Struct, frozen=True, kw_only=True):

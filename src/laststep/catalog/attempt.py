@@ -45,7 +45,7 @@ from laststep.errors import (
 from laststep.format import index as index_format
 from laststep.format import manifest
 from laststep.format.index import Index, index_name
-from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
+from laststep.format.manifest import Abort, Commit
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def read_decision(store: Store, folder: str) -> Commit | Abort | None:
             where=where,
             expected=folder,
             found=_name_in(decided).folder,
-            remedy=f"give the folder its own name back; {DAMAGE_REMEDY}",
+            remedy=f"give the folder its own name back; {CorruptError.usual_remedy}",
         )
     return decided
 
@@ -420,7 +420,6 @@ def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
             where=where,
             expected=f"rank {rank}",
             found=f"rank {index.rank}",
-            remedy=DAMAGE_REMEDY,
         )
     return index
 
@@ -451,7 +450,6 @@ def read_index_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tu
             where=where,
             expected=f"{DIGEST_NAME}:{expected.hex()}",
             found="no such file",
-            remedy=DAMAGE_REMEDY,
         ).lacking(f"{folder}/{name}") from error
     return data, where
 
@@ -464,7 +462,6 @@ def _read_index_once(store: Store, name: str, where: str) -> bytes:
                 where=where,
                 expected=f"at most {INDEX_LIMIT_BYTES} bytes",
                 found=f"{reader.size_bytes} bytes",
-                remedy=DAMAGE_REMEDY,
             )
         data = bytearray(reader.size_bytes)
         try:
@@ -472,7 +469,5 @@ def _read_index_once(store: Store, name: str, where: str) -> bytes:
         except StorageError as error:
             if not error.device_failed:
                 raise
-            raise CorruptError(
-                "an index cannot be read", where=where, found=error.found, remedy=DAMAGE_REMEDY
-            ) from error
+            raise CorruptError("an index cannot be read", where=where, found=error.found) from error
         return bytes(data[:got])

@@ -25,13 +25,7 @@ from laststep.errors import CorruptError, UsageError
 from laststep.format import deriving
 from laststep.format.deriving import ROUNDED, Master
 from laststep.format.layout import FileLayout
-from laststep.format.manifest import (
-    DAMAGE_REMEDY,
-    WrittenIndexes,
-    is_file_name,
-    is_plain_name,
-    refuse_later,
-)
+from laststep.format.manifest import WrittenIndexes, is_file_name, is_plain_name, refuse_later
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -260,7 +254,6 @@ def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None
             where=where,
             expected=f"{DIGEST_NAME}:{(expected or said).hex()}",
             found=f"{DIGEST_NAME}:{found.hex()}",
-            remedy=DAMAGE_REMEDY,
         )
 
 
@@ -281,7 +274,7 @@ def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = Non
 
 
 def _corrupt(where: str, found: str) -> CorruptError:
-    return CorruptError("cannot read an index", where=where, found=found, remedy=DAMAGE_REMEDY)
+    return CorruptError("cannot read an index", where=where, found=found)
 
 
 # --- soundness --------------------------------------------------------------------------------

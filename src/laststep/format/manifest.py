@@ -79,12 +79,6 @@ def refuse_later(number: object, *, what: str, where: str, writer: object = None
     )
 
 
-DAMAGE_REMEDY = (
-    "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
-)
-"""Remedy for stored bytes that have changed."""
-
-
 def seal(content: bytes) -> bytes:
     """Return a document with the digest of `content` and, as the second member, `content`
     itself."""
@@ -265,9 +259,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
 
 
 def _corrupt(where: str, expected: str, found: str) -> CorruptError:
-    return CorruptError(
-        "cannot read a manifest", where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY
-    )
+    return CorruptError("cannot read a manifest", where=where, expected=expected, found=found)
 
 
 def _document_of(commit: Commit) -> dict[str, object]:

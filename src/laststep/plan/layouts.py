@@ -17,7 +17,6 @@ import msgspec
 from laststep.codecs.digests import digest
 from laststep.constants import DTYPES, listed
 from laststep.errors import CorruptError, MismatchError, Problems, UsageError
-from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.who_writes import Assignment, Spread, assignments_of
 from laststep.state.boxes import counts, whole
 from laststep.state.layouts import Layout, Mesh, from_plain, held_whole, of_one_replica, to_plain
@@ -325,8 +324,5 @@ def global_layout_of(
         return agree(digests, known)
     except (MismatchError, UsageError, ValueError, TypeError, KeyError, IndexError) as error:
         raise CorruptError(
-            "the layouts of the ranks are invalid",
-            where=where,
-            found=str(error),
-            remedy=DAMAGE_REMEDY,
+            "the layouts of the ranks are invalid", where=where, found=str(error)
         ) from error

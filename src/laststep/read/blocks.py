@@ -29,7 +29,6 @@ from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, di
 from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
 from laststep.format.index import RAW, BlockRef
-from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.storage.store import InPlace, PrefersCached
 
 if TYPE_CHECKING:
@@ -204,25 +203,19 @@ class BlockReader:
         try:
             reader = self._store.open_reader(path, cached=self._cached)
         except NotFoundError:
-            error = _damaged("a data file is missing", where, due, "no such file").lacking(path)
+            error = CorruptError(
+                "a data file is missing", where=where, expected=due, found="no such file"
+            ).lacking(path)
             missing = damage_of(error, file=file.name, what="missing file")
             return OpenFile(file, _NoFile(), where, (missing,))
         there = reader.size_bytes
         if there == file.size_bytes:
             return OpenFile(file, reader, where, ())
-        what = f"too {'short' if there < file.size_bytes else 'long'}"
-        wrong_size = damage_of(
-            _damaged(f"a data file is {what}", where, due, f"{there} bytes"),
-            file=file.name,
-            what="size",
-            start=min(there, file.size_bytes),
-            stop=there,
-        )
+        what = f"a data file is too {'short' if there < file.size_bytes else 'long'}"
+        error = CorruptError(what, where=where, expected=due, found=f"{there} bytes")
+        start = min(there, file.size_bytes)
+        wrong_size = damage_of(error, file=file.name, what="size", start=start, stop=there)
         return OpenFile(file, reader, where, (wrong_size,))
-
-
-def _damaged(what: str, where: str, expected: str, found: str) -> CorruptError:
-    return CorruptError(what, where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY)
 
 
 def close_files(layouts: Iterable[LayoutBlocks]) -> None:
@@ -488,9 +481,14 @@ class Extent:
         blocks = [block for piece in group for block in piece.blocks() if block[3] > end]
         for at, image_stop, start, stop in blocks:
             there = max(0, end - start)
-            found = f"{there} of {stop - start} bytes of a block, up to byte {start + there}"
+            error = CorruptError(
+                "a data file is too short",
+                where=file.where,
+                expected=f"at least {stop} bytes",
+                found=f"{there} of {stop - start} bytes of a block, up to byte {start + there}",
+            )
             damage = damage_of(
-                _damaged("a data file is too short", file.where, f"at least {stop} bytes", found),
+                error,
                 file=file.name,
                 what=f"block {self.first + at // BLOCK_BYTES}",
                 start=start,
@@ -566,11 +564,11 @@ def _changed(
     data: tuple[int, int] = (0, 0),
 ) -> Damage:
     start, stop = place
-    error = _damaged(
+    error = CorruptError(
         "stored bytes have changed",
-        f"{file.where}, {what} (bytes {start}-{stop})",
-        f"{DIGEST_NAME}:{expected.hex()}",
-        digest_text(found),
+        where=f"{file.where}, {what} (bytes {start}-{stop})",
+        expected=f"{DIGEST_NAME}:{expected.hex()}",
+        found=digest_text(found),
     )
     return damage_of(error, file=file.name, what=what, start=start, stop=stop, data=data)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.catalog.attempt import deleted, read_index
 from laststep.codecs.digests import digest
 from laststep.errors import CorruptError, NotFoundError
-from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import LAYOUT_NAME
 from laststep.plan.layouts import GlobalLayout, global_layout_of
 from laststep.read.blocks import MANY_LAYOUTS, BlockReader, LayoutBlocks, close_files
@@ -78,6 +77,7 @@ class Place(NamedTuple):
     box: Box
 
 
+_BOX = operator.attrgetter("box")
 Key = tuple[str, str]
 """An item and the name of a tensor of it."""
 
@@ -199,14 +199,13 @@ class Content:
         self.global_layout = None
         for key, places in by_tensor.items():
             shape = self._specs[key[0]][key[1]].shape
-            boxes = [place.box for place in places]
+            boxes = list(map(_BOX, places))
             if boxes != [whole(shape)] and not covers_once(shape, boxes):
                 raise CorruptError(
                     "the shards of a tensor do not cover it",
                     where=self.folder,
                     expected=f"every element of {key[0]}/{key[1]} {list(shape)} once",
                     found=f"{len(places)} parts",
-                    remedy=DAMAGE_REMEDY,
                 )
             self._places[key] = tuple(places)
 
@@ -244,7 +243,6 @@ class Content:
                     where=where,
                     expected=of.local_layout,
                     found=digest(data).hex(),
-                    remedy=DAMAGE_REMEDY,
                 )
             return data
         return None
@@ -268,7 +266,6 @@ class Content:
                         where=file.where,
                         expected=f"{known} for {stored.name}",
                         found=str(spec),
-                        remedy=DAMAGE_REMEDY,
                     )
                 place = Place(number, entry.start, entry.stop, stored.box)
                 yield (stored.item, stored.tensor), place

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
 from laststep.format.deriving import DerivedRuns, unpack
-from laststep.format.manifest import DAMAGE_REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,9 +54,7 @@ class Masters:
         try:
             left = unpack(stored, block, at, self._runs.of_block(number))
         except ValueError as error:
-            raise CorruptError(
-                "a block cannot be decoded", found=str(error), remedy=DAMAGE_REMEDY
-            ) from None
+            raise CorruptError("a block cannot be decoded", found=str(error)) from None
         needed: Counter[tuple[str, int]] = Counter()
         for run in left:
             for layout, there, first, last in self._ranges(run):

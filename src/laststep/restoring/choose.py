@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import operator
 import os
 import time
 import weakref
@@ -70,7 +69,6 @@ _RECORDS_BYTES = 64 << 20
 """Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
 a job on several nodes uses no in-memory snapshots."""
 
-_ON_LINEAGE = operator.attrgetter("on_lineage")
 _Found = TypeVar("_Found")
 
 
@@ -371,12 +369,12 @@ class Choosing:
         self._near = run.store if isinstance(run.store, NearestStore) else None
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
-        """True if a step or a peeked checkpoint was requested, so that no other may replace it."""
+        """True if no other checkpoint may replace the requested one."""
         self._ranks = ranks
         self._bus = bus
         self._saw = saw
         self._replicas = list(replicas)
-        self._lineage: tuple[Listed, ...] = ()
+        self._lineage: list[Listed] = []
         self._left: list[Listed] = []
         self._passed: set[str] = set(wanted.damaged)
         self._skipped: list[Skipped] = []
@@ -468,11 +466,16 @@ class Choosing:
             return
         self._saw(_seen_in(self._store))
         listed = self._run.checkpoints()
-        # A superseded checkpoint is on the lineage again if its replacement is newer than the
-        # restored one.
-        self._lineage = tuple(c for c in listed if c.on_lineage or c.superseded_by is not None)
-        to_try = [self._requested(listed)] if self._is_named else filter(_ON_LINEAGE, listed)
-        self._left = [entry for entry in to_try if entry.folder not in self._passed]
+        requested = self._requested(listed) if self._is_named else None
+        self._lineage, self._left = [], []
+        for entry in listed:
+            # A superseded checkpoint is on the lineage again if its replacement is newer than the
+            # restored one.
+            if entry.on_lineage or entry.superseded_by is not None:
+                self._lineage.append(entry)
+            is_wanted = entry.on_lineage if requested is None else entry is requested
+            if is_wanted and entry.folder not in self._passed:
+                self._left.append(entry)
 
     def _requested(self, listed: Sequence[Listed]) -> Listed:
         """Return the peeked checkpoint, or that of the requested step: the one on the lineage, else

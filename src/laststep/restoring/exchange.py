@@ -29,9 +29,8 @@ import torch
 from laststep.capture.device import CopyStreams
 from laststep.capture.gather import bytes_of, copy_each
 from laststep.codecs.digests import digest
-from laststep.constants import DTYPES, align_up
+from laststep.constants import align_up
 from laststep.errors import CorruptError
-from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.reads import FileBox, Read, ReadRequest, chunks_of, plan_reads
 from laststep.plan.who_reads import (
     Ledger,
@@ -53,10 +52,9 @@ if TYPE_CHECKING:
     from laststep.plan.reads import Chunk
     from laststep.plan.who_reads import WriterSource
     from laststep.ranks.group import RankMessage, Ranks
-    from laststep.read.content import Content, Key
+    from laststep.read.content import Content
     from laststep.read.reader import Room
     from laststep.restoring.match import Match
-    from laststep.state.tree import TensorSpec
     from laststep.tiers.snapshots import Readers
 
 
@@ -153,22 +151,94 @@ class BoxTransfer:
         """Assign reads to ranks and open the files; the live state is not touched yet."""
         self._content = content
         self._ranks = ranks
-        self._rank = number = ranks.rank.number
+        self._rank = ranks.rank.number
         self._keys = content.keys()
-        index = {key: at for at, key in enumerate(self._keys)}
+        self._numbers = {key: number for number, key in enumerate(self._keys)}
         specs = [content.items[item].tensors[name] for item, name in self._keys]
         self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
-        self._targets, rank_request = collective(ranks, lambda: _targets(matches, index, number))
-        self._requests = _wants_of_all(rank_request, [spec.shape for spec in specs], ranks)
-        self._chunks = collective(
-            ranks, lambda: _chunks(content, index, specs, self._requests, number, readers)
-        )
+        self._targets: dict[int, list[LocalBox]] = {}
+        """This rank's memory for each tensor."""
+        mine = collective(ranks, lambda: self._request(matches))
+        self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
+        self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
         self._moves: dict[tuple[int, int], list[tuple[_Move, torch.Tensor | None, int]]] = {}
         """The boxes of each expected chunk, each with its place in a message, if it has one."""
         self._placed: Counter[int] = Counter()
         """Number of elements that each tensor has received."""
         self._lock = threading.Lock()
         self._devices = {box.memory.device for held in self._targets.values() for box in held}
+
+    def _request(self, matches: Sequence[Match]) -> RankRequest:
+        """Return the layout of each tensor that this rank needs, and record its memory."""
+        request: RankRequest = {}
+        for match in matches:
+            for source, tensor in match.reads.items():
+                number = self._numbers[match.item.name, source]
+                layout = request[number] = match.layouts.get(source)
+                if layout is None:
+                    held = [LocalBox(whole(tuple(tensor.shape)), tensor.detach())]
+                else:
+                    shard, where = (
+                        LocalShard(tensor.detach(), layout),
+                        f"{match.item.name}/{source}",
+                    )
+                    held = held_by(self._rank, shard, where)
+                self._targets[number] = held
+        return request
+
+    def _requests_of_all(
+        self, mine: RankRequest, shapes: Sequence[tuple[int, ...]]
+    ) -> ReadRequests:
+        """Collect the read requests of all ranks; equal ones are broadcast once."""
+        ranks = self._ranks
+        if ranks.size == 1:
+            return ReadRequests([mine], {self._rank: 0}, shapes)
+        note = encode_request(mine)
+        digests = ranks.all_gather(digest(note))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
+        notes = [ranks.broadcast(digests.index(name), note) for name in numbers]
+        of_rank = {rank: numbers[name] for rank, name in enumerate(digests)}
+        return ReadRequests(list(map(decode_request, notes)), of_rank, shapes)
+
+    def _chunks_to_read(self, readers: Readers | None) -> list[Chunk]:
+        """Return the chunks that this rank reads, and open their files. Raise `CorruptError` if no
+        rank can read some block."""
+        content, requests, rank = self._content, self._requests, self._rank
+        layouts = content.global_layout
+        sources: list[WriterSource]
+        if layouts is None:
+            stored = {
+                writer: self._stored_by(writer) for writer in range(content.commit.index_count)
+            }
+            sources = [one for one in known_sources(stored, requests) if rank in one.readers]
+        else:
+            sources = list(Ledger(layouts.spreads, requests).sources(rank))
+        if readers is not None:
+            able = [
+                one._replace(readers=tuple(r for r in one.readers if r in readers[one.writer]))
+                for one in sources
+            ]
+            if not all(source.readers for source in able):
+                raise CorruptError(
+                    "the block is in the shared memory of another node", where=content.folder
+                )
+            sources = [source for source in able if rank in source.readers]
+        if layouts is not None:
+            stored = {source.writer: self._stored_by(source.writer) for source in sources}
+        sizes = {number: file.layout.tensor_bytes for number, file in enumerate(content.files)}
+        chunks: list[Chunk] = []
+        for source in sources:
+            chunks += chunks_of(rank, source, stored[source.writer], requests, sizes)
+        # Not earlier: other ranks may read everything that this rank needs from a file.
+        content.open_files({chunk.file for chunk in chunks})
+        return chunks
+
+    def _stored_by(self, writer: int) -> list[FileBox]:
+        return [
+            FileBox(number, self._dtypes[number].itemsize, *place)
+            for key, place in self._content.places_of_rank(writer)
+            if (number := self._numbers.get(key)) is not None
+        ]
 
     def run(self, room: Room, threads: int) -> int:
         """Read, send and receive; return the bytes that this rank read."""
@@ -293,7 +363,6 @@ class BoxTransfer:
                     "the shards of a tensor do not cover it",
                     where=self._content.folder,
                     expected=f"every element of {name} once",
-                    remedy=DAMAGE_REMEDY,
                 )
 
     def _moves_of(self, chunk: Chunk) -> Iterator[_Move]:
@@ -320,87 +389,6 @@ class BoxTransfer:
 
     def _copy(self, into: torch.Tensor, at: int, box: Box, part: Box) -> _Copy:
         return _Copy(into, at, at + box.volume * into.itemsize, box.shape, part.within(box))
-
-
-def _targets(
-    matches: Sequence[Match], index: dict[Key, int], rank: int
-) -> tuple[dict[int, list[LocalBox]], RankRequest]:
-    """Return this rank's target memory and layout for each tensor."""
-    targets: dict[int, list[LocalBox]] = {}
-    rank_request: RankRequest = {}
-    for match in matches:
-        for source, tensor in match.reads.items():
-            at = index[match.item.name, source]
-            layout = rank_request[at] = match.layouts.get(source)
-            if layout is None:
-                targets[at] = [LocalBox(whole(tuple(tensor.shape)), tensor.detach())]
-            else:
-                where = f"{match.item.name}/{source}"
-                targets[at] = held_by(rank, LocalShard(tensor.detach(), layout), where)
-    return targets, rank_request
-
-
-def _wants_of_all(
-    mine: RankRequest, shapes: Sequence[tuple[int, ...]], ranks: Ranks
-) -> ReadRequests:
-    """Collect the read requests of all ranks; equal ones are broadcast once."""
-    if ranks.size == 1:
-        return ReadRequests([mine], {ranks.rank.number: 0}, shapes)
-    note = encode_request(mine)
-    digests = ranks.all_gather(digest(note))
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
-    rank_requests = [decode_request(ranks.broadcast(digests.index(name), note)) for name in numbers]
-    return ReadRequests(
-        rank_requests, {rank: numbers[name] for rank, name in enumerate(digests)}, shapes
-    )
-
-
-def _chunks(
-    content: Content,
-    index: dict[Key, int],
-    specs: Sequence[TensorSpec],
-    requests: ReadRequests,
-    rank: int,
-    readers: Readers | None,
-) -> list[Chunk]:
-    """Return the chunks that this rank reads, and open their files. Raise `CorruptError` if no rank
-    can read some block."""
-
-    def stored_by(writer: int) -> list[FileBox]:
-        return [
-            FileBox(at, DTYPES[specs[at].dtype].size_bytes, *place)
-            for key, place in content.places_of_rank(writer)
-            if (at := index.get(key)) is not None
-        ]
-
-    global_layout = content.global_layout
-    sources: list[WriterSource]
-    if global_layout is None:
-        stored = {writer: stored_by(writer) for writer in range(content.commit.index_count)}
-        sources = [source for source in known_sources(stored, requests) if rank in source.readers]
-    else:
-        sources = list(Ledger(global_layout.spreads, requests).sources(rank))
-    if readers is not None:
-        able = [
-            source._replace(readers=tuple(r for r in source.readers if r in readers[source.writer]))
-            for source in sources
-        ]
-        if not all(source.readers for source in able):
-            raise CorruptError(
-                "the block is in the shared memory of another node", where=content.folder
-            )
-        sources = [source for source in able if rank in source.readers]
-    if global_layout is not None:
-        stored = {source.writer: stored_by(source.writer) for source in sources}
-    sizes = {number: file.layout.tensor_bytes for number, file in enumerate(content.files)}
-    chunks = [
-        chunk
-        for source in sources
-        for chunk in chunks_of(rank, source, stored[source.writer], requests, sizes)
-    ]
-    # Not earlier: other ranks may read everything that this rank needs from a file.
-    content.open_files({chunk.file for chunk in chunks})
-    return chunks
 
 
 class Transfer:

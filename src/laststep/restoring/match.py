@@ -222,7 +222,9 @@ def match_item(
     item = renamed.item
     stored = item.names()
     match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
-    match.aliases = [pair for pair in renamed.aliases if selected is None or selected(pair[0])]
+    match.aliases = renamed.aliases
+    if selected is not None:
+        match.aliases = [pair for pair in renamed.aliases if selected(pair[0])]
     match.values = dict.fromkeys(stored, ABSENT)
     outline = _outline(item)
     if selected is None:

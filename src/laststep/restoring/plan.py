@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -91,12 +92,16 @@ class RestorePlan:
     """The final result: with several ranks, only what no rank needs is unexpected."""
     have_aliases: bool = False
     """True if any rank reads aliases: two stored tensors that are one live tensor."""
+    takes: bool = False
+    """True if this rank restores any of the stored items."""
 
     def take(self, match: Match, kind: str) -> None:
         """Add the match of an item of that kind."""
         name = match.item.name
         if () not in match.foreign:
             self.matches.append(match)
+            self.have_aliases |= bool(match.aliases)
+            self.takes |= bool(match.reads) or not match.item.names()
         self.missing += [f"{name}/{tensor}" for tensor in match.missing]
         self.unexpected += [f"{name}/{tensor}" for tensor in match.unexpected]
         self.mismatched += [
@@ -130,10 +135,9 @@ def plan_restore(
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
     note = _PlanNote(
         unexpected=plan.unexpected,
-        aliases=any(match.aliases for match in plan.matches),
+        aliases=plan.have_aliases,
         lacks=bool(plan.missing or plan.mismatched),
-        takes=bool(plan.merged)
-        or any(match.reads or not match.item.names() for match in plan.matches),
+        takes=plan.takes or bool(plan.merged),
     )
     common, lacks, takes = set(plan.unexpected), False, False
     for data in ranks.all_gather(msgspec.msgpack.encode(note)):
@@ -247,7 +251,7 @@ def _look(
         match.exact = plan.strict and selected is None
         plan.take(match, provider.kind)
     if only is None:
-        plan.unexpected += [name for name in content.items if name not in providers]
+        plan.unexpected += itertools.filterfalse(providers.__contains__, content.items)
     else:
         _check_all_used(only, content, providers, plan.where)
 
@@ -430,6 +434,8 @@ def _rounded(content: Content, item: str, name: str) -> str | None:
 
 def refuse_partial(commit: Commit, only: Sequence[str] | None, where: str) -> None:
     """Raise `MismatchError` if a selected item is omitted from a partial checkpoint."""
+    if not commit.omitted_items:
+        return
     lacking = [item for item in commit.omitted_items if selection(only, item)[0]]
     if lacking:
         here = [record.name for record in commit.items]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -149,13 +150,8 @@ def restore_into(
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
             compare_aliases(plan, ranks)
-            may_pickle = wanted.allow_pickle
-            collective(
-                ranks,
-                lambda: hand_over(
-                    content, plan, providers, room, ranks.rank, allow_pickle=may_pickle
-                ),
-            )
+            give = functools.partial(hand_over, content, plan, providers, room, ranks.rank)
+            collective(ranks, functools.partial(give, allow_pickle=wanted.allow_pickle))
         bus.emit(
             RestoredEvent(
                 step=chosen.step,

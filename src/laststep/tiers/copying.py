@@ -56,7 +56,7 @@ from laststep.errors import (
 from laststep.format import index as index_format
 from laststep.format import manifest
 from laststep.format.index import index_name
-from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit, WrittenIndexes
+from laststep.format.manifest import Abort, Commit, WrittenIndexes
 from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
 from laststep.process.threads import WorkerPool
 from laststep.read.blocks import BlockReader, file_ranges, refuse
@@ -549,10 +549,7 @@ class _FileCopy:
                 raise
             # Treat a failed device as damage to this file; others may be readable.
             raise CorruptError(
-                "a data file cannot be read",
-                where=self.file.where,
-                found=error.found,
-                remedy=DAMAGE_REMEDY,
+                "a data file cannot be read", where=self.file.where, found=error.found
             ) from error
         if start + got < stop:
             raise CorruptError(
@@ -560,7 +557,6 @@ class _FileCopy:
                 where=self.file.where,
                 expected=f"at least {stop} bytes",
                 found=f"{start + got} bytes",
-                remedy=DAMAGE_REMEDY,
             )
 
 
