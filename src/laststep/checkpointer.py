@@ -436,7 +436,8 @@ class Checkpointer(single.OnlyOne):
             self._check_usable("restore", mixed_is_fine=True)
             wanted = self._request(step, only, strict=strict, exact=exact)
             restored = self._resuming.restore(wanted, self._begin_anew)
-            self._look_at_late()
+            if self._deferred:
+                self._look_at_late()
             return restored
 
     def peek(self) -> Peeked | None:
@@ -481,7 +482,7 @@ class Checkpointer(single.OnlyOne):
 
     def _look_at_late(self) -> None:
         """Check deferred items and allocate memory for them, once all of them exist."""
-        if self._deferred and all(one.is_made for one in self._deferred):
+        if all(one.is_made for one in self._deferred):
             teaming.check_own(self._context.providers, self._context.rank)
             self._deferred.clear()
             self._work.expect(self._context)

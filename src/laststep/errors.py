@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 _SHOWN_PROBLEMS = 50
+_PARTS = ("where", "expected", "found", "remedy")
 
 
 class LaststepError(Exception):
@@ -88,8 +89,7 @@ class LaststepError(Exception):
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
         """Return the error as plain values for `from_wire` in another process."""
-        names = ("what", "where", "expected", "found", "remedy")
-        fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
+        fields: dict[str, str | None] = {name: getattr(self, name) for name in ("what", *_PARTS)}
         for flag in ("transient", "device_failed"):
             if getattr(self, flag, False):
                 fields[flag] = "yes"
@@ -227,13 +227,8 @@ def drop_tracebacks(error: BaseException) -> None:
 def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     """Return the error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
     what = fields.get("what") or "an error without a description"
-    error = _KINDS.get(kind, LaststepError)(
-        what,
-        where=fields.get("where"),
-        expected=fields.get("expected"),
-        found=fields.get("found"),
-        remedy=fields.get("remedy"),
-    )
+    parts = {name: fields.get(name) for name in _PARTS}
+    error = _KINDS.get(kind, LaststepError)(what, **parts)
     if isinstance(error, StorageError):
         error.transient = fields.get("transient") == "yes"
         error.device_failed = fields.get("device_failed") == "yes"

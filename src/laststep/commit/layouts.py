@@ -111,10 +111,6 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
     def is_open(self) -> bool:
         return not (self.digests or self.problem)
 
-    def has(self, rank: int, digest: bytes) -> bool:
-        """Return True if the call is settled with this digest for this rank."""
-        return _cut(self.digests)[rank : rank + 1] == [digest]
-
 
 class _CalledAnew(Exception):
     """Rank 0 has abandoned this call and started another."""
@@ -359,7 +355,7 @@ class GlobalLayouts:
         tell = self._impatience(lambda: [] if answered else [0])
 
         def is_settled(call: _Call) -> bool:
-            return call.number == self._answered and call.has(me, mine)
+            return call.number == self._answered and _cut(call.digests)[me : me + 1] == [mine]
 
         def look() -> _Call | None:
             nonlocal answered, asked

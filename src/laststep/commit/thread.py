@@ -176,9 +176,10 @@ def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
 def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
     """Raise `UsageError` for a group that mixes shared and per-rank state, in a job of several
     ranks. Logs which items are treated as per-rank without an explicit `PerRank`."""
-    if rank.ranks > 1:
-        refuse_mixed(providers)
-    for name, provider in providers.items() if rank.ranks > 1 else ():
+    if rank.ranks == 1:
+        return
+    refuse_mixed(providers)
+    for name, provider in providers.items():
         if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
             log.info(
                 (
