@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from expect import raises
 from laststep.errors import CorruptError
-from laststep.format.manifest import LayoutGroupRecord
-from laststep.format.spans import spans_of
+from laststep.format.manifest import LayoutGroupRecord, spans_of
 from laststep.plan.layouts import (
     LocalItem,
     LocalLayout,

@@ -36,8 +36,7 @@ from laststep.flush.protocol import (
     Unchanged,
 )
 from laststep.format.layout import FileLayout, Part, TensorEntry
-from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
-from laststep.format.spans import Span
+from laststep.format.manifest import ItemRecord, LayoutGroupRecord, Span, WrittenIndexes
 from laststep.plan.files import MasterPair
 from laststep.tiers.replicating import TierStatus
 

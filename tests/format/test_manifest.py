@@ -17,11 +17,11 @@ from laststep.format.manifest import (
     Commit,
     ItemRecord,
     LayoutGroupRecord,
+    Span,
     WrittenIndexes,
     decode,
     encode,
 )
-from laststep.format.spans import Span
 
 ITEM = ItemRecord(name="model", kind="module", tensors=3, size_bytes=4000)
 WRITTEN = WrittenIndexes(indexes=bytes(range(16)), files=2, size_bytes=9000)

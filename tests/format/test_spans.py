@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.format.spans import Span, cover_once, ranks_of, spans_of
+from laststep.format.manifest import Span, cover_once, ranks_of, spans_of
 
 ranks = st.sets(st.integers(0, 300), max_size=60).map(sorted)
 

@@ -257,9 +257,9 @@ def check(data: bytes | memoryview, *, where: str, expected: bytes | None = None
         )
 
 
-def decode(data: bytes | memoryview, *, where: str, expected: bytes | None = None) -> Index:
-    """Return the index in a file; see `check`."""
-    check(data, where=where, expected=expected)
+def decode(data: bytes | memoryview, *, where: str) -> Index:
+    """Return the index in a file; its own digest is checked."""
+    check(data, where=where)
     payload = data[DIGEST_BYTES:]
     try:
         version = msgspec.msgpack.decode(payload, type=_FirstMember).format

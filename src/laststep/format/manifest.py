@@ -6,6 +6,8 @@ digest of every rank's index, and the indexes hold the locations of all data. Me
 are typed JSON (`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`;
 `decode` only `CorruptError`, and `UsageError` for a later format.
 
+Sets of ranks are stored as a few spans: "every 8th of 131,072" takes three numbers.
+
 Also holds what several formats share: the refusal of later formats, and the rules for file names in
 a checkpoint.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -23,11 +25,10 @@ from laststep.codecs import objects
 from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.constants import FORMAT_VERSION, with_article
 from laststep.errors import CorruptError, UsageError
-from laststep.format.spans import Span, cover_once, ranks_of
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 _MAX_NAME_BYTES = 255
@@ -87,6 +88,88 @@ def seal(content: bytes) -> bytes:
 
 _CONTENT = slice(len(seal(b"")) - 1, -1)
 
+
+# --- sets of ranks ---------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """`length` ranks starting at `first`, each `stride` above the previous one."""
+
+    first: int
+    length: int
+    stride: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One above the last rank."""
+        return self.first + (self.length - 1) * self.stride + 1
+
+
+def spans_of(ranks: Iterable[int]) -> tuple[Span, ...]:
+    """Convert ranks, given in ascending order, to a few spans."""
+    starts: list[int] = []
+    stops: list[int] = []
+    for rank in ranks:
+        if stops and rank == stops[-1]:
+            stops[-1] = rank + 1
+        else:
+            starts.append(rank)
+            stops.append(rank + 1)
+    spans = [Span(start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    # Many equal spans at equal distances become one span per position in them. The result may be
+    # regular again, like the dimensions of a mesh. Terminates, since the number of spans falls.
+    while len(fewer := _transposed(spans)) < len(spans):
+        spans = fewer
+    return tuple(spans)
+
+
+def _transposed(spans: Sequence[Span]) -> list[Span]:
+    transposed: list[Span] = []
+    at = 0
+    while at < len(spans):
+        (first, length, stride), many = spans[at], _alike(spans, at)
+        if length < many:
+            period = spans[at + 1].first - first
+            transposed += [Span(first + n * stride, many, period) for n in range(length)]
+        else:
+            transposed += spans[at : at + many]
+        at += many
+    return transposed
+
+
+def _alike(spans: Sequence[Span], at: int) -> int:
+    """Count the spans from `at` on that have equal length and stride and start at equal
+    distances."""
+    last = at
+    while (
+        last + 1 < len(spans)
+        and spans[last + 1][1:] == spans[at][1:]
+        and spans[last + 1].first - spans[last].first == spans[at + 1].first - spans[at].first
+    ):
+        last += 1
+    return last - at + 1
+
+
+def cover_once(spans: Iterable[Span], ranks: int) -> bool:
+    """Return True if every rank below `ranks` is in exactly one span and there are no other
+    ranks."""
+    seen = bytearray(ranks)
+    for span in spans:
+        if span.first < 0 or span.length < 1 or span.stride < 1 or span.stop > ranks:
+            return False
+        place = slice(span.first, span.stop, span.stride)
+        if any(seen[place]):
+            return False
+        seen[place] = b"\1" * span.length
+    return all(seen)
+
+
+def ranks_of(spans: Iterable[Span]) -> list[int]:
+    """Return the ranks of disjoint spans, in ascending order."""
+    return sorted(r for span in spans for r in range(span.first, span.stop, span.stride))
+
+
+# --- the document ----------------------------------------------------------------------------
 
 Metric = float | int | str | bool
 

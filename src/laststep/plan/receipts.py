@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
-from laststep.format.spans import spans_of
+from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes, spans_of
 from laststep.plan.layouts import Replicas, digest_of, encode_local_layout
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageE
 from laststep.format import index as index_format
 from laststep.format import manifest
 from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, index_name, written_of
-from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes
+from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes, spans_of
 from laststep.memory import segments
 from laststep.plan.files import LAYOUT_NAME
 from laststep.process.system import warn_once
@@ -208,7 +208,6 @@ def _agreed(
     """Return items and layout groups, from the receipts that rank 0 would have gathered."""
     # Imported late: a flusher needs these only after a job has died.
     from laststep.codecs.digests import digest
-    from laststep.format.spans import spans_of
     from laststep.plan.layouts import global_layout_of
     from laststep.plan.receipts import Receipt, items_of, layout_groups_of, objection_to, summarise
 
