@@ -167,7 +167,8 @@ def test_a_file_is_needed_for_the_bases_in_it() -> None:
     ]
     base, layouts = base_of(files, refs)
     assert base.retired(layouts) == frozenset()
-    assert layouts[0].needs(0) == {0, 1}
+    assert layouts[0].reusable(frozenset()).keys() == {0, 1, 2}
+    assert not layouts[0].reusable(frozenset({1}))
     files[1] = structs.replace(files[1], size_bytes=2000)
     base, layouts = base_of(files, refs)
     assert base.retired(layouts) == {1}

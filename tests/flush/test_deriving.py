@@ -159,7 +159,7 @@ def test_a_candidate_that_was_wrong_twice_is_left_alone_for_some_saves(image: me
     tried = []
     for _ in range(20):
         save, derived = made(misses)
-        tried.append(save.needs(MASTERS, 6 * CHUNK_BYTES // 4, 1))
+        tried.append(bool(save.among(MASTERS, 6 * CHUNK_BYTES // 4, 6 * CHUNK_BYTES // 4 + 1)))
         for start, data in chunks(image):
             save.take(MASTERS, start, data)
         assert None not in payloads(derived, model)
@@ -171,7 +171,7 @@ def test_a_declared_master_is_tried_at_every_save(image: memoryview) -> None:
     misses = Misses()
     for _ in range(4):
         save, derived = made(misses, is_declared=True)
-        assert save.needs(MASTERS, 6 * CHUNK_BYTES // 4, 1)
+        assert save.among(MASTERS, 6 * CHUNK_BYTES // 4, 6 * CHUNK_BYTES // 4 + 1)
         for start, data in chunks(image):
             save.take(MASTERS, start, data)
         assert None not in payloads(derived, rounded(image[: 4 * COUNT], "bfloat16"))

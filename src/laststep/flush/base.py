@@ -66,11 +66,6 @@ class BaseLayout:
     def is_usable(self) -> bool:
         return self.stored.layout.tensor_bytes >= LEAST_BYTES and len(self.derived) < len(self.refs)
 
-    def needs(self, number: int) -> set[int]:
-        """Return the numbers of the files that hold a block and its base."""
-        ref = self.refs[number]
-        return {ref.file} if ref.base is None else {ref.file, ref.base.block.file}
-
     def reusable(self, retired: frozenset[int] | None) -> dict[int, BlockRef]:
         """Return the blocks that are not derived and need no `retired` file; none if `retired` is
         None."""
@@ -79,7 +74,9 @@ class BaseLayout:
         return {
             number: ref
             for number, ref in enumerate(self.refs)
-            if number not in self.derived and not self.needs(number) & retired
+            if number not in self.derived
+            and ref.file not in retired
+            and (ref.base is None or ref.base.block.file not in retired)
         }
 
     def same(self, first: int, digests: bytes) -> list[bool]:

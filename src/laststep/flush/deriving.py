@@ -84,15 +84,11 @@ class Deriving:
         """Register a chunk that is being queued for writing; call in the order of that queue."""
         self._order[file, start] = len(self._order)
 
-    def needs(self, file: int, start: int, size: int) -> bool:
-        """Return True if a tensor may be derived from these bytes of a file."""
-        return bool(self._among(file, start, start + size))
-
     def take(self, file: int, start: int, data: memoryview) -> None:
         """Round the bytes of this chunk that tensors may be derived from."""
         from laststep.codecs.rounding import rounded  # numpy is slow to import and rarely needed
 
-        for wanted in self._among(file, start, start + len(data)):
+        for wanted in self.among(file, start, start + len(data)):
             low, high = max(wanted.start, start), min(wanted.stop, start + len(data))
             values = rounded(data[low - start : high - start], wanted.run.dtype)
             key = wanted.file, wanted.run.start, wanted.master
@@ -111,7 +107,8 @@ class Deriving:
                 self._sums[key] = found
                 self._changed.notify_all()
 
-    def _among(self, file: int, start: int, stop: int) -> list[_MasterBytes]:
+    def among(self, file: int, start: int, stop: int) -> list[_MasterBytes]:
+        """Return the bytes of masters in this part of a file."""
         some = self._wanted.get(file, [])
         first = bisect_left(some, start - _MOST_BYTES, key=lambda wanted: wanted.start)
         last = bisect_left(some, stop, key=lambda wanted: wanted.start)

@@ -74,7 +74,7 @@ class SaveState(IntEnum):
     SKIPPED = 5
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Stage(OnlyOne):
     """A state that a save reaches, to wait for."""
 

@@ -205,10 +205,10 @@ class Flusher:
             self._slots.hold(map(attrgetter("slot"), message.filled))
             with self._changed:
                 save.pending += len(message.filled)
-                if not save.is_open and save.error is None:
-                    save.early += message.filled
-                    return
-            self._queue(save, message.filled)
+            if save.is_open or save.error is not None:
+                self._queue(save, message.filled)
+            else:
+                save.early += message.filled
         elif isinstance(message, Unchanged):
             if save.is_open:
                 self._reuse(save, message)

@@ -424,7 +424,7 @@ class SaveWriter:
                 self.fail(error)
                 continue
             for start, size in parts:
-                if self.deriving is not None and self.deriving.needs(number, start, size):
+                if self.deriving is not None and self.deriving.among(number, start, start + size):
                     continue  # tensors are derived from these bytes as they arrive
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
                 if target.reusable.issuperset(blocks):

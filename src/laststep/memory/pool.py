@@ -387,10 +387,9 @@ class Pool:
 
     def _make_pages(self, first: int, count: int) -> None:
         if not self._pinned:
-            for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
-                # In two steps: next to training on all cores, this costs training half as much.
-                self._mapping.allocate(start, CHUNK_BYTES)
-                self._mapping.populate(start, CHUNK_BYTES)
+            # In two steps: next to training on all cores, this costs training half as much.
+            self._mapping.allocate(first * CHUNK_BYTES, count * CHUNK_BYTES)
+            self._mapping.populate(first * CHUNK_BYTES, count * CHUNK_BYTES)
             return
         # A machine with a GPU has cores to spare: zero the pages of several slots at once. In one
         # step, because the kernel serialises `allocate` between threads. The pages of the next
