@@ -82,10 +82,10 @@ class ReadRequests:
         self._rank_requests = rank_requests
         self._group_of = group_of
         self._shapes = shapes
-        self._wholes: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
-        self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
         self._ranks: dict[frozenset[RanksWanting], tuple[int, ...]] = {}
         self._layouts = functools.cache(self._layouts_of)
+        self._whole_on = functools.cache(self._held_whole_on)
+        self._is_complete = functools.cache(self._covers)
         # By the identity of layouts, which many tensors share, and which live as long as this.
         self._spans: dict[tuple[int, Box], tuple[MeshRange, ...]] = {}
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
@@ -176,19 +176,14 @@ class ReadRequests:
                 wanted.append(_WantedLayout(layout, None if complete else groups))
         return tuple(wanted)
 
-    def _whole_on(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
+    def _held_whole_on(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
         """Return the layout of a tensor that all ranks of these groups hold whole."""
-        case = (groups, shape)
-        if case not in self._wholes:
-            ranks = sorted(rank for rank, number in self._group_of.items() if number in groups)
-            self._wholes[case] = held_whole(shape, ranks)
-        return self._wholes[case]
+        ranks = sorted(rank for rank, number in self._group_of.items() if number in groups)
+        return held_whole(shape, ranks)
 
-    def _is_complete(self, mesh: Mesh, groups: tuple[int, ...]) -> bool:
-        case = (mesh, groups)
-        if case not in self._complete:
-            self._complete[case] = all(self._group_of.get(r) in groups for r in mesh.ranks())
-        return self._complete[case]
+    def _covers(self, mesh: Mesh, groups: tuple[int, ...]) -> bool:
+        """Return whether all ranks of a mesh are in these groups."""
+        return all(self._group_of.get(rank) in groups for rank in mesh.ranks())
 
 
 @functools.lru_cache(maxsize=1024)
