@@ -25,19 +25,11 @@ _OURS = "laststep-"
 
 
 class Worker:
-    """A thread that runs one function and keeps the error that ended it.
-
-    A daemon thread: the program can exit without waiting for it.
-    """
+    """A thread that runs one function. The program can exit without waiting for it."""
 
     def __init__(self, name: str, run: Callable[[*_Args], object], *args: *_Args) -> None:
-        self.error: BaseException | None = None
-        self._run: Callable[[], object] | None = functools.partial(run, *args)
-        self._thread = threading.Thread(target=self._main, name=f"{_OURS}{name}", daemon=True)
-
-    @property
-    def name(self) -> str:
-        return self._thread.name
+        name = f"{_OURS}{name}"
+        self._thread = threading.Thread(target=run, name=name, args=args, daemon=True)
 
     def start(self) -> Self:
         """Start the thread. Raise `StorageError` if the system cannot create one."""
@@ -46,7 +38,7 @@ class Worker:
         except RuntimeError as error:
             raise StorageError(
                 "cannot start a thread",
-                where=self.name,
+                where=self._thread.name,
                 found=str(error),
                 remedy="raise the limit on processes and threads (`ulimit -u`, the pids of the "
                 "container) or on memory (`ulimit -v`)",
@@ -61,15 +53,6 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _main(self) -> None:
-        run, self._run = self._run, None
-        assert run is not None  # noqa: S101 (a thread runs once)
-        try:
-            run()
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 @contextlib.contextmanager
