@@ -177,7 +177,7 @@ def test_a_lease_that_is_not_renewed_ends_by_the_clock_of_the_server(
         assert not other.is_locked("x.lock")
         taken = other.lock("x.lock")
     lock._renew_now()
-    assert lock.is_lost
+    assert lock._over.is_set()
     lock.close()
     assert other.is_locked("x.lock"), "who has lost a lease let go of another's"
     taken.close()
@@ -193,7 +193,7 @@ def test_a_lease_that_is_renewed_stays(store: ObjectStore) -> None:
     assert after is not None
     assert after.token != before.token
     assert store.is_locked("x.lock")
-    assert not lock.is_lost
+    assert not lock._over.is_set()
     lock.close()
 
 

@@ -127,17 +127,6 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Incremented by each renewal. Many servers give equal bytes the same ETag, and a process that
     read the lease before a renewal must not be able to replace it afterwards."""
 
-    @classmethod
-    def here(cls) -> Holder:
-        pid = os.getpid()
-        return cls(
-            token=secrets.token_hex(8),
-            boot=boot(),
-            pids=pid_namespace(),
-            pid=pid,
-            started=process_started(pid),
-        )
-
     @property
     def is_gone(self) -> bool:
         """True if the process is known to be dead; False for one on another machine or in another
@@ -155,14 +144,12 @@ class Lease(Lock):
         self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._over = threading.Event()
-        self.is_lost = False
-        self._thread = Worker("lease", self._renew).start()
+        Worker("lease", self._renew).start()
 
     def mark(self, place: int) -> None:
         """Do nothing: see `Store.has_marks`."""
 
-    def clear(self, place: int) -> None:
-        """Do nothing: see `Store.has_marks`."""
+    clear = mark
 
     def close(self) -> None:
         """Release the lease. Does nothing in a forked child, which does not hold it."""
@@ -193,7 +180,6 @@ class Lease(Lock):
             if found is not None:
                 self._found = found
                 return
-            self.is_lost = True
             self._over.set()
         _log.warning(
             "lost the lease %s: another process has taken or removed it",
@@ -209,7 +195,14 @@ class Leases:
         self._clock = ServerClock(bucket)
 
     def take(self, key: str) -> Lease:
-        holder = Holder.here()
+        pid = os.getpid()
+        holder = Holder(
+            token=secrets.token_hex(8),
+            boot=boot(),
+            pids=pid_namespace(),
+            pid=pid,
+            started=process_started(pid),
+        )
         content = msgspec.json.encode(holder)
         while True:
             there = read_lease(self._bucket, key)
@@ -295,7 +288,6 @@ _MARKER = re.compile(r"\.(.+)\.folder")
 _TEMPORARY = ".tmp-"
 _AT_ONCE = 16
 """Concurrent requests of one store for parts of files, in addition to those on callers' threads."""
-_MARKER_BYTES = 1 << 12
 
 _probed: set[str] = set()
 """URLs that this process has probed."""
@@ -424,7 +416,7 @@ class ObjectStore(Store):
         if first is not None:
             self._bucket.delete([self._key(f"{name}/{first}")])
         try:
-            content = self._bucket.read(marker, limit_bytes=_MARKER_BYTES)[0]
+            content = self._bucket.read(marker, limit_bytes=_LIMIT_BYTES)[0]
         except Missing:
             return
         self._made.pop(name, None)
