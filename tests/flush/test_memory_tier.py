@@ -50,7 +50,7 @@ class Rank:
         self.tier = MemoryTier(
             self.segment.folder,
             self._store,
-            SimpleNamespace(run=SimpleNamespace(id="id"), before=None, records=tuple),  # type: ignore[arg-type]
+            SimpleNamespace(run=SimpleNamespace(id="id"), last_folder=None, records=tuple),  # type: ignore[arg-type]
             self.slots,
             lambda _message: None,
             slots_there=SLOTS,
