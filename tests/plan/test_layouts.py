@@ -137,3 +137,16 @@ def test_a_rank_of_a_mesh_that_lacks_a_tensor_is_named() -> None:
 
 def test_what_is_per_rank_is_not_shared() -> None:
     assert agreed(local_layout(LocalTensor("state", "uint8", (9,), None), per_rank=True)) == {}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_thousands_of_cuts_along_any_dimension_are_checked_at_once(dim: int) -> None:
+    def cut(number: int) -> Box:
+        start, stop = [0, 0], [1, 1]
+        start[dim], stop[dim] = number, number + 1
+        return Box(tuple(start), tuple(stop))
+
+    shape = (20_000, 1) if dim == 0 else (1, 20_000)
+    boxes = [cut(number) for number in range(20_000)]
+    assert covers_once(shape, boxes)  # by pairs, this would take many minutes
+    assert not covers_once(shape, [*boxes[1:], boxes[1]])

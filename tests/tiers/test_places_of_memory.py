@@ -34,7 +34,7 @@ class Places:
             tiers=[f"shm://{self.base}", str(run)],
             items={"state": {"all": self.state}},
             options=laststep.Options(progress=False, flush="thread"),
-            host_memory_bytes=160 * MB,
+            host_memory_bytes=320 * MB,
         )
 
     def restored(self, run: Path) -> tuple[int | None, float]:
@@ -129,3 +129,22 @@ def test_a_copy_of_its_run_does_not_take_it(places: Places, tmp_path: Path) -> N
         assert ckpt.restore().step == 1
         ckpt.save(5).result()
     assert places.restored(places.real / "run") == (2, 2.0)
+
+
+def test_a_full_disk_takes_nothing_from_the_snapshot_of_many_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = Places(tmp_path)
+    places.state = torch.zeros(48 * MB)  # 12 chunks, most of which arrive after the disk has failed
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no room is left")
+
+    with monkeypatch.context() as patched, places.trainer(places.real / "run") as ckpt:
+        ckpt.restore()
+        patched.setattr(DirectoryStore, "open_writer", full)
+        places.state.fill_(1)
+        handle = ckpt.save(1)
+        assert isinstance(handle.exception(), StorageError)
+        assert handle.report.tiers.keys() == {"shm://"}
+    assert places.restored(places.real / "run") == (1, 1.0)

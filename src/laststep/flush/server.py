@@ -346,8 +346,10 @@ class Flusher:
         self._queue(save, [chunk], self._digest(save, chunk))
 
     def _digest(self, save: FlusherSave, chunk: Filled) -> bytes:
-        """Return the digests of a chunk's blocks; empty if its save has failed."""
+        """Return the digests of a chunk's blocks; empty if nothing needs them any more."""
         if save.writer is None or save.error is not None:
+            return b""
+        if save.writer.error is not None and self._memory is None:
             return b""
         at = chunk.slot * CHUNK_BYTES
         data = self._pool[at : at + chunk.size_bytes]

@@ -323,10 +323,9 @@ class SaveWriter:
         drop_tracebacks(error)
 
     def digests(self, file: int, start: int, data: memoryview) -> bytes:
-        """Return the digests of the blocks in `data`, after rounding `data` in place if requested.
-        Return b"" after an error, which is kept."""
-        if self.error is not None:
-            return b""
+        """Return the digests of the blocks in `data`, after rounding `data` in place if requested;
+        b"" if that fails. The error is kept. An earlier error changes nothing: memory can hold what
+        a full disk cannot."""
         try:
             rounding = self._layouts[file].rounding
             if rounding is not None:

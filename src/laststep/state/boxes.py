@@ -121,14 +121,16 @@ def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:
     """Return True if every element of a tensor is in exactly one of the boxes."""
     if sum(box.volume for box in boxes) != math.prod(shape):
         return False
-    # Equal volume and no overlap mean that nothing is missing. Boxes are sorted by their first
-    # dimension, so a box is only compared with those that start before it stops.
+    # Equal volume and no overlap mean that nothing is missing. Boxes are sorted by the dimension
+    # with the most cuts, so a box is only compared with the few that start before it stops.
     if not shape or math.prod(shape) == 0:
         return True
-    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start)
+    cuts = [len(set(starts)) for starts in zip(*(box.start for box in boxes), strict=True)]
+    dim = cuts.index(max(cuts))
+    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start[dim])
     for number, box in enumerate(ordered):
         for other in ordered[number + 1 :]:
-            if other.start[0] >= box.stop[0]:
+            if other.start[dim] >= box.stop[dim]:
                 break
             if box.meet(other) is not None:
                 return False

@@ -172,11 +172,7 @@ class _MetadataDecoder:
         for box in boxes:
             if len(box.start) != len(shape) or whole(shape).meet(box) != box:
                 raise self._corrupt(f"{title} with a chunk outside of it, [{box.text}]")
-        # Put the dimension with the most cuts first: there, few boxes share a start.
-        cuts = [len({box.start[dim] for box in boxes}) for dim in range(len(shape))]
-        order = sorted(range(len(shape)), key=lambda dim: -cuts[dim])
-        turned = [Box(_picked(box.start, order), _picked(box.stop, order)) for box in boxes]
-        if self.in_parts or covers_once(_picked(shape, order), turned):
+        if self.in_parts or covers_once(shape, boxes):
             return
         shown = listed(f"[{box.text}]" for box in boxes)
         raise self._corrupt(f"{title} with chunks that do not cover it once: {shown or 'none'}")
@@ -264,7 +260,3 @@ class _MetadataDecoder:
 
     def _corrupt(self, found: str) -> CorruptError:
         return CorruptError("cannot import", where=self.where, found=found)
-
-
-def _picked(index: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
-    return tuple(index[dim] for dim in order)
