@@ -7,6 +7,7 @@ and after a load `global_steps` is `Restored.step`. DeepSpeed's tags are stored 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from pathlib import Path
@@ -28,16 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SAVE = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
-_LOAD = (
-    "load_dir",
-    "tag",
-    "load_module_strict",
-    "load_optimizer_states",
-    "load_lr_scheduler_states",
-    "load_module_only",
-    "custom_load_fn",
-)
+_REPLACED = ("save_checkpoint", "load_checkpoint", "destroy")
+"""Methods of an engine; those that replace them have the same parameters."""
 
 
 def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: Any) -> Any:
@@ -53,13 +46,13 @@ def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: A
             found=repr(engine.checkpointer),
             remedy="call attach() only once; engine.checkpointer is the result",
         )
-    FRAMEWORK.seam(type(engine), "save_checkpoint", *_SAVE)
-    FRAMEWORK.seam(type(engine), "load_checkpoint", *_LOAD)
-    FRAMEWORK.seam(type(engine), "destroy")
+    for name in _REPLACED:
+        _, *parameters = inspect.signature(getattr(_EngineSaving, name)).parameters
+        FRAMEWORK.seam(type(engine), name, *parameters)
     saving = _EngineSaving(engine, run, settings)
     engine.checkpointer = saving.checkpointer
-    engine.save_checkpoint, engine.load_checkpoint = saving.save_checkpoint, saving.load_checkpoint
-    engine.destroy = saving.destroy
+    for name in _REPLACED:
+        setattr(engine, name, getattr(saving, name))
     return engine
 
 
@@ -168,32 +161,24 @@ class _EngineSaving:
     def _restore(
         self, ckpt: Checkpointer, tag: str | None, only: list[str] | None, *, strict: bool
     ) -> Restored | None:
-        """Restore by tag, or the newest checkpoint; return None in a new run."""
+        """Restore the checkpoint with this tag or, without a tag, the newest undamaged one that was
+        saved with `save_latest`. Return None in a new run."""
         self._client.hand_in({})
 
+        def load(step: int | None, frozen: object) -> Restored:
+            self._model.leaves_frozen = not frozen
+            return ckpt.restore(step, only=only, strict=strict)
+
         def restore(_: Peeked, stamp: dict[str, object]) -> Restored:
-            if tag is not None or not stamp["latest"]:
-                return self._restore_listed(ckpt, tag, only, strict=strict)
-            self._model.leaves_frozen = not stamp["frozen"]
-            return ckpt.restore(only=only, strict=strict)
+            if tag is None and stamp["latest"]:
+                return load(None, stamp["frozen"])
+            listed: list[_TaggedCheckpoint] = _together(lambda: _find(ckpt.path, tag))
+            restored = first_sound(listed, lambda found: load(found.step, found.frozen))
+            if restored is None:
+                raise _no_such(tag or "latest", ckpt.path)
+            return restored
 
         return FRAMEWORK.resume(ckpt, restore)
-
-    def _restore_listed(
-        self, ckpt: Checkpointer, tag: str | None, only: list[str] | None, *, strict: bool
-    ) -> Restored:
-        """Restore the checkpoint with this tag or, without a tag, the newest undamaged one that was
-        saved with `save_latest`. Raise NotFoundError if there is none."""
-
-        def restore(found: _TaggedCheckpoint) -> Restored:
-            self._model.leaves_frozen = not found.frozen
-            return ckpt.restore(found.step, only=only, strict=strict)
-
-        listed: list[_TaggedCheckpoint] = _together(lambda: _find(ckpt.path, tag))
-        restored = first_sound(listed, restore)
-        if restored is None:
-            raise _no_such(tag or "latest", ckpt.path)
-        return restored
 
     def _is_own(self, folder: str | os.PathLike[str]) -> bool:
         run = self.checkpointer.path
@@ -222,8 +207,7 @@ class _TaggedCheckpoint(NamedTuple):
 
 
 def _find(run: str, tag: str | None) -> list[_TaggedCheckpoint]:
-    """Return the newest checkpoint with a tag. Without a tag, return all that were saved with
-    `save_latest`, newest first."""
+    """Return the newest with a tag; without one, all saved with `save_latest`, newest first."""
     found = []
     for one in reversed(list(browse.open(run))):
         with one:
@@ -283,8 +267,7 @@ def _is_first() -> bool:
 
 
 def _together(look: Callable[[], Any]) -> Any:
-    """Call `look` on rank 0 and return its result, or raise its exception, on all ranks.
-    Collective."""
+    """Call `look` on rank 0; return its result or raise its error on all. Collective."""
     found: list[Any] = [None]
     if _is_first():
         try:

@@ -33,7 +33,6 @@ from laststep.state.provider import ABSENT, State, StateProvider
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from laststep.state.boxes import Index
 
 FRAMEWORK = Framework(package="deepspeed", extra="deepspeed", first="0.19", last="0.19")
 TESTED = "DeepSpeed 0.19.8"
@@ -46,8 +45,7 @@ _EXPERTS = "deepspeed_experts."
 
 
 def names_in(module: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that maps a name within this module, or a prefix of names, to the name in
-    the whole model."""
+    """Return a function that maps a name, or a prefix, to the one in the whole model."""
     first: dict[str, int] = {}
     for name, layer in module.named_modules():
         if type(layer).__name__ == "AutoEPMoELayer":  # it holds its local experts in one tensor
@@ -80,8 +78,7 @@ the buffer that they are views of, and this rank's range of it in fp32."""
 
 
 def members(engine: object, plain: Callable[[str], str]) -> Iterator[FlatMember]:
-    """Yield every parameter that is stepped, or that stage 3 has sharded; `plain` is what
-    `names_in` returned."""
+    """Yield every parameter that is stepped or sharded; `plain` is what `names_in` returned."""
     module = need(engine, "module")
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -132,8 +129,7 @@ def round_weights(engine: object) -> None:
 
 
 def known_optimizer(engine: object) -> Any:
-    """Return the engine's optimizer. Raise UsageError if the layout of its state is not
-    supported."""
+    """Return the engine's optimizer. Raise UsageError if it is not supported."""
     optimizer = need(engine, "optimizer")
     if optimizer is None:
         raise UsageError(
@@ -155,27 +151,6 @@ def _is_stage3(optimizer: object) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _member(
-    parameter: torch.Tensor,
-    shape: Index,
-    layout: Flat | None,
-    group: int,
-    memory: torch.Tensor,
-    first: int,
-    last: int,
-) -> FlatMember:
-    return FlatMember(
-        parameter=parameter,
-        group=group,
-        shape=shape,
-        layout=layout,
-        memory=memory,
-        first=first,
-        last=last,
-        holder=memory,
-    )
-
-
 def _of_ranges(optimizer: Any, groups: Any, buffers: Any, ranges: Any) -> Iterator[FlatMember]:
     meshes = map(mesh_over, need(optimizer, "real_dp_process_group"))
     for number, (parameters, buffer, own, mesh) in enumerate(
@@ -189,8 +164,7 @@ def _of_ranges(optimizer: Any, groups: Any, buffers: Any, ranges: Any) -> Iterat
 
 
 def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
-    """Return the offset of a parameter in the buffer that it is a view of. It does not depend on
-    the order of the parameters."""
+    """Return the offset of a parameter in the buffer that it is a view of."""
     at = (parameter.data_ptr() - buffer.data_ptr()) // buffer.element_size()
     if not 0 <= at <= buffer.numel() - parameter.numel() or not parameter.is_contiguous():
         raise UsageError(
@@ -202,9 +176,13 @@ def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
     return at
 
 
-def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int = 0) -> FlatMember:
-    """Locate a parameter in `own`, this rank's range of the buffer, in which it starts at `at`."""
-    first, last = flat_range(layout, dist.get_rank())
+def _place(
+    parameter: Any, layout: Flat | None, group: int, own: torch.Tensor, at: int = 0
+) -> FlatMember:
+    """Locate a parameter, or this rank's part of it, in a buffer in which it starts at `at`."""
+    shape, (first, last) = tuple(parameter.shape), (0, parameter.numel())
+    if layout is not None:
+        shape, (first, last) = layout.shape, flat_range(layout, dist.get_rank())
     if at + last > own.numel():
         raise UsageError(
             "ZeRO's fp32 weights are not in memory",
@@ -212,12 +190,20 @@ def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int 
             found=str(own.numel()),
             remedy="bring offloaded states back before saving",
         )
-    return _member(parameter, layout.shape, layout, group, own, at + first, at + last)
+    return FlatMember(
+        parameter=parameter,
+        group=group,
+        shape=shape,
+        layout=layout,
+        memory=own,
+        first=at + first,
+        last=at + last,
+        holder=own,
+    )
 
 
 def _of_stage3(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
-    """Yield the parameters of stage 3. Each is sharded over the ranks by itself; the shards are
-    stored in the buffers of subgroups."""
+    """Yield the parameters of stage 3, each of which is sharded by itself."""
     positions = need(optimizer, "grad_position")
     group_of = need(optimizer, "sub_group_to_group_id")
     own = need(optimizer, "fp32_partitioned_groups_flat")
@@ -247,16 +233,13 @@ def _of_copies(optimizer: Any) -> Iterator[FlatMember]:
         buffers = need(optimizer, "fp16_groups_flat")
         for number, (parameters, low, full) in enumerate(zip(groups, buffers, flat, strict=True)):
             for parameter in parameters:
-                first = _offset(parameter, low)
-                last = first + parameter.numel()
-                yield _member(parameter, tuple(parameter.shape), None, number, full, first, last)
+                yield _place(parameter, None, number, full, _offset(parameter, low))
         return
     of_optimizer = [group["params"] for group in need(optimizer, "param_groups")]
     copies = getattr(optimizer, "fp32_groups", of_optimizer)
     for number, (parameters, fulls) in enumerate(zip(groups or copies, copies, strict=True)):
         for parameter, full in zip(parameters, fulls, strict=True):
-            size = parameter.numel()
-            yield _member(parameter, tuple(parameter.shape), None, number, full, 0, size)
+            yield _place(parameter, None, number, full)
 
 
 _OF_LAYOUT = frozenset({"name", "moe"})
@@ -269,8 +252,7 @@ def model(engine: object) -> EngineModule:
 
 
 def optimizer(engine: object) -> StateProvider:
-    """Return a provider of the state of the engine's torch optimizer, by the names of the
-    parameters."""
+    """Return a provider of the state of the engine's torch optimizer."""
     known = known_optimizer(engine)
     stepped = getattr(known, "optimizer", known)
 
@@ -311,12 +293,7 @@ class EngineModule(FlatModule):
 
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
-_STEP_STATE = {
-    "counts": _COUNTS,
-    "pipeline": ("micro_offset",),  # layers derive their seeds from it
-    "scale": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
-}
-"""Attributes that change with each step, of the engine, its module and its loss scaler."""
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class _StepCounts(StateProvider):
@@ -325,28 +302,32 @@ class _StepCounts(StateProvider):
     def __init__(self, engine: object) -> None:
         self._engine = engine
 
-    def _owners(self) -> dict[str, object]:
+    def _parts(self) -> Iterator[tuple[str, object, tuple[str, ...]]]:
+        """Yield each part, its owner, and the owner's attributes that change with each step."""
         known = known_optimizer(self._engine)
         scaler = getattr(known, "loss_scaler", None) or getattr(known, "loss_scale_config", None)
-        return {"counts": self._engine, "pipeline": need(self._engine, "module"), "scale": scaler}
+        yield "counts", self._engine, _COUNTS
+        # Layers of a pipeline derive their seeds from it.
+        yield "pipeline", need(self._engine, "module"), ("micro_offset",)
+        yield "scale", scaler, _SCALE
 
     def describe(self) -> State:
         for name in _COUNTS:
             need(self._engine, name)
         value = {
-            part: {name: getattr(owner, name) for name in _STEP_STATE[part] if hasattr(owner, name)}
-            for part, owner in self._owners().items()
+            part: {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+            for part, owner, names in self._parts()
         }
         return State(value=value)
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
             return
-        for part, owner in self._owners().items():
+        for part, owner, names in self._parts():
             entries = value.get(part, ABSENT)
-            for name, entry in {} if entries is ABSENT else entries.items():
-                if entry is not ABSENT:
-                    setattr(owner, name, entry)
+            for name in names if isinstance(entries, dict) else ():
+                if hasattr(owner, name) and entries.get(name, ABSENT) is not ABSENT:
+                    setattr(owner, name, entries[name])
         engine: Any = self._engine
         # Recomputed, since micro-steps per step may change with the number of ranks.
         engine.micro_steps = engine.global_steps * need(engine, "gradient_accumulation_steps")()
