@@ -154,7 +154,8 @@ def kill_at_random(
         chance.shuffle(job.ranks)
         kill(job, with_flushers=chance.random() < 0.5 if only is None else only)
         promised = max(promised, newest_of_all(said))
-        assert len(starts.segments()) <= 2 * RANKS
+        # A start that dies right after its first commit leaves what it should have freed as well.
+        assert len(starts.segments()) <= 3 * RANKS
     last = starts()
     step = restored_by(last)
     assert step >= promised

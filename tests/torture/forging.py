@@ -162,7 +162,7 @@ def into_ranks(folder: Path) -> None:
         (folder / f"index-r{rank:05d}").write_bytes(indexes[-1])
 
     def tell(manifest: Json) -> Json:
-        digests = b"".join(map(index_format.digest_of, indexes))
+        digests = b"".join(index[:DIGEST_BYTES] for index in indexes)
         manifest["written"]["indexes"] = base64.b64encode(digests).decode()
         items = [{**item, "per_rank": False} for item in manifest["items"]]
         return {**manifest, "items": items, "ranks": 2}
