@@ -152,8 +152,9 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
         pool_fd=-1 if in_thread else pool.fd,
     )
 
-    def launch(end: socket.socket) -> Helper:
-        return HelperThread(end, pool.memory, setup) if in_thread else HelperProcess(end, setup)
+    launch: Callable[[socket.socket], Helper] = functools.partial(HelperProcess, setup=setup)
+    if in_thread:
+        launch = functools.partial(HelperThread, pool=pool.memory, setup=setup)
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else records_in(segment)

@@ -16,6 +16,7 @@ import laststep
 from cases import long
 from expect import raises
 from laststep.flush.protocol import Begun
+from laststep.flush.saves import Save
 from stored import folders
 from waiting import PATIENCE_S, wait_until
 
@@ -200,14 +201,14 @@ def test_a_flusher_that_is_not_understood_is_dead_before_anybody_hears_of_it(
     )
     checkpointer.save(0).wait(PATIENCE_S)
     helper = checkpointer._client._helper
-    handle_message = checkpointer._client._handle
+    hear = Save.hear
 
-    def fail(message: object) -> None:
+    def fail(save: Save, message: object) -> None:
         if isinstance(message, Begun):
             raise ZeroDivisionError("as asked")
-        handle_message(message)
+        hear(save, message)
 
-    monkeypatch.setattr(checkpointer._client, "_handle", fail)
+    monkeypatch.setattr(Save, "hear", fail)
     with raises(laststep.StorageError, step=1):
         checkpointer.save(1).wait(PATIENCE_S)
     assert helper.join(0)

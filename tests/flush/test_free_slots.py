@@ -8,7 +8,7 @@ import torch
 
 import laststep
 from laststep.constants import CHUNK_BYTES
-from laststep.process.threads import WorkerPool
+from laststep.flush.listeners import SlotHolds
 from laststep.settings import MIN_SLOTS
 from waiting import PATIENCE_S
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 def test_the_last_chunk_of_a_save_frees_its_slot_though_other_tasks_wait(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerPool, "has_queued", True)  # such as the end of the save before
+    release = SlotHolds.release
+
+    def hold_back(holds: SlotHolds, slots: list[int], *, more_comes: bool = False) -> None:
+        release(holds, slots, more_comes=bool(slots))  # such as the end of the save before
+
+    monkeypatch.setattr(SlotHolds, "release", hold_back)
     state = {"t": torch.zeros(MIN_SLOTS * CHUNK_BYTES, dtype=torch.uint8)}
     with laststep.Checkpointer(
         run_folder,

@@ -15,6 +15,7 @@ import laststep
 from expect import raises
 from laststep.constants import CHUNK_BYTES
 from laststep.flush import client as starting
+from laststep.flush.protocol import Flushed
 from laststep.flush.saves import Save
 from laststep.memory.pool import Pool, ReadBuffers
 from laststep.storage.files import Disk
@@ -71,9 +72,13 @@ def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
 def test_a_commit_of_which_the_trainer_could_not_hear_is_reported_as_one(
     flush: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fall(*_: object) -> None:
-        wait_until((run_folder / "step-00000002.1-2" / "manifest.json").exists)
-        raise ZeroDivisionError("as asked")
+    hear = Save.hear
+
+    def fall(save: Save, message: object) -> None:
+        if isinstance(message, Flushed):
+            wait_until((run_folder / "step-00000002.1-2" / "manifest.json").exists)
+            raise ZeroDivisionError("as asked")
+        hear(save, message)
 
     state = {"t": torch.ones(5)}
     with laststep.Checkpointer(
@@ -81,7 +86,7 @@ def test_a_commit_of_which_the_trainer_could_not_hear_is_reported_as_one(
     ) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as patch:
-            patch.setattr(Save, "flushed", fall)
+            patch.setattr(Save, "hear", fall)
             handle = checkpointer.save(2)
             assert handle.wait(PATIENCE_S)
         assert handle.report.folder == "step-00000002.1-2"

@@ -164,12 +164,12 @@ def test_the_end_of_the_other_side_is_none_even_in_the_midst_of_a_message() -> N
         connection.close()
 
 
-def test_sending_to_one_who_is_gone_is_an_os_error() -> None:
+def test_sending_to_one_who_is_gone_does_nothing() -> None:
     left, right = socket.socketpair()
     right.close()
     connection = Connection(left)
-    with pytest.raises(OSError, match=r"[Pp]ipe|reset"):
-        connection.send(Bye())
+    connection.send(Bye())
+    assert connection.receive(wire.in_trainer) is None
     connection.close()
 
 
@@ -239,10 +239,9 @@ def test_a_descriptor_travels_with_its_message_and_is_a_copy(
     trainer.send(Bye())
     os.close(write)
     assert flusher.receive(wire.in_flusher) == Bye()
-    assert flusher.take_descriptor() is None
+    assert not flusher.descriptors
     assert flusher.receive(wire.in_flusher) == BEGIN
-    copy = flusher.take_descriptor()
-    assert copy is not None
+    copy = flusher.descriptors.pop()
     assert not os.get_inheritable(copy)
     assert flusher.receive(wire.in_flusher) == Bye()
     os.write(copy, b"x")

@@ -60,7 +60,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.leased)))
-        self.slots.release([slot])
+        self.slots.release(slot)
         self.leased.remove(slot)
         self.free.append(slot)
 
@@ -70,7 +70,7 @@ class SlotsMachine(RuleBasedStateMachine):
         slot = data.draw(st.integers(0, self.made + 1))
         if slot not in self.leased:
             with raises(UsageError, found=True):
-                self.slots.release([slot])
+                self.slots.release(slot)
 
     @rule()
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        assert self.slots.free == len(self.free)
+        assert len(self.slots.free) == len(self.free)
         assert len(self.slots._waiting) == 0
 
 
@@ -167,7 +167,7 @@ def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
     with pytest.raises(StorageError, match="gone"):
         slots.lease(for_save=True)
     assert reading.is_alive()
-    slots.release([read])
+    slots.release(read)
     reading.join()
     assert got == [read]
     assert handed_over not in got

@@ -17,7 +17,7 @@ import laststep
 from expect import raises
 from laststep import events
 from laststep.capture.mover import Job, Mover
-from laststep.flush.client import Client
+from laststep.flush.saves import Save
 from laststep.process import threads
 from waiting import PATIENCE_S
 
@@ -152,7 +152,7 @@ def test_neither_does_a_handler_of_the_log() -> None:
     assert went_on.is_set()
 
 
-@pytest.mark.parametrize("where", [(Client, "_handle"), (Mover, "move"), (Job, "let_go")])
+@pytest.mark.parametrize("where", [(Save, "hear"), (Mover, "move"), (Job, "let_go")])
 def test_a_thread_that_fails_tells_whoever_waits_and_the_next_save_works(
     where: tuple[type, str], run_folder: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ class Capturer:
             elif "cpu" in job.layout.direct:
                 self._fill_from_host(job)
         except BaseException:
-            self._pool.slots.release(sorted(job.held))
+            self._pool.slots.release(*sorted(job.held))
             self._let_go(job)
             raise
         self._last = job

@@ -199,7 +199,7 @@ class Mover:
         for device in job.ready:
             for stream in self._streams.both(device):
                 stream.synchronize()
-        self._pool.slots.release(sorted(job.held))
+        self._pool.slots.release(*sorted(job.held))
         job.held.clear()
 
     def move(self, job: Job) -> None:
@@ -215,7 +215,7 @@ class Mover:
             if job.cancelled:
                 raise AbortedError("save() was interrupted")
             # In a small pool only what is handed over comes back: never wait with all in hand.
-            while flying and self._pool.slots.free == 0:
+            while flying and not self._pool.slots.free:
                 self.hand_over(job, *flying.popleft())
             slots = self.lease(job, min(at_once, len(todo)))
             batch = list(zip(todo, slots, strict=False))

@@ -45,8 +45,6 @@ from laststep.flush.protocol import (
     Freed,
     Instruct,
     News,
-    ToFlusher,
-    ToTrainer,
     in_trainer,
 )
 from laststep.flush.saves import Saves, SaveState
@@ -323,8 +321,39 @@ class Client:
     def start(self) -> None:
         """Start the flusher unless it is running. Called by a save, or ahead of an expected one."""
         with self._starting:
-            if self._helper is None and not self._closing:
-                self._start()
+            if self._helper is not None or self._closing:
+                return
+            with contextlib.ExitStack() as failing:
+                try:
+                    ours, theirs = socket.socketpair()
+                    failing.callback(ours.close)
+                    failing.callback(theirs.close)
+                    helper = self._launch(theirs)
+                except OSError as error:
+                    raise StorageError(
+                        "cannot start the flusher",
+                        found=str(error),
+                        remedy="free memory and processes, or raise the limit on open files "
+                        "(`ulimit -n`)",
+                    ) from error
+                failing.pop_all()
+            self._connection = Connection(ours, peer=helper.pidfd)
+            self.send = self._connection.send
+            """Does nothing if the flusher is gone: the handles report its death."""
+            self._has_liveness_lock = False
+            self.last_committed = 0
+            self.up.clear()
+            self._heard_all.clear()
+            self.send(Instruct(continues=self._continues, pool_slots=self._slots))
+            self._receiver = threads.Worker("receive", self._receive)
+            self._helper = helper  # other threads see it from here on
+            try:
+                self._receiver.start()
+            except StorageError:
+                self._helper = None
+                self._connection.close()
+                helper.end(_END_S)
+                raise
 
     def restart(self, within_s: float) -> None:
         """Replace a dead flusher with a new one; nobody may hold slots. Raise `StorageError` if the
@@ -357,7 +386,7 @@ class Client:
         with self._starting:
             # Reset as if there had been no flusher: if this start fails, a later save tries again.
             self._helper = self.saves.refusal = None
-            self._start()
+        self.start()
 
     def continue_from(self, continues: Continue) -> None:
         """Let future saves continue that checkpoint, under a new term."""
@@ -396,16 +425,9 @@ class Client:
             # The save failed meanwhile with its flusher: nothing else would clear its marker.
             self.instance.over(begin.save)
 
-    def send(self, message: ToFlusher, *, descriptor: int | None = None) -> None:
-        """Send a message. If the flusher is gone, do nothing: the handles report its death."""
-        try:
-            self._connection.send(message, descriptor=descriptor)
-        except OSError:
-            log.debug("a message found no flusher")
-
     def release(self, slots: list[int]) -> None:
         """Return slots that will not be written to the pool."""
-        self._pool.slots.release(slots)
+        self._pool.slots.release(*slots)
 
     def save_ends(self, save: Save, at: AttemptName | None) -> None:
         """Prepare for reporting a save as committed under `at`, or as failed if that is None."""
@@ -462,43 +484,11 @@ class Client:
         if self._helper is not None:
             self._connection.detach()
 
-    def _start(self) -> None:
-        with contextlib.ExitStack() as failing:
-            try:
-                ours, theirs = socket.socketpair()
-                failing.callback(ours.close)
-                failing.callback(theirs.close)
-                helper = self._launch(theirs)
-            except OSError as error:
-                raise StorageError(
-                    "cannot start the flusher",
-                    found=str(error),
-                    remedy="free memory and processes, or raise the limit on open files "
-                    "(`ulimit -n`)",
-                ) from error
-            failing.pop_all()
-        self._connection = Connection(ours, peer=helper.pidfd)
-        self._has_liveness_lock = False
-        self.last_committed = 0
-        self.up.clear()
-        self._heard_all.clear()
-        self.send(Instruct(continues=self._continues, pool_slots=self._slots))
-        self._receiver = threads.Worker("receive", self._receive)
-        self._helper = helper  # other threads see it from here on
-        try:
-            self._receiver.start()
-        except StorageError:
-            self._helper = None
-            self._connection.close()
-            helper.end(_END_S)
-            raise
-
     def _receive(self) -> None:
         why: str | None = "a message of it could not be handled"
         try:
             with threads.outlasting(log, "a message of the flusher could not be handled"):
-                while (message := self._connection.receive(in_trainer)) is not None:
-                    self._handle(message)
+                self._hear()
                 why = None  # it has hung up
             # This is the only receiving thread: wake every waiter, since no more messages follow.
             self._fail_pending(why)
@@ -506,26 +496,29 @@ class Client:
             self.drains.settled.set()
             self._heard_all.set()
 
-    def _handle(self, message: ToTrainer) -> None:
-        if isinstance(message, Freed):
-            self._pool.slots.release(message.slots)
-        elif isinstance(message, TierStatus) and not message.save:
-            self.drains.hear(message)
-        elif isinstance(message, DiskNeed):
-            if not self._told_disk:  # a restarted flusher sends it again
-                self._told_disk = True
-                needs = msgspec.structs.asdict(message)
-                self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
-        elif isinstance(message, News) and message.kind == "ready":
-            self.up.set()
-        elif isinstance(message, News) and message.kind == "removed":
-            self.bus.emit(Pruned(step=message.step, folder=message.folder))
-        elif isinstance(message, News) and message.kind == "no metric":
-            if not self._told_no_metric:  # sent after every commit until one has the metric
-                self._told_no_metric = True
-                self.bus.emit(MetricMissing(reason=message.reason))
-        elif (save := self.saves.find(message.save)) is not None:
-            save.hear(message)
+    def _hear(self) -> None:
+        """Process messages until the flusher hangs up."""
+        while (message := self._connection.receive(in_trainer)) is not None:
+            if isinstance(message, Freed):
+                self._pool.slots.release(*message.slots)
+            elif isinstance(message, TierStatus) and not message.save:
+                self.drains.hear(message)
+            elif isinstance(message, DiskNeed):
+                if not self._told_disk:  # a restarted flusher sends it again
+                    self._told_disk = True
+                    needs = msgspec.structs.asdict(message)
+                    self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
+            elif isinstance(message, News) and message.kind == "ready":
+                self.up.set()
+            elif isinstance(message, News) and message.kind == "removed":
+                self.bus.emit(Pruned(step=message.step, folder=message.folder))
+            elif isinstance(message, News) and message.kind == "no metric":
+                if not self._told_no_metric:  # sent after every commit until one has the metric
+                    self._told_no_metric = True
+                    self.bus.emit(MetricMissing(reason=message.reason))
+            elif (save := self.saves.find(message.save)) is not None:
+                save.hear(message)
+                del save  # free its objects before waiting for the next message
 
     def _fail_pending(self, why: str | None) -> None:
         """Fail every save that the flusher had not committed; the flusher is gone, or is ended for

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -23,21 +24,31 @@ import msgspec
 from laststep.catalog import instances
 from laststep.catalog.attempt import Attempt
 from laststep.catalog.retention import Keep, plan_prune
+from laststep.catalog.run import RunWriter
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError
-from laststep.flush.protocol import Begin, CaptureDone, Decide, DiskNeed, Freed, News, Unchanged
+from laststep.flush.protocol import (
+    Begin,
+    CaptureDone,
+    Continue,
+    Decide,
+    DiskNeed,
+    Freed,
+    News,
+    ToTrainer,
+    Unchanged,
+)
 from laststep.flush.writer import SaveWriter
 from laststep.memory.pool import Filled
-from laststep.storage import locks
+from laststep.process.threads import WorkerPool
+from laststep.storage.locks import FileLock
+from laststep.storage.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from laststep.catalog.attempt import AttemptName
-    from laststep.catalog.run import RunWriter
-    from laststep.flush.protocol import Continue, Orders, ToTrainer
-    from laststep.process.threads import WorkerPool
-    from laststep.storage.store import Store
+    from laststep.flush.protocol import Orders
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +84,6 @@ class FlusherSave(msgspec.Struct):
     is_finishing: bool = False
     reported_s: float = 0.0
     opened_s: float = 0.0
-
-    @property
-    def at(self) -> AttemptName | None:
-        """Name of its attempt; None before it is known."""
-        return None if self.attempt is None else self.attempt.name
 
 
 class SlotHolds:
@@ -142,27 +148,26 @@ class Listener:
         """No more events follow. `at_once`: do not start or wait for remaining background work."""
 
 
-class LivenessLock(Listener):
+class LivenessLock(Listener, msgspec.Struct, eq=False):
     """Holds the lock that marks pending saves while the trainer or the flusher lives."""
 
-    def __init__(
-        self, store: Store, name: str, descriptor: int, trainer_is_dead: Callable[[], bool]
-    ) -> None:
-        self._store, self._name, self._trainer_is_dead = store, name, trainer_is_dead
-        self._lock = locks.FileLock(descriptor, name)
+    lock: FileLock
+    name: str
+    store: Store
+    trainer_is_dead: Callable[[], bool]
 
     def committed(self, save: FlusherSave) -> None:
         with contextlib.suppress(LaststepError):  # the marker ends with this process at the latest
-            self._lock.clear(save.begin.save)
+            self.lock.clear(save.begin.save)
 
     failed = committed
 
     def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
         """Release the lock; a living trainer holds it too."""
-        if self._trainer_is_dead():
-            instances.forget(self._store, self._name, self._lock)
+        if self.trainer_is_dead():
+            instances.forget(self.store, self.name, self.lock)
         else:
-            self._lock.close()
+            self.lock.close()
 
 
 class ReplicationListener(Listener):
@@ -180,9 +185,9 @@ class ReplicationListener(Listener):
             replicator.start()
 
     def committed(self, save: FlusherSave) -> None:
-        assert save.at is not None  # noqa: S101 (a committed save has an attempt)
+        assert save.attempt is not None  # noqa: S101 (it is committed)
         for replicator in self._replicators:
-            replicator.committed(save.at)
+            replicator.committed(save.attempt.name)
 
     def bring_last(self, at: AttemptName) -> None:
         """Copy the last checkpoint of a job, to all replicas."""
@@ -200,21 +205,17 @@ class ReplicationListener(Listener):
             replicator.join()
 
 
-class DiskCheck(Listener):
+class DiskCheck(Listener, msgspec.Struct, eq=False):
     """Reports, with the first save, the disk space and time that each save will need. Measures the
     time with a small file, unless the state is smaller than a chunk or space is short."""
 
-    def __init__(
-        self,
-        store: Store,
-        keep: Keep | None,
-        workers: WorkerPool,
-        send: Callable[[ToTrainer], None],
-    ) -> None:
-        self._store, self._workers, self._send = store, workers, send
-        self._kept = None if keep is None else keep.bound()
-        self._is_told = False
-        self._to_measure: DiskNeed | None = None
+    store: Store
+    kept: int | None
+    """Number of checkpoints that are kept, if it is bounded."""
+    workers: WorkerPool
+    send: Callable[[ToTrainer], None]
+    _is_told: bool = False
+    _to_measure: DiskNeed | None = None
 
     def begun(self, save: FlusherSave) -> None:
         if self._is_told:
@@ -222,31 +223,31 @@ class DiskCheck(Listener):
         self._is_told = True
         free_bytes = None
         with contextlib.suppress(LaststepError):  # then the free space is unknown
-            free_bytes = self._store.free_bytes()
+            free_bytes = self.store.free_bytes()
         state_bytes = sum(map(attrgetter("tensor_bytes"), save.begin.files))
         need = DiskNeed(
             state_bytes=state_bytes,
             free_disk_bytes=free_bytes,
-            needed_disk_bytes=state_bytes * ((self._kept or 1) + 1),
-            kept_checkpoints=self._kept,
+            needed_disk_bytes=state_bytes * ((self.kept or 1) + 1),
+            kept_checkpoints=self.kept,
         )
         is_roomy = free_bytes is None or free_bytes > need.needed_disk_bytes + 2 * _PROBE_BYTES
         if state_bytes < CHUNK_BYTES or not is_roomy:
-            self._send(need)
+            self.send(need)
         else:
             self._to_measure = need
 
     def captured(self, save: FlusherSave) -> None:
         need, self._to_measure = self._to_measure, None
         if need is not None:  # by now the run's folder exists, and no capture waits for a thread
-            self._workers.put(self._measure, need)
+            self.workers.put(self._measure, need)
 
     def _measure(self, need: DiskNeed) -> None:
         """Report the need with the time, extrapolated from writing and syncing a small file."""
         size_bytes = min(need.state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
         name = f"probe.tmp-{os.urandom(4).hex()}"
         try:
-            writer = self._store.open_writer(name, expected_bytes=size_bytes)
+            writer = self.store.open_writer(name, expected_bytes=size_bytes)
             try:
                 began_s = time.perf_counter()
                 with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
@@ -257,34 +258,30 @@ class DiskCheck(Listener):
                 need = msgspec.structs.replace(need, estimated_s=seconds)
             finally:
                 writer.close()
-                self._store.delete(name)
+                self.store.delete(name)
         except LaststepError as error:
             log.debug("the disk could not be measured: %s", error)
-        self._send(need)
+        self.send(need)
 
 
-class Retention(Listener):
+class Retention(Listener, msgspec.Struct, eq=False):
     """Deletes checkpoints that are not to be kept, after each commit; overwritten ones are deleted
     under any rule. A failure costs disk space, never the checkpoint just committed."""
 
-    def __init__(
-        self,
-        run_writer: RunWriter,
-        keep: Keep | None,
-        in_use: Callable[[], frozenset[str]],
-        send: Callable[[ToTrainer], None],
-    ) -> None:
-        self._run_writer, self._keep, self._in_use, self._send = run_writer, keep, in_use, send
-        self._continues: Continue | None = None
+    run_writer: RunWriter
+    keep: Keep | None
+    in_use: Callable[[], frozenset[str]]
+    send: Callable[[ToTrainer], None]
+    _continues: Continue | None = None
 
     def continued(self, continues: Continue) -> None:
         self._continues = continues
 
     def committed(self, save: FlusherSave) -> None:
-        if save.begin.role == "member" or (self._keep is None and not save.begin.overwrite):
+        if save.begin.role == "member" or (self.keep is None and not save.begin.overwrite):
             return
-        assert save.at is not None  # noqa: S101 (a committed save has an attempt)
-        run, term, continues = self._run_writer.run, save.at.term, self._continues
+        assert save.attempt is not None  # noqa: S101 (it is committed)
+        run, term, continues = self.run_writer.run, save.attempt.name.term, self._continues
 
         def check() -> None:
             run.check_newest(term)  # a successor with a newer term decides instead
@@ -292,18 +289,18 @@ class Retention(Listener):
                 raise AbortedError("the run has since continued from another checkpoint")
 
         def tell(gone: str) -> None:
-            self._send(News(kind="removed", step=steps[gone], folder=gone))
+            self.send(News(kind="removed", step=steps[gone], folder=gone))
 
         try:
             # Without a rule everything is kept except overwritten checkpoints.
             plan = plan_prune(
                 run,
-                self._keep or Keep(),
+                self.keep or Keep(),
                 resumed_from=None if continues is None else continues.resumed_from,
-                in_use=self._in_use(),
+                in_use=self.in_use(),
             )
             if plan.lacking is not None:
-                self._send(News(kind="no metric", reason=plan.lacking))
+                self.send(News(kind="no metric", reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(before=check, each=tell)
         except (LaststepError, OSError) as error:

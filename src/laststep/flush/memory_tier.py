@@ -183,8 +183,8 @@ class MemoryTier(Listener):
         mine, owner = self._segment.owner, segment.owner
         if owner.ranks != mine.ranks or owner.rank == mine.rank:
             return False
-        assert save.at is not None  # noqa: S101 (it is committed)
-        run, point = self._run_writer.run.id, save.at.point
+        assert save.attempt is not None  # noqa: S101 (it is committed)
+        run, point = self._run_writer.run.id, save.attempt.name.point
         return any(
             one.run == run and one.at.point >= point for one in snapshots.records_in(segment)
         )
@@ -284,7 +284,7 @@ class MemoryTier(Listener):
         """Write the record of a save if all of it is in memory, and drop the previous one. Every
         caller runs before the save can be finished."""
         seal, number = save.captured, save.begin.save
-        if seal is None or save.at is None or save.error is not None:
+        if seal is None or save.attempt is None or save.error is not None:
             return
         with self._lock:
             mine = self._coming.get(number)
@@ -302,7 +302,7 @@ class MemoryTier(Listener):
                 freed = self._give_up(mine)
             self._slots.release(freed)
             return
-        self._send(TierStatus(at=save.at, tier=MEMORY, state="held", save=number))
+        self._send(TierStatus(at=save.attempt.name, tier=MEMORY, state="held", save=number))
         with self._lock:
             mine.records = (record.name,)
             self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
@@ -373,7 +373,7 @@ class MemoryTier(Listener):
         return kept.slots()
 
     def _record(self, save: FlusherSave, seal: CaptureDone, kept: ResidentSave) -> SnapshotRecord:
-        assert save.at is not None  # noqa: S101 (looked at before)
+        assert save.attempt is not None  # noqa: S101 (looked at before)
         assert save.writer is not None  # noqa: S101 (else there is an error)
         stored = []
         for number, layout in enumerate(save.begin.files):
@@ -383,7 +383,7 @@ class MemoryTier(Listener):
             stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded[number]))
         return SnapshotRecord(
             run=self._run_writer.run.id,
-            at=save.at,
+            at=save.attempt.name,
             created_s=time.time(),
             index=snapshots.pool_index(self._segment.owner.rank, stored, seal.values),
             items=seal.items,

@@ -247,22 +247,19 @@ class Connection:
         self._socket = end
         self._peer = peer
         self._sending = threading.Lock()
-        self._descriptors: list[int] = []
-        """Descriptors received with messages and not taken yet."""
+        self.descriptors: list[int] = []
+        """Descriptors received with messages; whoever takes one closes it."""
 
     def send(self, message: ToFlusher | ToTrainer, *, descriptor: int | None = None) -> None:
-        """Send one message, with a copy of `descriptor`. Raise `OSError` if the peer is gone."""
+        """Send one message, with a copy of `descriptor`. Do nothing if the peer is gone: the thread
+        that receives reports that."""
         data = _encode(message)
         head = _LENGTH.pack(len(data))
-        with self._sending:
+        with self._sending, contextlib.suppress(OSError):
             if descriptor is not None:
                 socket.send_fds(self._socket, [head], [descriptor])
                 head = b""
             self._socket.sendall(head + data)
-
-    def take_descriptor(self) -> int | None:
-        """Return the descriptor that came with the last message, if any; the caller closes it."""
-        return self._descriptors.pop() if self._descriptors else None
 
     def receive(self, decode: Callable[[bytes], _Received]) -> _Received | None:
         """Return the next message, decoded `in_flusher` or `in_trainer`; None if the other side is
@@ -292,8 +289,8 @@ class Connection:
     def close(self) -> None:
         self.hang_up()
         self._socket.close()
-        while (descriptor := self.take_descriptor()) is not None:
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
     def _exactly(self, size: int) -> bytes | None:
         buffer = bytearray(size)
@@ -312,7 +309,7 @@ class Connection:
             except ConnectionError:
                 return None
             for _, _, packed in sent:
-                self._descriptors += struct.unpack(f"{len(packed) // 4}i", packed)
+                self.descriptors += struct.unpack(f"{len(packed) // 4}i", packed)
             if n == 0:
                 return None
             got += n

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import filterfalse
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -302,13 +303,14 @@ class Save:
         self._begun = False
         """True once it was announced to the flusher."""
         self._lock = threading.Lock()
-        """Guards `state` and `_held`."""
+        """Guards `state` and `unreported`."""
         self._announcing = threading.Lock()
         self._telling = threading.Lock()
         """Held while it is reported as captured, which nothing may overtake."""
-        self._held: SaveHandle | None = SaveHandle(self)
-        """Keeps a handle that its caller has dropped until a thread reports the outcome."""
-        self._handle = weakref.ref(self._held)
+        self.unreported: SaveHandle | None = SaveHandle(self)
+        """The handle, kept even if its caller drops it; None once a thread is reporting, or has
+        reported, the outcome."""
+        self._handle = weakref.ref(self.unreported)
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class Save:
     def _claim_end(self) -> SaveHandle | None:
         """Return the handle to the first caller only, which then reports how the save ended."""
         with self._lock:
-            handle, self._held = self._held, None
+            handle, self.unreported = self.unreported, None
             return handle
 
     def decided(self, at: AttemptName) -> None:
@@ -399,11 +401,6 @@ class Save:
         """True if it is committed or never will be."""
         return self.events[SaveState.COMMITTED].is_set()
 
-    @property
-    def ending(self) -> bool:
-        """True once a thread is reporting, or has reported, its outcome."""
-        return self._held is None
-
     def wait_for(self, state: SaveState, timeout_s: float | None = None) -> bool:
         """Wait until a state is reached or never will be; return False on timeout. Raise
         `UsageError` in a forked process, which later changes do not reach."""
@@ -438,32 +435,28 @@ class Save:
             size_bytes, done = self.plan.tensor_bytes, message.done_bytes
             self._client.bus.emit(Written(step=self.step, done_bytes=done, size_bytes=size_bytes))
         elif isinstance(message, Flushed):
-            self.flushed(message)
+            with self._telling:
+                pass  # wait until "captured" has been reported
+            report, self.written = self.report, message.written
+            report.durable_s = time.perf_counter() - self.began_s
+            report.shared_bytes = message.written.shared_bytes
+            report.written_bytes = message.written.size_bytes - message.written.shared_bytes
+            report.coding = message.coding
+            report.opened_s, report.written_s = message.opened_s, message.written_s
+            if self._enter(SaveState.DURABLE):
+                self._client.bus.emit(
+                    Durable(
+                        step=self.step,
+                        size_bytes=report.size_bytes,
+                        written_bytes=report.written_bytes,
+                        shared_bytes=report.shared_bytes,
+                        seconds=report.durable_s,
+                    )
+                )
         elif message.at is not None:
             self.decided(message.at)
         else:
             self.fail(from_wire(message.kind, message.fields))
-
-    def flushed(self, message: Flushed) -> None:
-        """Record that this rank's part is durable."""
-        with self._telling:
-            pass  # wait until "captured" has been reported
-        report, self.written = self.report, message.written
-        report.durable_s = time.perf_counter() - self.began_s
-        report.shared_bytes = message.written.shared_bytes
-        report.written_bytes = message.written.size_bytes - message.written.shared_bytes
-        report.coding = message.coding
-        report.opened_s, report.written_s = message.opened_s, message.written_s
-        if self._enter(SaveState.DURABLE):
-            self._client.bus.emit(
-                Durable(
-                    step=self.step,
-                    size_bytes=report.size_bytes,
-                    written_bytes=report.written_bytes,
-                    shared_bytes=report.shared_bytes,
-                    seconds=report.durable_s,
-                )
-            )
 
     def lose_flusher(self, error: LaststepError) -> None:
         """Record the flusher's death; the ranks of the job still decide about the save."""
@@ -476,7 +469,7 @@ class Save:
         """Announce the save to the flusher, once. Called by the first thread with something to hand
         over: the capture thread, unless host state is copied at once."""
         with self._announcing:  # several threads copy host state: no chunk may be sent before this
-            if self._begun or self.ending:
+            if self._begun or self.unreported is None:
                 return
             begin = Begin(
                 save=self.number,
@@ -493,7 +486,7 @@ class Save:
 
     def chunks(self, filled: list[Filled]) -> None:
         self.begin()
-        if self.ending:
+        if self.unreported is None:
             self._client.release([chunk.slot for chunk in filled])
         else:
             self._client.send(Chunks(save=self.number, filled=filled))
@@ -504,7 +497,7 @@ class Save:
         """Return those of these unchanged chunks that need not be handed over. Waits for the
         flusher's answer; called by the capture thread."""
         self.begin()
-        if self.ending:
+        if self.unreported is None:
             return frozenset()
         self._client.send(Unchanged(save=self.number, of=of, chunks=tuple(chunks)))
         while not (self._answered.wait(_LOOK_S) or self.over or self.lost):
@@ -514,7 +507,7 @@ class Save:
     def captured(self, timing: CaptureTiming) -> None:
         """Serialise the plain values once all chunks are handed over, and report the stage."""
         seal, self.seal = self.seal, None
-        if seal is None or self.ending:
+        if seal is None or self.unreported is None:
             return
         try:
             done = seal(self.number)
@@ -574,7 +567,7 @@ class Saves:
         return list(self._saves.values())
 
     def under_way(self) -> list[Save]:
-        return [save for save in self.all() if not save.over]
+        return list(filterfalse(attrgetter("over"), self.all()))
 
     def of_step(self, step: int) -> Save | None:
         """Return the last save of that step, unless it has failed."""
@@ -584,7 +577,7 @@ class Saves:
     def find(self, number: int) -> Save | None:
         """Return the save of that number, unless it has been ended."""
         save = self._saves.get(number)
-        return None if save is None or save.ending else save
+        return None if save is None or save.unreported is None else save
 
     def refuse(self, error: LaststepError) -> list[Save]:
         """Refuse new saves for that reason and return those in progress. Atomic: a save that

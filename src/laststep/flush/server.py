@@ -53,7 +53,6 @@ from laststep.flush.protocol import (
     Instruct,
     News,
     Orders,
-    ToTrainer,
     Unchanged,
     in_flusher,
 )
@@ -63,6 +62,7 @@ from laststep.memory.segments import Mapping
 from laststep.process import system, threads
 from laststep.process.signals import OF_SCHEDULERS
 from laststep.process.threads import WorkerPool
+from laststep.storage.locks import FileLock
 from laststep.storage.registry import open_store, register_store
 from laststep.version import VERSION
 
@@ -132,7 +132,7 @@ class Flusher:
         self.is_given_up = False
         """Set from outside to commit nothing more: the trainer has reported all uncommitted saves
         as failed. The connection must be closed already, so that `serve` returns."""
-        self._slots = SlotHolds(self._send)
+        self._slots = SlotHolds(connection.send)
         # One extra thread: one may be finishing a save and waiting for other ranks.
         self._writers = WorkerPool("write", orders.writers + 1)
         self._digesters: WorkerPool | None = None
@@ -142,12 +142,13 @@ class Flusher:
         if orders.segment is not None:
             self._keep_in_memory(orders.segment, orders.writers, setup.pool_fd)
         if orders.replicas:
-            self._replication = listeners.ReplicationListener(self._store, orders, self._send)
+            self._replication = listeners.ReplicationListener(self._store, orders, connection.send)
             self._listeners += (self._replication,)
+        kept = None if orders.keep is None else orders.keep.bound()
         in_use = frozenset if self._replication is None else self._replication.needed
         self._listeners += (
-            listeners.Retention(self._run_writer, orders.keep, in_use, self._send),
-            listeners.DiskCheck(self._store, orders.keep, self._writers, self._send),
+            listeners.Retention(self._run_writer, orders.keep, in_use, connection.send),
+            listeners.DiskCheck(self._store, kept, self._writers, connection.send),
         )
 
     def _keep_in_memory(self, segment: str, writers: int, pool_fd: int) -> None:
@@ -160,7 +161,7 @@ class Flusher:
                 self._store,
                 self._run_writer,
                 self._slots,
-                self._send,
+                self._connection.send,
                 slots_there=len(self._pool) // CHUNK_BYTES,
                 is_gone=lambda: self._was_told_bye or self._connection.peer_is_dead(),
                 pool_fd=pool_fd,
@@ -174,32 +175,29 @@ class Flusher:
 
     def serve(self) -> None:
         """Receive until the trainer is gone, then finish complete saves."""
-        self._send(News(kind="ready"))
+        self._connection.send(News(kind="ready"))
         try:
             self._tell(Listener.started)
             while (message := self._connection.receive(in_flusher)) is not None:
                 if isinstance(message, Bye):
                     self._was_told_bye = True
                     break
-                self._handle(message)
+                if isinstance(message, Begin):
+                    self._begin(message)
+                elif isinstance(message, Instruct):
+                    self._follow(message)
+                else:
+                    self._handle(message)
         finally:
             self._end()
 
     # Receive
 
-    def _handle(
-        self, message: Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct
-    ) -> None:
-        if isinstance(message, Begin):
-            self._begin(message)
-            return
-        if isinstance(message, Instruct):
-            self._follow(message)
-            return
+    def _handle(self, message: Begun | Chunks | Unchanged | CaptureDone | Decide) -> None:
         save = self._saves.get(message.save)
         if save is None:  # it is over
             if isinstance(message, Chunks):
-                self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
+                self._connection.send(Freed(slots=[chunk.slot for chunk in message.filled]))
             return
         if isinstance(message, Chunks):
             self._slots.hold(map(attrgetter("slot"), message.filled))
@@ -245,10 +243,10 @@ class Flusher:
             self._replication.bring_last(message.replicate)
 
     def _begin(self, begin: Begin) -> None:
-        descriptor = self._connection.take_descriptor()
-        if begin.liveness is not None and descriptor is not None:
+        if begin.liveness is not None and self._connection.descriptors:
+            lock = FileLock(self._connection.descriptors.pop(), begin.liveness)
             liveness = listeners.LivenessLock(
-                self._store, begin.liveness, descriptor, self._connection.peer_is_dead
+                lock, begin.liveness, self._store, self._connection.peer_is_dead
             )
             self._listeners = (liveness, *self._listeners)
         try:
@@ -264,8 +262,8 @@ class Flusher:
         self._tell(Listener.begun, save)
         if begin.role != "member":
             self._open(save, None)
-            if save.at is not None and save.error is None:
-                self._send(Begun(save=begin.save, at=save.at))
+            if save.attempt is not None and save.error is None:
+                self._connection.send(Begun(save=begin.save, at=save.attempt.name))
 
     def _open(self, save: FlusherSave, at: AttemptName | None) -> None:
         """Begin an attempt, or join that of rank 0, and queue the chunks that have arrived."""
@@ -313,7 +311,7 @@ class Flusher:
             else:
                 reused = save.writer.reuse(self._memory.reusable(save, said))
                 self._memory.reuse(save, reused)
-        self._send(Unchanged(save=said.save, of=said.of, chunks=reused))
+        self._connection.send(Unchanged(save=said.save, of=said.of, chunks=reused))
 
     def _drop(self, save: FlusherSave, reason: str) -> None:
         """Give a save up; chunks that arrived early are freed, not written."""
@@ -365,12 +363,12 @@ class Flusher:
             at = chunk.slot * CHUNK_BYTES
             image = self._pool[at : at + CHUNK_BYTES]
             save.writer.write(chunk.file, chunk.start, image, chunk.size_bytes, digests)
-        self._slots.release([chunk.slot], more_comes=self._writers.has_queued)
+        self._slots.release([chunk.slot], more_comes=not self._writers.queued.empty())
         now_s = time.monotonic()
         if save.writer is not None and now_s - save.reported_s > _PROGRESS_S:
             save.reported_s = now_s
             done_bytes = save.writer.written_bytes
-            self._send(News(kind="written", save=save.begin.save, done_bytes=done_bytes))
+            self._connection.send(News(kind="written", save=save.begin.save, done_bytes=done_bytes))
         with self._changed:
             save.pending -= 1
         self._advance()
@@ -418,7 +416,7 @@ class Flusher:
         assert attempt is not None  # noqa: S101 (as above)
         written_s = time.monotonic() - save.began_s
         written = writer.finish(captured.values)
-        self._send(
+        self._connection.send(
             Flushed(
                 save=save.begin.save,
                 written=written,
@@ -449,7 +447,7 @@ class Flusher:
             )
             self._run_writer.commit(attempt, commit)
         self._base = save.begin.save, writer.as_base()
-        self._send(Ended(save=save.begin.save, at=attempt.name))
+        self._connection.send(Ended(save=save.begin.save, at=attempt.name))
 
     def _decision_of(self, save: FlusherSave) -> Decide:
         """Wait for the ranks' common decision. Raise `AbortedError` if they give the save up, or if
@@ -467,13 +465,13 @@ class Flusher:
         if not isinstance(error, LaststepError):
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageError(f"the flush of step {save.begin.step} failed", found=repr(error))
-        error = self._run_writer.cause(save.at, error)
         attempt = save.attempt
+        error = self._run_writer.cause(None if attempt is None else attempt.name, error)
         if save.writer is not None and attempt is not None:
             try:
                 save.writer.close()
                 if self._abort(save, attempt, str(error)):
-                    self._send(Ended(save=save.begin.save, at=save.at))
+                    self._connection.send(Ended(save=save.begin.save, at=attempt.name))
                     return True
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
@@ -489,7 +487,7 @@ class Flusher:
 
     def _send_failed(self, number: int, error: LaststepError) -> None:
         kind, fields = error.to_wire()
-        self._send(Ended(save=number, kind=kind, fields=fields))
+        self._connection.send(Ended(save=number, kind=kind, fields=fields))
 
     def _abort(self, save: FlusherSave, attempt: Attempt, reason: str) -> bool:
         """Decide against an attempt; return True if it has been committed.
@@ -527,10 +525,6 @@ class Flusher:
             if getattr(kind, event.__name__) is not event:  # else it does not override this event
                 with threads.outlasting(log, "%s failed", kind.__name__):
                     getattr(listener, event.__name__)(*args)
-
-    def _send(self, message: ToTrainer) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone
-            self._connection.send(message)
 
     def _end(self) -> None:
         """Give up incomplete saves, finish complete ones, and stop the threads."""

@@ -21,6 +21,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -48,6 +49,7 @@ _MAKERS = _STEP_SLOTS * CHUNK_BYTES // _PIECE_BYTES
 _PIN_PAUSE_S = 0.008
 """Measured on an H200 with launch-bound training: pinning 3 GB in steps of 16 MiB without a pause
 delayed it by 150 ms; with this pause the delay was within noise."""
+_NEVER = sys.maxsize
 SLOT_BYTES = 4 << 20
 REMOTE_SLOT_BYTES = 8 << 20
 """Read size for a server, where a request costs more than on a disk. The data usually stays in the
@@ -71,7 +73,8 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self._free: deque[int] = deque()
+        self.free: deque[int] = deque()
+        """May be measured without the lock, but not changed."""
         self._leased: set[int] = set()
         self._reading: set[int] = set()
         """Slots leased by a restore, which returns them itself, with or without a flusher."""
@@ -80,17 +83,12 @@ class Slots:
         self._lost: LaststepError | None = None
         self._changed = threading.Condition()
 
-    @property
-    def free(self) -> int:
-        with self._changed:
-            return len(self._free)
-
     def add(self, slots: range) -> None:
         """Add slots whose memory is ready."""
         with self._changed:
-            if self._leased.union(self._free).intersection(slots):
+            if self._leased.union(self.free).intersection(slots):
                 raise UsageError("slots were added twice", found=str(slots))
-            self._free.extend(slots)
+            self.free.extend(slots)
             self._changed.notify_all()
 
     def lease(self, timeout_s: float | None = None, *, for_save: bool = False) -> int | None:
@@ -103,8 +101,8 @@ class Slots:
         try:
             while True:
                 with self._changed:
-                    if self._free and self._waiting[0] is ticket:
-                        slot = self._free.pop()  # the one freed last is still in the CPU caches
+                    if self.free and self._waiting[0] is ticket:
+                        slot = self.free.pop()  # the one freed last is still in the CPU caches
                         self._leased.add(slot)
                         if not for_save:
                             self._reading.add(slot)
@@ -128,12 +126,13 @@ class Slots:
     def lease_more(self, count: int) -> list[int]:
         """Return up to `count` slots that are free now, unless other threads wait for them."""
         with self._changed:
-            count = 0 if self._waiting else min(count, len(self._free))
-            taken = [self._free.pop() for _ in range(count)]
+            taken: list[int] = []
+            while self.free and len(taken) < count and not self._waiting:
+                taken.append(self.free.pop())
             self._leased.update(taken)
             return taken
 
-    def release(self, slots: list[int]) -> None:
+    def release(self, *slots: int) -> None:
         """Return leased slots. Raise `UsageError` for one that is not leased."""
         with self._changed:
             for slot in slots:
@@ -141,7 +140,7 @@ class Slots:
                     raise UsageError("released a slot that is not leased", found=str(slot))
                 self._leased.remove(slot)
                 self._reading.discard(slot)
-                self._free.append(slot)
+                self.free.append(slot)
             self._changed.notify_all()
 
     def fail(self, error: LaststepError | None) -> None:
@@ -161,7 +160,7 @@ class Slots:
         """Free all slots except `kept`, which belong to the new flusher. Call only when nobody
         holds or waits for slots. Does not clear an error of `fail`."""
         with self._changed:
-            self._free.extend(sorted(self._leased - kept))
+            self.free.extend(sorted(self._leased - kept))
             self._leased &= kept
             self._reading.clear()
             self._lost = None
@@ -208,7 +207,8 @@ class Pool:
         """Number of slots to make ready without pauses."""
         self._urgent = 0
         """Number of waiters that keep training waiting."""
-        self._resting_at: int | None = None
+        self._resting_at = _NEVER
+        """Number of ready slots at which the pool stops growing during a restore."""
         self._closed = False
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -225,13 +225,19 @@ class Pool:
         """Bytes that could be leased now: free slots, and memory that the limit still allows."""
         with self._changed:
             growth = self.cap_slots - self._ready
-        return (self.slots.free + growth) * CHUNK_BYTES
+        return (len(self.slots.free) + growth) * CHUNK_BYTES
 
     def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
         """Prepare at least this much memory in the background, within the limit; `without_pauses`
-        if a save that lacks it would cost training more than the pauses save."""
+        if a save that lacks it would cost training more than the pauses save. Also tries again to
+        grow after a failure: memory may be free by now."""
         with self._changed:
-            self._retry_growth()
+            if self.cap_slots == 0:
+                # Some waiters may not have received the failure yet: they need another try or
+                # another error.
+                self._wanted = 1
+                self.slots.fail(None)
+            self.cap_slots = self.cap_bytes // CHUNK_BYTES
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
             if without_pauses:
                 self._hurried = self._wanted
@@ -257,10 +263,10 @@ class Pool:
         per thread, without pauses because nothing trains meanwhile. Otherwise yield separate read
         buffers, and stop the pool's growth to leave the cores to the restore."""
         with self._changed:
-            self._retry_growth()
             pinned = self._pinned
             self._resting_at = 2 * threads if pinned else 0
         try:
+            self.want(0)
             if pinned:
                 yield self
             else:
@@ -269,7 +275,7 @@ class Pool:
                     yield room
         finally:
             with self._changed:
-                self._resting_at = None
+                self._resting_at = _NEVER
                 self._changed.notify_all()
 
     def lease(
@@ -291,7 +297,7 @@ class Pool:
                 self._urgent -= urgent
 
     def release(self, slot: int) -> None:
-        self.slots.release([slot])
+        self.slots.release(slot)
 
     def view(self, slot: int) -> memoryview:
         """Return a slot as bytes."""
@@ -346,7 +352,8 @@ class Pool:
                 while True:
                     # Some slots became ready before pinning was requested.
                     late = self._pinned and bool(self._pageable)
-                    if self._closed or late or self._ready < self._goal():
+                    goal = min(self._wanted, self._resting_at)
+                    if self._closed or late or self._ready < goal:
                         break
                     self._changed.wait()
                 if self._closed:
@@ -354,12 +361,11 @@ class Pool:
                 # Several slots at once if several threads populate them; else one at a time, so
                 # that a restore that starts meanwhile soon gets the cores.
                 step = _STEP_SLOTS if self._pinned else 1
-                first, count = self._ready, min(step, self._goal() - self._ready)
+                first, count = self._ready, min(step, goal - self._ready)
             try:
                 if late:
                     self._pin(self._pageable.pop())
                     continue
-                self._check_shared(first + count)
                 self._make_pages(first, count)
                 for slot in range(first, first + count):
                     if self._pinned:
@@ -375,17 +381,11 @@ class Pool:
             except Exception as error:  # noqa: BLE001 (waiting saves must get any error)
                 self._give_up(error)
 
-    def _goal(self) -> int:
-        """Return the number of slots to make ready now. Requires the lock."""
-        return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
-
-    def _check_shared(self, slots: int) -> None:
-        """Raise `MemoryError` if the limit does not allow that number of slots for now."""
-        taken = self._taken() if slots > self._least else 0
-        if slots > self.cap_bytes // CHUNK_BYTES - -(-taken // CHUNK_BYTES):
-            raise MemoryError(f"an earlier job instance holds {taken} bytes until this one commits")
-
     def _make_pages(self, first: int, count: int) -> None:
+        """Populate these slots. Raise `MemoryError` if the limit does not allow them for now."""
+        taken = self._taken() if first + count > self._least else 0
+        if first + count > self.cap_bytes // CHUNK_BYTES - -(-taken // CHUNK_BYTES):
+            raise MemoryError(f"an earlier job instance holds {taken} bytes until this one commits")
         if not self._pinned:
             # In two steps: next to training on all cores, this costs training half as much.
             self._mapping.allocate(first * CHUNK_BYTES, count * CHUNK_BYTES)
@@ -397,7 +397,7 @@ class Pool:
         if self._makers is None:
             self._makers = WorkerPool("populate", _MAKERS)
         with self._changed:
-            goal = self._goal()
+            goal = min(self._wanted, self._resting_at)
         for slot in range(first, max(min(first + 2 * count, goal), first + count)):
             if slot not in self._making:
                 starts = range(slot * CHUNK_BYTES, (slot + 1) * CHUNK_BYTES, _PIECE_BYTES)
@@ -417,7 +417,7 @@ class Pool:
             self._changed.wait_for(
                 lambda: (
                     self._closed
-                    or self._resting_at is not None
+                    or self._resting_at < _NEVER
                     or self._urgent > 0
                     or self._ready < self._hurried
                 ),
@@ -452,16 +452,6 @@ class Pool:
         if ready != self._told_short:
             self._told_short = ready
             log.warning("the pool stays at %d bytes: %s", ready * CHUNK_BYTES, error)
-
-    def _retry_growth(self) -> None:
-        """Try again to grow after a failure: memory may be free by now. Requires the lock."""
-        if self.cap_slots == 0:
-            # Some waiters may not have received the failure yet: they need another try or another
-            # error.
-            self._wanted = 1
-            self.slots.fail(None)
-        self.cap_slots = self.cap_bytes // CHUNK_BYTES
-        self._changed.notify_all()
 
 
 def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
@@ -500,7 +490,7 @@ def _no_memory(error: Exception) -> LaststepError:
     )
 
 
-class ReadBuffers:
+class ReadBuffers(Slots):
     """Slots in huge pages to read into, two per thread, until it is closed."""
 
     lands_all = False
@@ -518,21 +508,14 @@ class ReadBuffers:
                 remedy="free memory, or raise the limit of the process (`ulimit -v`)",
             ) from error
         self._first = -self._mapping.address % HUGE_PAGE_BYTES
-        self._slots = Slots()
-        self._slots.add(range(2 * threads))
+        super().__init__()
+        self.add(range(2 * threads))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._mapping.close()
-
-    def lease(self, timeout_s: float | None = None) -> int | None:
-        """Return a free slot; None on timeout."""
-        return self._slots.lease(timeout_s)
-
-    def release(self, slot: int) -> None:
-        self._slots.release([slot])
 
     def view(self, slot: int) -> memoryview:
         """Return a slot as bytes."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from laststep.errors import UsageError
 from laststep.process import system
 
@@ -45,13 +47,14 @@ class DeadlineExceeded(Exception):
     """A wait did not end before its deadline."""
 
 
-class defer_signals:  # noqa: N801 (called like a function: `with defer_signals():`)
+class defer_signals(  # noqa: N801 (called like a function: `with defer_signals():`)
+    msgspec.Struct, eq=False
+):
     """Run handlers only in `check_signals` and at the end of the outermost block."""
 
-    def __init__(self) -> None:
-        self._before: dict[int, Handler] = {}
-        self._came: dict[int, float] = {}
-        """Deferred signals, with the time of arrival."""
+    _before: dict[int, Handler] = {}
+    _came: dict[int, float] = {}
+    """Deferred signals, with the time of arrival."""
 
     def __enter__(self) -> None:
         global _holding  # noqa: PLW0603 (there is one main thread)

@@ -8,12 +8,15 @@ import logging
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Self, SupportsIndex, TypeVar, TypeVarTuple
+
+import msgspec
 
 from laststep.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
 _log = logging.getLogger(__name__)
@@ -82,11 +85,14 @@ class WorkerPool:
 
     def __init__(self, name: str, count: int, *, limit: int = 0) -> None:
         self._name, self._count = name, count
-        self._queue = _TaskQueue(limit)
+        room = threading.Semaphore(limit) if limit else None
+        self._queue = _TaskQueue(queue.SimpleQueue(), threading.Condition(), room)
+        self.queued = self._queue.tasks
+        """The tasks that wait for a thread."""
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
         # Bypass the queue's lock: the thread that garbage-collects this pool may hold it.
-        ending = weakref.finalize(self, _end, self._queue.tasks, self._workers)
+        ending = weakref.finalize(self, _end, self.queued, self._workers)
         ending.atexit = False
 
     def start(self) -> Self:
@@ -112,7 +118,7 @@ class WorkerPool:
             self._queue.room.acquire()
         with self._queue.changed:
             self._queue.left += 1
-        self._queue.tasks.put(functools.partial(call, *args))
+        self.queued.put(functools.partial(call, *args))
 
     def submit(self, call: Callable[[*_Args], _Result], *args: *_Args) -> Future[_Result]:
         """Queue a call; the future receives its result or its error."""
@@ -121,11 +127,6 @@ class WorkerPool:
         future: Future[_Result] = Future()
         self.put(_fulfil, future, functools.partial(call, *args))
         return future
-
-    @property
-    def has_queued(self) -> bool:
-        """True while tasks wait for a thread."""
-        return not self._queue.tasks.empty()
 
     def wait(self) -> None:
         """Wait until no task is left, including those that tasks add."""
@@ -136,7 +137,7 @@ class WorkerPool:
     def close(self) -> None:
         """Wait until no task is left, end the threads, and raise the first error of a task."""
         self.wait()
-        _end(self._queue.tasks, self._workers)
+        _end(self.queued, self._workers)
         for worker in self._workers:
             worker.join()
         self._workers.clear()
@@ -158,16 +159,15 @@ class WorkerPool:
             return True
 
 
-class _TaskQueue:
+class _TaskQueue(msgspec.Struct, eq=False):
     """The tasks of a pool. Threads refer to this queue and not to the pool, so that the pool can be
     garbage-collected."""
 
-    def __init__(self, limit: int) -> None:
-        self.tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.error: BaseException | None = None
-        self.room = threading.Semaphore(limit) if limit else None
-        self.left = 0
-        self.changed = threading.Condition()
+    tasks: queue.SimpleQueue[Callable[[], object] | None]
+    changed: threading.Condition
+    room: threading.Semaphore | None = None
+    error: BaseException | None = None
+    left: int = 0
 
     def work(self) -> None:
         while (task := self.tasks.get()) is not None:
