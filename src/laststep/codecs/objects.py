@@ -130,16 +130,13 @@ class _Unencodable(Exception):
         self.path: list[str | tuple[object]] = []
 
 
-class _Encoder:
+class _Encoder(msgspec.Struct):
     """One walk over a value. `kept` is what the last walk met, `met` what this one does."""
 
-    __slots__ = ("active", "classes", "kept", "met")
-
-    def __init__(self, kept: EncodedDicts) -> None:
-        self.kept = kept
-        self.met: EncodedDicts = {}
-        self.active: set[int] = set()
-        self.classes: set[tuple[str, tuple[str, ...]]] = set()
+    kept: EncodedDicts
+    met: EncodedDicts = {}
+    active: set[int] = set()
+    classes: set[tuple[str, tuple[str, ...]]] = set()
 
     def value(self, value: object) -> object:
         encode = _encoders.get(type(value))

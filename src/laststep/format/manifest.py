@@ -298,9 +298,22 @@ _decode_abort = msgspec.json.Decoder(Abort).decode
 
 
 def encode(decision: Commit | Abort) -> bytes:
-    """Return the bytes of `manifest.json`. Raise `UsageError` if the decision could not be read
-    back."""
-    document = decision if isinstance(decision, Abort) else _document_of(decision)
+    """Return the bytes of `manifest.json`. Raise `UsageError` if they could not be read back."""
+    document = msgspec.structs.asdict(decision)
+    if isinstance(decision, Commit):
+        document["metrics"] = msgspec.Raw(objects.encode(decision.metrics))
+        document["metadata"] = msgspec.Raw(objects.encode(decision.metadata))
+        for name, default in _OPTIONAL.items():
+            if document[name] == default:
+                del document[name]
+        if decision.layout_groups:
+            document["layout_groups"] = [  # the stride of a span is left out if it is 1
+                {
+                    "local_layout": group.local_layout,
+                    "spans": [span[:2] if span.stride == 1 else span for span in group.spans],
+                }
+                for group in decision.layout_groups
+            ]
     try:
         data = seal(msgspec.json.encode(document))
         # Decode before writing: a manifest that no reader accepts must not be committed.
@@ -343,26 +356,6 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
 
 def _corrupt(where: str, expected: str, found: str) -> CorruptError:
     return CorruptError("cannot read a manifest", where=where, expected=expected, found=found)
-
-
-def _document_of(commit: Commit) -> dict[str, object]:
-    """Return the members of the document. Metrics and metadata are typed JSON; the stride of a span
-    is left out if it is 1."""
-    plain = msgspec.structs.asdict(commit)
-    plain["metrics"] = msgspec.Raw(objects.encode(commit.metrics))
-    plain["metadata"] = msgspec.Raw(objects.encode(commit.metadata))
-    for name, default in _OPTIONAL.items():
-        if plain[name] == default:
-            del plain[name]
-    if commit.layout_groups:
-        plain["layout_groups"] = [
-            {
-                "local_layout": group.local_layout,
-                "spans": [span[:2] if span.stride == 1 else span for span in group.spans],
-            }
-            for group in commit.layout_groups
-        ]
-    return plain
 
 
 def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -34,7 +34,9 @@ _KIND: Final = operator.attrgetter("device", "dtype", "trained")
 _DTYPE: Final = operator.attrgetter("dtype")
 _SHAPE: Final = operator.attrgetter("shape")
 _NAME: Final = operator.attrgetter("name")
+_PART: Final = operator.attrgetter("part")
 _SIZE_BYTES: Final = operator.attrgetter("size_bytes")
+_TENSOR_BYTES: Final = operator.attrgetter("layout.tensor_bytes")
 
 SHARED_FILE = "shared"
 OWN_FILE_BYTES = 1 << 20
@@ -91,20 +93,21 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(file.layout.tensor_bytes for file in self.files)
+        return sum(map(_TENSOR_BYTES, self.files))
 
     @property
     def item_records(self) -> tuple[ItemRecord, ...]:
-        return tuple(
-            ItemRecord(
+        records: list[ItemRecord] = []
+        for item in self.items:
+            record = ItemRecord(
                 name=item.name,
                 kind=item.kind,
                 per_rank=item.per_rank,
                 tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
             )
-            for item in self.items
-        )
+            records.append(record)
+        return tuple(records)
 
 
 def plan_save(
@@ -129,7 +132,7 @@ def plan_save(
             names += map(_NAME, item.pieces)
         else:
             shared += numbers
-            names += [f"{item.name}/{piece.name}" for piece in item.pieces]
+            names += map(f"{item.name}/".__add__, map(_NAME, item.pieces))
     files: list[FilePlan] = []
     for stem, owner, together in (*own, (SHARED_FILE, None, shared)):
         groups = _split(together, names)
@@ -170,7 +173,7 @@ def _place(
     for number in numbers:
         alike[_KIND(pieces[number])].append(number)
     kinds = sorted(alike, key=lambda kind: (-DTYPES[kind[1]].size_bytes, *kind))
-    order = [number for kind in kinds for number in alike[kind]]
+    order = list(chain.from_iterable(map(alike.__getitem__, kinds)))
     # Process columns from here on: there may be 100,000 pieces, and training waits.
     specs = list(map(pieces.__getitem__, order))
     own = list(map(names.__getitem__, order))
@@ -178,11 +181,10 @@ def _place(
     dtypes, shapes = map(_DTYPE, specs), map(_SHAPE, specs)
     columns = zip(own, dtypes, shapes, bounds[:-1], bounds[1:], strict=True)
     entries = tuple(map(TensorEntry._make, columns))
-    parts = {
-        name: Part(*spec.part)
-        for name, spec in zip(own, specs, strict=True)
-        if spec.part is not None
-    }
+    parts: dict[str, Part] = {}
+    for entry, part in zip(own, map(_PART, specs), strict=True):
+        if part is not None:
+            parts[entry] = Part(*part)
     layout = FileLayout(
         name=name,
         item=item,

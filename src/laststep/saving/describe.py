@@ -19,6 +19,7 @@ import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -107,10 +108,11 @@ class TakenState:
         receipt = b"" if note is None else note(encoded)
         if prepared.write_shard is not None:
             encoded[LAYOUT_NAME] = prepared.write_shard.encoded
-        metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
+        metrics = dict(zip(self.metrics, map(plain_scalar, self.metrics.values()), strict=True))
+        names = prepared.plan.values
         return CaptureDone(
             save=save,
-            values={name: encoded[name] for name in prepared.plan.values},
+            values=dict(zip(names, map(encoded.__getitem__, names), strict=True)),
             items=prepared.plan.item_records,
             metrics=objects.encode(metrics),
             metadata=self.metadata,
@@ -364,19 +366,16 @@ def _piece(
     )
 
 
-class Prepared:
+class Prepared(NamedTuple):
     """Everything that a save needs besides the state itself."""
 
-    def __init__(
-        self, described: Described, plan: SavePlan, write_shard: WriteShard | None
-    ) -> None:
-        self.described = described
-        self.plan = plan
-        self.write_shard = write_shard
-        """The part of its state that this rank writes; None means all of it, unchanged."""
-        self.copies = Copies(plan)
-        self.trees: defaultdict[str, EncodedDicts] = defaultdict(EncodedDicts)
-        """Encoded dicts of each item's tree, kept by the capture thread for the next save."""
+    described: Described
+    plan: SavePlan
+    write_shard: WriteShard | None
+    """The part of its state that this rank writes; None means all of it, unchanged."""
+    copies: Copies
+    trees: defaultdict[str, EncodedDicts]
+    """Encoded dicts of each item's tree, kept by the capture thread for the next save."""
 
 
 class Preparer:
@@ -406,10 +405,10 @@ class Preparer:
         `agree` returns the global layout for this rank's local layout."""
         described = taken.described
         last = self.last if self.last and self.last.described == described else None
-        if agree is None and not any(layouts for _, layouts in described):
+        if agree is None and not any(map(itemgetter(1), described)):  # no layouts
             if last is None:
-                specs = tuple(spec for spec, _ in described)
-                last = self.last = Prepared(described, self._plan(specs), None)
+                specs = tuple(map(itemgetter(0), described))
+                last = self.last = self._prepare_anew(described, specs)
             return last, taken.sources
         known = last and last.write_shard
         local_layout = known.local_layout if known else local_layout_of(taken)
@@ -426,24 +425,24 @@ class Preparer:
                 return last, sources
         write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
         rank = None if agree is None else self._rank
-        plan = self._plan(write_shard.specs, rank, write_shard.values)
-        self.last = Prepared(described, plan, write_shard)
+        self.last = self._prepare_anew(described, write_shard.specs, rank, write_shard)
         return self.last, sources
 
-    def _plan(
+    def _prepare_anew(
         self,
+        described: Described,
         items: tuple[ItemSpec, ...],
         rank: Rank | None = None,
-        values: tuple[str, ...] | None = None,
-    ) -> SavePlan:
+        write_shard: WriteShard | None = None,
+    ) -> Prepared:
+        values = None if write_shard is None else write_shard.values
         plan = plan_save(items, rank=rank, values=values)
         if rank is None and self._lossy:
             self._tell_of_useless(plan)
-        if not self._derived:
-            return plan
-        return with_derived(
-            plan, self._derived, is_all=rank is None, partial_tiers=self._partial_tiers
-        )
+        if self._derived:
+            tiers = self._partial_tiers
+            plan = with_derived(plan, self._derived, is_all=rank is None, partial_tiers=tiers)
+        return Prepared(described, plan, write_shard, Copies(plan), defaultdict(EncodedDicts))
 
     def _tell_of_useless(self, plan: SavePlan) -> None:
         """Warn once about `lossy` patterns that match nothing. Only for a single rank: with

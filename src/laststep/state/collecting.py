@@ -12,11 +12,12 @@ compared as a whole, because this runs while training waits. No tensor is held b
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
 from itertools import chain, compress, repeat
-from operator import attrgetter
+from operator import attrgetter, not_
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -176,12 +177,12 @@ class _Walk:
                 raise _Different
             return part
         trees: list[_Part] = []
-        paths = [(*path, name) for name in names] if names else [path]
+        paths = map(path.__add__, zip(names)) if names else (path,)  # zip: keys as paths of one
         for row_path, row in zip(paths, rows, strict=True):
             own = names_in(row_path, row)
             self.names += own
             if self._volatile:
-                is_volatile = [(*row_path, key) in self._volatile for key in row]
+                is_volatile = map(self._volatile.__contains__, map(row_path.__add__, zip(row)))
                 self.volatile_names.update(compress(own, is_volatile))
             trees.append(dict(zip(row, map(TensorRef, own), strict=True)))
         self.parts.append(dict(zip(names, trees, strict=True)) if names else trees[0])
@@ -340,8 +341,8 @@ def _too_deep(path: Path) -> UsageError:
 def _tensor_of(array: np.ndarray) -> torch.Tensor:
     # torch has no foreign byte order, no read-only memory, and no strides that are negative or not
     # a whole number of elements: copy such an array in native order.
-    strides = [step < 0 or step % array.itemsize for step in array.strides]
-    if not array.flags.writeable or not array.dtype.isnative or any(strides):
+    has_odd_strides = min(array.strides, default=0) < 0 or math.gcd(*array.strides) % array.itemsize
+    if not array.flags.writeable or not array.dtype.isnative or has_odd_strides:
         array = array.astype(array.dtype.newbyteorder("="), copy=True)
     return torch.from_numpy(array)
 
@@ -457,18 +458,21 @@ def _collect_in_bulk(
         walk.layouts[walk.names[number]] = local_shard_of(walk.leaves[number], "").layout
     collected = _describe(walk, tree, tensors, forms)
     if walk.is_common and walk.leaves and not collected.views:
-        inexact = (at for at, key in enumerate(walk.keys) if type(key) not in _EXACT)
+        inexact: dict[int, str] = {}
+        for at, key in enumerate(walk.keys):
+            if type(key) not in _EXACT:
+                inexact[at] = name_of((key,))
         cache.last = _Known(
             volatile=volatile,
             keys=walk.keys,
             key_kinds=list(map(type, walk.keys)),
-            inexact={at: name_of((walk.keys[at],)) for at in inexact},
+            inexact=inexact,
             sizes=walk.sizes,
             parts=walk.parts,
             kinds=list(map(type, memories)),
             dtensors=dtensors,
             forms=forms,
-            own=[name not in collected.ties for name in walk.names],
+            own=list(map(not_, map(collected.ties.__contains__, walk.names))),
             collected=replace(collected, tree=None, sources=(), tensors={}),
         )
     return collected
@@ -521,7 +525,9 @@ def _describe(
         forms = forms_of(list(own.values()))
         volatile = volatile | {view.base for name, view in views.items() if name in volatile}
     devices = list(map(attrgetter("device"), own.values()))
-    texts = {device: "cpu" if device.type == "cpu" else str(device) for device in set(devices)}
+    texts: dict[torch.device, str] = {}
+    for device in set(devices):
+        texts[device] = "cpu" if device.type == "cpu" else str(device)
     pieces = zip(
         own,
         map(DTYPE_NAMES.__getitem__, forms.dtypes),
@@ -545,23 +551,17 @@ def _describe(
     )
 
 
-def _lie_apart(memories: Collection[torch.Tensor], forms: TensorForms) -> bool:
-    """Return True if all are contiguous and no two share bytes: the common case."""
-    if not all(forms.contiguous):
-        return False
-    starts = np.array(forms.addresses, dtype=np.int64)
-    sizes = np.fromiter(map(_NBYTES, memories), dtype=np.int64, count=len(memories))
-    order = np.argsort(starts)
-    ends = (starts + sizes)[order]
-    return not bool((starts[order][1:] < ends[:-1]).any())
-
-
 def _sharing(
     tensors: dict[str, torch.Tensor], forms: TensorForms
 ) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
     """Return ties, views and base tensors; the common case (nothing shared) takes one pass."""
-    if _lie_apart(tensors.values(), forms):
-        return {}, {}, {}
+    if all(forms.contiguous):
+        starts = np.array(forms.addresses, dtype=np.int64)
+        sizes = np.fromiter(map(_NBYTES, tensors.values()), dtype=np.int64, count=len(tensors))
+        order = np.argsort(starts)
+        ends = (starts + sizes)[order]
+        if not (starts[order][1:] < ends[:-1]).any():
+            return {}, {}, {}
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     if len(set(storages.values())) == len(storages):
         return {}, {}, {}

@@ -9,7 +9,8 @@ Also the trained part of a module (`trainable`).
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -156,7 +157,7 @@ class ModuleProvider(StateProvider):
         if by_hook:
             with handing_over(f"load_state_dict of {type(self._module).__name__}"):
                 self._module.load_state_dict(by_hook, strict=False)
-        elif any(entry is not ABSENT for entry in value.values()):
+        elif any(map(is_not, value.values(), repeat(ABSENT))):
             # As load_state_dict does at its end, submodules first, so that values derived from the
             # state, such as caches, are computed again.
             for _, node in reversed(nodes.values()):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -59,7 +61,9 @@ class OptimizerProvider(StateProvider):
         entries_of = dict(zip(map(id, live), live.values(), strict=True))
         groups: list[dict[str, Any]] = []
         for group in self._optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            options = dict(group)
+            for key in _NOT_OPTIONS:
+                options.pop(key, None)
             groups.append({"params": {}, "options": options})
             if item:  # a dict, because pipeline stages may have different items
                 groups[-1]["items"] = {item: len(group["params"])}
@@ -91,7 +95,8 @@ class OptimizerProvider(StateProvider):
         if count != len(stored["groups"]):
             problems = [f"has {count} parameter groups, but {len(stored['groups'])} were stored"]
         problems += map("has no stored state for parameter {}".format, sorted(ours.keys() - theirs))
-        if not problems and any(theirs[name] != number for name, (_, number) in ours.items()):
+        numbers = dict(zip(ours, map(itemgetter(1), ours.values()), strict=True))
+        if not problems and not numbers.items() <= theirs.items():
             problems.append("groups its parameters differently than the stored one")
         stored_as = self._stored_as(ours, stored)
         if None in stored_as:
@@ -107,7 +112,9 @@ class OptimizerProvider(StateProvider):
         if not is_optimizer_state(stored):
             return {}
         ours, item = self._parameters()
-        theirs = {item for group in stored["groups"] for item in group.get("items", ())}
+        theirs: set[str] = set()
+        for group in stored["groups"]:
+            theirs.update(group.get("items", ()))
         if item and theirs and item not in theirs:  # older checkpoints have none
             listed = ", ".join(sorted(theirs))
             return {
@@ -150,36 +157,35 @@ class OptimizerProvider(StateProvider):
         return found
 
     def restore(self, value: object) -> None:
-        if is_optimizer_state(value):  # else `check` has reported it
-            with handing_over(type(self._optimizer).__name__):
-                self._restore(value)
-
-    def _restore(self, value: dict[str, Any]) -> None:
-        parameters, live = self._parameters()[0], self._optimizer.state
-        # State that only other ranks need is ABSENT too; ignore it here.
-        stored = {name: of for name, of in value["state"].items() if name in parameters}
-        whole = not has_absent([list(stored.values()), value["groups"]])
-        for name, (parameter, _) in parameters.items():
-            entries = stored.get(name, ABSENT)
-            if entries is not ABSENT:
-                loaded = {key: entry for key, entry in entries.items() if not has_absent(entry)}
-                if loaded or not entries:
-                    kept = live[parameter]
-                    if whole:  # delete state that was added after the checkpoint
-                        kept.clear()
-                    kept.update(loaded)
-            elif whole:
-                live.pop(parameter, None)
-        stored_as = self._stored_as(parameters, value)
-        for group, number in zip(self._optimizer.param_groups, stored_as, strict=True):
-            options = {} if number is None else _entries(value["groups"][number]["options"])
-            for key, entry in options.items():
-                if key in _HOW or has_absent(entry):
-                    continue
-                if isinstance(group.get(key), torch.Tensor):  # a tensor lr stays the same tensor
-                    put_tensor(group[key], entry)
-                else:
-                    group[key] = entry
+        if not is_optimizer_state(value):
+            return  # `check` has already reported it
+        with handing_over(type(self._optimizer).__name__):
+            parameters, live = self._parameters()[0], self._optimizer.state
+            stored = value["state"]
+            # State that only other ranks need is ABSENT too; ignore it here.
+            whole = not has_absent([list(map(stored.get, parameters)), value["groups"]])
+            for name, (parameter, _) in parameters.items():
+                entries = stored.get(name, ABSENT)
+                if entries is not ABSENT:
+                    loaded = {key: entry for key, entry in entries.items() if not has_absent(entry)}
+                    if loaded or not entries:
+                        kept = live[parameter]
+                        if whole:  # delete state that was added after the checkpoint
+                            kept.clear()
+                        kept.update(loaded)
+                elif whole:
+                    live.pop(parameter, None)
+            stored_as = self._stored_as(parameters, value)
+            for group, number in zip(self._optimizer.param_groups, stored_as, strict=True):
+                options = {} if number is None else _entries(value["groups"][number]["options"])
+                for key, entry in options.items():
+                    if key in _HOW or has_absent(entry):
+                        continue
+                    # A tensor lr stays the same tensor.
+                    if isinstance(group.get(key), torch.Tensor):
+                        put_tensor(group[key], entry)
+                    else:
+                        group[key] = entry
 
     def _stored_as(
         self, parameters: dict[str, tuple[torch.Tensor, int]], stored: dict[str, Any]
@@ -209,7 +215,8 @@ class OptimizerProvider(StateProvider):
         A name is the one that modules and dicts know, else the optimizer's own, else the position.
         """
         known, groups = self._names(), self._optimizer.param_groups
-        items = {known[id(p)][0] for group in groups for p in group["params"] if id(p) in known}
+        here = chain.from_iterable(map(itemgetter("params"), groups))
+        items = set(map(itemgetter(0), filter(None, map(known.get, map(id, here)))))
         parameters: dict[str, tuple[torch.Tensor, int]] = {}
         by_position = 0
         for g, group in enumerate(groups):

@@ -41,7 +41,7 @@ def name_of(path: tuple[object, ...]) -> str:
 def names_in(path: tuple[object, ...], keys: Iterable[object]) -> list[str]:
     """Return the names of the leaves under these keys in the container at `path`."""
     above = f"{name_of(path)}/" if path else ""
-    return [above + _escaped(key) for key in keys]
+    return list(map(above.__add__, map(_escaped, keys)))
 
 
 def path_of(name: str) -> tuple[object, ...]:
