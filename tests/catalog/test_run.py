@@ -144,7 +144,6 @@ def test_the_order_of_system_calls_is_that_of_the_format(tmp_path: Path, save: S
         (Kind.SYNC_FOLDER, folder),
         (Kind.CREATE_FILE, "manifest.json"),
         (Kind.WRITE, "manifest.json"),
-        (Kind.TRUNCATE, "manifest.json"),
         (Kind.SYNC, "manifest.json"),
         (Kind.LINK, "manifest.json"),
         (Kind.SYNC_FOLDER, folder),

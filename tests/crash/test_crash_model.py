@@ -90,7 +90,7 @@ def test_the_model_catches_a_deletion_that_takes_the_data_first(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def delete_folder(self: DirectoryStore, name: str, *, first: str | None = None) -> None:
-        self._remove_tree(f"{self.url}/{name}")
+        self._remove_tree(f"{self.url}/{name}", may_stay=False)
 
     monkeypatch.setattr(DirectoryStore, "delete_folder", delete_folder)
     with pytest.raises(Violated):

@@ -276,7 +276,6 @@ def test_create_makes_bytes_durable_before_the_name(tmp_path: Path) -> None:
     assert [change.kind for change in disk.changes] == [
         Kind.CREATE_FILE,
         Kind.WRITE,
-        Kind.TRUNCATE,
         Kind.SYNC,
         Kind.LINK,
         Kind.SYNC_FOLDER,

@@ -118,14 +118,13 @@ class DirectoryStore(Store):
         links_to_one: Callable[[str], bool],
     ) -> tuple[str, ...]:
         # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
+        names = []
         with self._listing(folder) as items:
-            return tuple(
-                [
-                    item.name
-                    for item in items
-                    if (links_to_one(item.path) if item.is_symlink() else is_one(item))
-                ]
-            )
+            for item in items:
+                is_wanted = links_to_one(item.path) if item.is_symlink() else is_one(item)
+                if is_wanted:
+                    names.append(item.name)
+        return tuple(names)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
@@ -173,7 +172,8 @@ class DirectoryStore(Store):
             writer = files.FileWriter(self._disk, fd, path, direct=False)
             try:
                 writer.write_at(0, memoryview(data))
-                writer.finish(len(data))
+                self._disk.sync(fd)
+                writer.close()
                 self._publish(temporary, path)
                 self._disk.sync_folder(os.path.dirname(path))
             finally:
@@ -184,9 +184,7 @@ class DirectoryStore(Store):
         path = self._path_to_change(name)
         self._make_root()
         with os_errors("make a folder", path):
-            if parents:
-                self._make_missing(os.path.dirname(path))
-            self._make_one(path)
+            self._make_durably(path, parents=parents)
 
     def sync_folder(self, name: str) -> None:
         path = self._path(name) if name else self._root
@@ -310,23 +308,22 @@ class DirectoryStore(Store):
     def _make_root(self) -> None:
         if not self._rooted:
             try:
-                self._make_missing(self._root)
+                if not os.path.isdir(self._root):
+                    with contextlib.suppress(FileExistsError):
+                        self._make_durably(self._root)
             except OSError as error:
                 raise failed("make the folder", self._root, error) from error
             self._rooted = True
 
-    def _make_missing(self, path: str) -> None:
-        """Make a folder and its parents, as far as they do not exist."""
-        if not os.path.isdir(path):
-            self._make_missing(os.path.dirname(path))
+    def _make_durably(self, path: str, *, parents: bool = True) -> None:
+        """Make a folder and its missing parents, with their names durable."""
+        parent = os.path.dirname(path)
+        if parents and not os.path.isdir(parent):
             with contextlib.suppress(FileExistsError):
-                self._make_one(path)
-
-    def _make_one(self, path: str) -> None:
-        """Make a folder, with its name durable."""
+                self._make_durably(parent)
         self._disk.make_folder(path)
         try:
-            self._disk.sync_folder(os.path.dirname(path))
+            self._disk.sync_folder(parent)
         except OSError:
             # If it stayed, the next caller would take it for durable.
             with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ import weakref
 from laststep.errors import AlreadyExistsError
 from laststep.storage.files import Disk, failed, open_to_read, os_errors
 
-_FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid on 64-bit Linux
+_FLOCK = struct.Struct("@hhqqi")  # l_type, l_whence, l_start, l_len, l_pid on 64-bit Linux
 LAST_PLACE = (1 << 63) - 1
 
 _mutex = threading.RLock()  # reentrant for a signal handler that forks
@@ -59,7 +59,8 @@ class FileLock:
         with _mutex:
             if self._fd >= 0:
                 with os_errors("mark a byte of the lock", self._path):
-                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(kind, place))
+                    place_lock = _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0)
+                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, place_lock)
 
 
 def _in_child() -> None:
@@ -92,7 +93,8 @@ def take(disk: Disk, path: str) -> FileLock:
                     except FileExistsError:
                         continue
             try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, 0))
+                held = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, held)
                 if os.path.samestat(os.lstat(path), os.fstat(fd)):
                     return FileLock(fd, path)
             except FileNotFoundError:
@@ -125,9 +127,9 @@ def locked_places(path: str, first: int, last: int) -> tuple[tuple[int, int], ..
         stack.callback(os.close, fd)
         while wanted:
             first, last = wanted.pop()
-            question = _flock(fcntl.F_WRLCK, first, last - first + 1)
+            question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, last - first + 1, 0)
             answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question)
-            kind, _, start, size, _ = struct.unpack(_FLOCK, answer)
+            kind, _, start, size, _ = _FLOCK.unpack(answer)
             if kind == fcntl.F_UNLCK:
                 continue
             # A size of 0 means to the end.
@@ -137,7 +139,3 @@ def locked_places(path: str, first: int, last: int) -> tuple[tuple[int, int], ..
             rest = ((first, start - 1), (end + 1, last))
             wanted += [(low, high) for low, high in rest if low <= high]
     return tuple(sorted(locked))
-
-
-def _flock(kind: int, place: int, count: int = 1) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, place, count, 0)
