@@ -64,7 +64,7 @@ MANIFEST_LIMIT_BYTES = 256 << 20
 INDEX_LIMIT_BYTES = 4 << 30
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
-_COPYING = re.compile(r"copying(-r[0-9]{5,8})?\.lock")
+COPYING_NAME = re.compile(r"copying(-r[0-9]{5,8})?\.lock")
 _PAUSES_S = (0.0, 0.0, 0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -102,14 +102,14 @@ def parse_folder(folder: str) -> AttemptName | None:
     return name if term >= 1 and attempt >= 1 and name.folder == folder else None
 
 
+_name_in = functools.partial(msgspec.convert, type=AttemptName, from_attributes=True)
+"""The name that a manifest states."""
+
+
 def copying_name(first_rank: int | None = None) -> str:
     """Return the name of the lock in the folder of an uncommitted copy, by the first of the ranks
     whose files are copied; None: all are."""
     return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
-
-
-def is_copying_name(name: str) -> bool:
-    return _COPYING.fullmatch(name) is not None
 
 
 class Attempt:
@@ -301,10 +301,6 @@ def read_decision(store: Store, folder: str) -> Commit | Abort | None:
     return decided
 
 
-def _name_in(commit: Commit) -> AttemptName:
-    return AttemptName(step=commit.step, term=commit.term, attempt=commit.attempt)
-
-
 def read_manifest(store: Store, folder: str) -> bytes:
     """Return the bytes of a manifest. Raise `NotFoundError` if there is none."""
     return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
@@ -385,15 +381,13 @@ def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
     """List a folder. In an object store, raise `StorageError` if repeated listings omit the file
     `expected` although it exists: a proxy may answer with an HTML page and status 200, which
     clients parse as an empty listing."""
+    if not store.same_everywhere:
+        return store.list(folder)
     entries: list[StoreEntry] = []
     path = f"{folder}/{expected}" if folder else expected
     for _ in looks():
         entries = store.list(folder)
-        if (
-            not store.same_everywhere
-            or any(entry.name == expected for entry in entries)
-            or not exists(store, path)
-        ):
+        if any(entry.name == expected for entry in entries) or not exists(store, path):
             return entries
         # A deletion removes the folder's name from the run before its contents, so the contents
         # that are left do not count.

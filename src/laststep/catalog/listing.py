@@ -14,16 +14,18 @@ subfolder is not scanned, because its content is not part of the run.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from laststep.catalog.attempt import (
+    COPYING_NAME,
     PIN_NAME,
     RUN_NAME,
     AttemptName,
     by_point,
-    is_copying_name,
     list_checked,
     looks,
     parse_folder,
@@ -35,14 +37,13 @@ from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError, StorageError
 from laststep.format.index import folder_of, index_name
 from laststep.format.manifest import Abort, Commit
-from laststep.storage.store import StoreEntry
+from laststep.storage.store import Store, StoreEntry
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from collections.abc import Set as AbstractSet
 
     from laststep.catalog.terms import Chain, Terms
-    from laststep.storage.store import Store
 
 _NEAREST = 6
 _VERY_MANY = 4096
@@ -123,18 +124,21 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_copy(self) -> bool:
         """Return True if it is an uncommitted copy of a checkpoint from another place."""
-        return self.decided is None and any(is_copying_name(entry.name) for entry in self.entries)
+        names = map(operator.attrgetter("name"), self.entries)
+        return self.decided is None and any(map(COPYING_NAME.fullmatch, names))
 
     @property
     def size_bytes(self) -> int:
         """The size of all its files: as listed, or by the manifest for skipped subfolders."""
-        files = [entry for entry in self.entries if not entry.is_folder]
-        data_bytes = 0
+        size_bytes = 0
+        counted: tuple[str, ...] = ()
         if isinstance(self.decided, Commit) and self.passed_over:
             # The manifest's total includes data files beside the subfolders: count them once.
-            data_bytes = self.decided.size_bytes
-            files = [entry for entry in files if not entry.name.endswith(_DATA_FILES)]
-        return data_bytes + sum([entry.size_bytes for entry in files])
+            size_bytes, counted = self.decided.size_bytes, _DATA_FILES
+        for entry in self.entries:
+            if not entry.is_folder and not entry.name.endswith(counted):
+                size_bytes += entry.size_bytes
+        return size_bytes
 
     @property
     def changed_s(self) -> float:
@@ -149,16 +153,15 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 def _missing_indexes(commit: Commit, names: Iterable[str]) -> list[str]:
     """Return the indexes of a checkpoint that are not among `names`, in order."""
-    indexes = {index_name(number, commit.ranks) for number in range(commit.index_count)}
-    return sorted(indexes.difference(names))
+    indexes = map(index_name, range(commit.index_count), itertools.repeat(commit.ranks))
+    return sorted(set(indexes).difference(names))
 
 
-class Scanner:
+class Scanner(msgspec.Struct, eq=False):
     """Scans the attempts of one run and caches their manifests."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._read: dict[AttemptName, tuple[int, float, Commit | Abort]] = {}
+    _store: Store
+    _read: dict[AttemptName, tuple[int, float, Commit | Abort]] = {}
 
     def names(self) -> list[AttemptName]:
         """Return all attempts that have a folder, decided or not."""
@@ -228,10 +231,15 @@ class Scanner:
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
         """Leave out attempts that are being deleted: they have no manifest, and by now no name."""
-        if all(item.decided is not None for item in scanned):
-            return scanned
-        there = set(self.names())
-        return tuple(item for item in scanned if item.decided is not None or item.name in there)
+        there: set[AttemptName] | None = None
+        kept = []
+        for item in scanned:
+            if item.decided is None:
+                there = set(self.names()) if there is None else there
+                if item.name not in there:
+                    continue
+            kept.append(item)
+        return tuple(kept)
 
     def look(
         self, name: AttemptName, folder: StoreEntry, *, deep: bool = False, undecided: bool = False
@@ -255,7 +263,7 @@ class Scanner:
                 decided = self._decided(name, entry)
             elif entry.is_folder and not entry.is_link:
                 inner.append(entry.name)
-            elif is_copying_name(entry.name):
+            elif COPYING_NAME.fullmatch(entry.name):
                 locks.append(f"{folder.name}/{entry.name}")
         if isinstance(decided, Commit):
             fully = fully or not (
@@ -338,20 +346,21 @@ class Scanner:
 
 def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[Listed, ...]:
     """Return the committed attempts in the order of commits. Pure."""
-    committed = {item.name: item for item in scanned if item.is_committed}
+    committed: dict[AttemptName, ScannedAttempt] = {}
+    sound: set[AttemptName] = set()
+    for item in scanned:
+        if item.is_committed:
+            committed[item.name] = item
+            if isinstance(item.decided, Commit) and item.incomplete is None:
+                sound.add(item.name)
     on_lineage = order(committed, chain)
-    sound = {
-        name
-        for name, item in committed.items()
-        if isinstance(item.decided, Commit) and item.incomplete is None
-    }
     replaced = superseded(on_lineage, sound)
     counted = frozenset(on_lineage) - replaced.keys()
     listed = []
     for name in sorted(committed, key=by_point) if chain.limits else on_lineage:
         item, by = committed[name], replaced.get(name)
         commit = item.decided if isinstance(item.decided, Commit) else None
-        files = {entry.name: entry for entry in item.entries}
+        files = dict(zip(map(operator.attrgetter("name"), item.entries), item.entries, strict=True))
         size_bytes = item.size_bytes
         listed.append(
             Listed(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import re
 import time
@@ -81,8 +82,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def run_id(store: Store) -> str:
     """Return the id of the run in a store; "" if neither `run.json` nor a manifest has one."""
-    record = read_record(store)
-    return id_in_manifests(store) if record is None else record.run
+    return Run(store, read_record(store)).id
 
 
 def id_in_manifests(store: Store) -> str:
@@ -188,7 +188,8 @@ class Run:
         `term`."""
         if term is not None:
             return listing.checkpoints(scanned, self._terms.chain(term))
-        committed = {item.name for item in scanned if item.is_committed}
+        found = filter(operator.attrgetter("is_committed"), scanned)
+        committed = set(map(operator.attrgetter("name"), found))
         return listing.checkpoints(scanned, self._chain(committed, committed.__contains__))
 
     def _chain(
@@ -367,6 +368,8 @@ class Run:
         """Remove the attempts of dead writers and abort those of other older writers. A live writer
         that checked for newer terms before this one existed finds the abort when it commits."""
         scanned = self._scanner.scan_undecided(deep=True)
+        if not scanned:
+            return
         dead = retention.attempts_of_the_dead(self._terms, scanned, now_s=time.time())
         self._remove(dead)
         ended = {orphan.name for orphan in dead}
@@ -386,16 +389,12 @@ class Run:
             if read_decision(self.store, folder) is not None:
                 return
             raise StorageError(
-                (
-                    "cannot take over the run: cannot abort a save of another job, which may still "
-                    "be alive"
-                ),
+                "cannot take over the run: cannot abort a save of another job, which may still be "
+                "alive",
                 where=f"{self.store.url}/{folder}",
                 found=error.without_remedy(),
-                remedy=(
-                    "stop that job and delete this folder, or give this job write access; the next "
-                    "save tries again"
-                ),
+                remedy="stop that job and delete this folder, or give this job write access; the "
+                "next save tries again",
             ) from error
         if isinstance(decided, Abort):
             _log.warning("aborted %s, which was in progress in an older term", folder)
@@ -430,8 +429,10 @@ class Run:
         run, or of `term` if given (a writer's term, which may have no commit yet)."""
         # Only commits count: an undecided attempt may belong to the calling save. The full scan
         # runs only if there is one, because every save calls this and a run may have thousands.
-        names = self._scanner.names()
-        if not any(name.step == step and _is_committed(self.store, name) for name in names):
+        for name in self._scanner.names():
+            if name.step == step and _is_committed(self.store, name):
+                break
+        else:
             return
         scanned = self._scanner.scan(deep=True)
         for item in self._listed(scanned, term):
@@ -581,27 +582,26 @@ class RunWriter:
         another writer has taken over the run."""
         run = self.open_run()
         if self.term is None:
-            self.term = self._claim(run, needs_trainer=needs_trainer)
+            orphan = self._trainer_is_dead()
+            if orphan and needs_trainer:
+                raise AbortedError("the trainer died before the save began on all ranks")
+            self.close()
+            after, continues, folder = self._after, None, None
+            if after is not None:
+                continues, folder = after.point, after.folder
+                with contextlib.suppress(NotFoundError):  # it was read at another tier
+                    # Its writer may have died before its name was durable; nothing synced it since.
+                    self.store.sync_folder(folder)
+            self.last_folder = folder  # not what was committed since
+            self.term = run.claim_term(
+                continues, seen=self._seen, writer=self._trainer, orphan=orphan
+            )
             self._attempts = 0
             self._to_clean = True
         if self._lock is None:  # else its attempts would look dead
             self._lock = run.lock_term(self.term)
         self._attempts += 1
         return run.begin(step=step, term=self.term, attempt=self._attempts)
-
-    def _claim(self, run: Run, *, needs_trainer: bool) -> int:
-        orphan = self._trainer_is_dead()
-        if orphan and needs_trainer:
-            raise AbortedError("the trainer died before the save began on all ranks")
-        self.close()
-        after, continues = self._after, None
-        if after is not None:
-            continues = after.point
-            with contextlib.suppress(NotFoundError):  # it was read at another tier
-                # Its writer may have died before its name was durable, and nothing synced it since.
-                self.store.sync_folder(after.folder)
-        self.last_folder = None if after is None else after.folder  # not what was committed since
-        return run.claim_term(continues, seen=self._seen, writer=self._trainer, orphan=orphan)
 
     def commit(self, attempt: Attempt, commit: Commit) -> None:
         """Commit an attempt of this writer."""

@@ -40,13 +40,13 @@ from laststep.constants import FORMAT_VERSION
 from laststep.errors import AbortedError, AlreadyExistsError, CorruptError, NotFoundError
 from laststep.format.manifest import Versioned, refuse_later
 from laststep.process.system import boot, pid_namespace, process_started
+from laststep.storage.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from laststep.catalog.attempt import AttemptName
-    from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -247,12 +247,11 @@ def superseded(
     return replaced
 
 
-class Terms:
+class Terms(msgspec.Struct, eq=False):
     """The terms of one run. Thread-safe: it caches only records, which never change."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: dict[int, TermRecord] = {}
+    _store: Store
+    _known: dict[int, TermRecord] = {}
 
     def numbers(self, kind: str = "json") -> tuple[int, ...]:
         """Return all terms that have a record (or a lock, for the kind "lock"), ascending."""

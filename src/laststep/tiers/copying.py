@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import run, terms
 from laststep.catalog.attempt import (
+    COPYING_NAME,
     PIN_NAME,
     RUN_NAME,
     Attempt,
     copying_name,
     deleted,
     inner_folders,
-    is_copying_name,
     parse_folder,
     read_decision,
     read_index_bytes,
@@ -232,7 +232,7 @@ class Copier:
         if PIN_NAME in self.source.file_names(folder):
             with contextlib.suppress(AlreadyExistsError):
                 self.target.create(f"{folder}/{PIN_NAME}", b"")
-        for name in filter(is_copying_name, self.target.file_names(folder)):
+        for name in filter(COPYING_NAME.fullmatch, self.target.file_names(folder)):
             self.target.delete(f"{folder}/{name}")
         _log.info(
             "copied %s from %s to %s (%d bytes)",
@@ -307,7 +307,7 @@ class Copier:
 
     def _locked(self, folder: str) -> list[str]:
         """Return the locks that are held by processes copying this checkpoint now."""
-        names = filter(is_copying_name, self.target.file_names(folder))
+        names = filter(COPYING_NAME.fullmatch, self.target.file_names(folder))
         return [name for name in names if self.target.is_locked(f"{folder}/{name}")]
 
     def _busy(self, folder: str, name: str) -> AlreadyExistsError:
