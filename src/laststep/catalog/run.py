@@ -85,20 +85,6 @@ def run_id(store: Store) -> str:
     return Run(store, read_record(store)).id
 
 
-def id_in_manifests(store: Store) -> str:
-    """Return the run id in the newest readable manifest; "" if there is none."""
-    for name in sorted(Scanner(store).names(), key=by_point, reverse=True):
-        try:
-            decided = read_decision(store, name.folder)
-        except StorageError:
-            raise
-        except LaststepError:
-            continue  # damaged or of a later format; older manifests have the same id
-        if isinstance(decided, Commit) and _ID.fullmatch(decided.run):
-            return decided.run
-    return ""
-
-
 def read_record(store: Store) -> RunRecord | None:
     """Return the content of `run.json`, if it exists. Raise `CorruptError` if it is damaged."""
     where = f"{store.url}/{RUN_NAME}"
@@ -161,7 +147,7 @@ class Run:
         if record is None:
             # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
             # give the run a new one.
-            known = id_in_manifests(store) or os.urandom(16).hex()
+            known = cls(store, None).id or os.urandom(16).hex()
             fresh = RunRecord(format=FORMAT_VERSION, run=known, created_s=time.time())
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
@@ -172,8 +158,19 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The random id of the run; "" if neither `run.json` nor a manifest has one."""
-        return id_in_manifests(self.store) if self.record is None else self.record.run
+        """The random id of the run; "" if neither `run.json` nor a readable manifest has one."""
+        if self.record is not None:
+            return self.record.run
+        for name in sorted(self._scanner.names(), key=by_point, reverse=True):
+            try:
+                decided = read_decision(self.store, name.folder)
+            except StorageError:
+                raise
+            except LaststepError:
+                continue  # damaged or of a later format; older manifests have the same id
+            if isinstance(decided, Commit) and _ID.fullmatch(decided.run):
+                return decided.run
+        return ""
 
     # Reading
 
@@ -572,15 +569,10 @@ class RunWriter:
         self.last_folder = None if after is None else after.folder
         self.term = None
 
-    def open_run(self) -> Run:
-        if self._run is None:
-            self._run = Run.open_or_create(self.store)
-        return self._run
-
     def begin(self, step: int, *, needs_trainer: bool = False) -> Attempt:
         """Begin the next attempt, after claiming a term if there is none. Raise `AbortedError` if
         another writer has taken over the run."""
-        run = self.open_run()
+        self._run = run = self._run or Run.open_or_create(self.store)
         if self.term is None:
             orphan = self._trainer_is_dead()
             if orphan and needs_trainer:

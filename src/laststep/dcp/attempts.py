@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog.attempt import RUN_NAME, read_decision
 from laststep.catalog.retention import Keep, plan_prune
-from laststep.catalog.run import RunWriter
+from laststep.catalog.run import Run, RunWriter
 from laststep.catalog.terms import Terms
 from laststep.constants import listed
 from laststep.dcp.address import is_own_path, own_paths_there, remove_stock, stock_saved_s
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from laststep.catalog.attempt import Attempt
-    from laststep.catalog.run import Run
     from laststep.catalog.terms import Trainer
     from laststep.format.manifest import Commit
     from laststep.storage.store import Store
@@ -96,7 +95,7 @@ class DcpWriter(RunWriter):
                 self._look_round(self.term)
             if self.term is None:
                 _check_one_way(self.store)
-            run = self.open_run()
+            self._run = run = self._run or Run.open_or_create(self.store)
             if sole:
                 _check_sole(run, step)
             if self.term is not None:
