@@ -1,122 +1,116 @@
-"""What planning a load costs one rank of a job of up to 131,072, and the metadata that it reads.
+"""Planning a load in a job of very many ranks: its cost for one rank, and the metadata it reads.
 
-The checkpoint and the job that loads it are made up by `bench/scale.py`; the plan is made by the
-very code that a restore runs. Headers, tables and trees are encoded to find out how long they are.
+The checkpoint and the job that loads it are made up by `bench/scale_jobs.py`. The manifest and
+indexes are decoded, and the reads planned, by the functions that a restore calls.
 """
 
 from __future__ import annotations
 
-import resource
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.codecs import objects
-from laststep.codecs.objects import TensorRef
-from laststep.plan.files import LAYOUT_NAME, ItemSpec, plan_save, tree_name
-from laststep.plan.layouts import agree, decode_local_layout, digest_of, encode_local_layout
+from bench.scale_jobs import forked, measured, share_of
+from laststep.format import manifest as manifest_format
+from laststep.format.index import decode, encode
+from laststep.plan.files import LAYOUT_NAME
+from laststep.plan.layouts import global_layout_of
 from laststep.plan.reads import FileBox, chunks_of
 from laststep.plan.who_reads import Ledger, ReadRequests, decode_request, encode_request
-from laststep.state.tree import BoxPart, Piece
+from laststep.read.content import stored_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from laststep.plan.layouts import GlobalLayout, LocalLayout
-    from laststep.plan.receipts import Groups
+    from bench.scale_jobs import Job
+    from laststep.format.index import Index
+    from laststep.plan.layouts import GlobalLayout
+    from laststep.plan.reads import Chunk
+    from laststep.plan.who_reads import WriterSource
 
-    Job = tuple[Sequence[LocalLayout], Callable[[int], int]]
 
+class _Loader(NamedTuple):
+    """One rank in the middle of a job, and the metadata of the checkpoint that it loads."""
 
-def measure(
-    saved: Job,
-    ranks: int,
-    now: Job,
-    loading: int,
-    groups: Groups,
-    manifest_bytes: int,
-    group_bytes: int,
-) -> dict[str, Any]:
-    """One rank in the middle of `loading` loads what `ranks` have saved."""
-    local_layouts, layout_group_of = saved
-    data = [encode_local_layout(local_layout) for local_layout in local_layouts]
-    names = [digest_of(one) for one in data]
-    firsts = [
-        next(r for r in range(ranks) if layout_group_of(r) == n) for n in range(len(local_layouts))
-    ]
-    rank = loading // 2 + 1
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
-    known = {name: decode_local_layout(one) for name, one in zip(names, data, strict=True)}
-    global_layout = agree([names[layout_group_of(one)] for one in range(ranks)], known)
-    index = {key: at for at, key in enumerate(global_layout.keys)}
-    rank_requests = [
-        decode_request(
-            encode_request(
-                {
-                    index[item.name, tensor.name]: tensor.layout
-                    for item in local_layout
-                    for tensor in item.tensors
-                }
+    job: Job
+    rank: int
+    manifest: bytes
+    indexes: dict[int, bytes]
+    """The indexes that it reads, by the rank that wrote them."""
+
+    def sources(
+        self, read: dict[int, Index]
+    ) -> tuple[GlobalLayout, ReadRequests, list[WriterSource]]:
+        """Return the ranks whose files this one reads, and keep the indexes read for that."""
+        commit = manifest_format.decode(self.manifest, where="")
+        if not isinstance(commit, manifest_format.Commit):
+            raise TypeError(commit)
+        firsts = [min(span.first for span in group.spans) for group in commit.layout_groups]
+        for first in firsts:
+            read[first] = decode(self.indexes[first], where="")
+        local_layouts = [read[first].values[LAYOUT_NAME] for first in firsts]
+        saved = global_layout_of(local_layouts, commit.layout_groups, commit.ranks, "")
+        numbers = {key: number for number, key in enumerate(saved.keys)}
+        rank_requests = [
+            decode_request(
+                encode_request(
+                    {
+                        numbers[item.name, tensor.name]: tensor.layout
+                        for item in local_layout
+                        for tensor in item.tensors
+                    }
+                )
             )
-        )
-        for local_layout in now[0]
-    ]
-    shapes = [spread.layouts[0].shape for spread in global_layout.spreads]
-    requests = ReadRequests(rank_requests, {one: now[1](one) for one in range(loading)}, shapes)
-    sources = list(Ledger(global_layout.spreads, requests).sources(rank))
-    seconds = time.perf_counter() - began
-    metadata = manifest_bytes
-    for first, local_layout, one in zip(firsts, local_layouts, data, strict=True):
-        small = plan_save((), rank=(first, ranks), objects=(tree_name("state"), LAYOUT_NAME))
-        tree = {t.name: TensorRef(t.name) for item in local_layout for t in item.tensors}
-        whole = objects.encode({"tree": tree, "ties": {}, "views": {}})
-        metadata += small.files[0].region_bytes + len(one) + len(whole)
-    chunks = 0
-    for source in sources:
-        stored, header_bytes, size = _stored(global_layout, source.writer, ranks)
-        metadata += header_bytes
-        began = time.perf_counter()
-        chunks += len(chunks_of(rank, source, stored, requests, {0: size}))
-        seconds += time.perf_counter() - began
-    asked = {*firsts, *(source.writer for source in sources)}
-    read = {groups.leader_of(one) for one in asked}
-    metadata += len(read) * group_bytes
+            for local_layout in self.job.local_layouts
+        ]
+        of_rank = {rank: self.job.layout_group_of(rank) for rank in range(self.job.ranks)}
+        shapes = [spread.layouts[0].shape for spread in saved.spreads]
+        requests = ReadRequests(rank_requests, of_rank, shapes)
+        return saved, requests, list(Ledger(saved.spreads, requests).sources(self.rank))
+
+    def writers(self) -> list[int]:
+        return [source.writer for source in self.sources({})[2]]
+
+    def chunks(self) -> int:
+        """Return the number of chunks that this rank reads."""
+        read: dict[int, Index] = {}
+        saved, requests, sources = self.sources(read)
+        numbers = {key: number for number, key in enumerate(saved.keys)}
+        tensor_bytes: list[int] = []
+        chunks: list[Chunk] = []
+        for source in sources:
+            stored: list[FileBox] = []
+            if source.writer not in read:
+                read[source.writer] = decode(self.indexes[source.writer], where="")
+            for layout in (part.layout for part in read[source.writer].layouts):
+                for entry in layout.tensors:
+                    held = stored_in(layout, entry)
+                    number = numbers[held.item, held.tensor]
+                    itemsize, file = saved.spreads[number].itemsize, len(tensor_bytes)
+                    stored.append(
+                        FileBox(number, itemsize, file, entry.start, entry.stop, held.box)
+                    )
+                tensor_bytes.append(layout.tensor_bytes)
+            chunks += chunks_of(self.rank, source, stored, requests, dict(enumerate(tensor_bytes)))
+        return len(chunks)
+
+
+def measure(saved: Job, global_layout: GlobalLayout, manifest: bytes, job: Job) -> dict[str, float]:
+    """Measure one rank in the middle of `job` that loads what `saved` wrote."""
+
+    def encoded(writers: Sequence[int]) -> dict[int, bytes]:
+        return {
+            writer: encode(share_of(saved, global_layout, writer).rank_index) for writer in writers
+        }
+
+    firsts = encoded([group.ranks[0] for group in global_layout.layout_groups])
+    loader = _Loader(job, job.ranks // 2 + 1, manifest, firsts)
+    writers = forked(loader.writers)
+    loader = loader._replace(indexes=firsts | encoded(writers))
+    chunks, seconds, mb = measured(loader.chunks)
     return {
-        "ranks": loading,
+        "ranks": job.ranks,
         "seconds": seconds,
+        "mb": mb,
         "chunks": chunks,
-        "files": len(sources),
-        "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
-        "metadata_bytes": metadata,
+        "writers": len(writers),
+        "metadata_bytes": len(manifest) + sum(map(len, loader.indexes.values())),
     }
-
-
-def _stored(global_layout: GlobalLayout, writer: int, ranks: int) -> tuple[list[FileBox], int, int]:
-    """What lies in the file of a writer, how long its header is, and its tensors."""
-    pieces, shares = [], global_layout.assignments(writer)
-    for key, share in shares:
-        spread = global_layout.spreads[share.tensor]
-        size = share.box.volume * spread.itemsize
-        part = BoxPart(key[1], spread.layouts[0].shape, share.box.start)
-        name = f"{key[1]}~6at{','.join(map(str, share.box.start))}"
-        pieces.append(
-            Piece(
-                name,
-                global_layout.dtypes[key],
-                share.box.shape,
-                size,
-                "cuda:0",
-                contiguous=True,
-                volatile=False,
-                part=part,
-            )
-        )
-    spec = ItemSpec(name="state", kind="value", standalone=True, pieces=tuple(pieces))
-    plan = plan_save((spec,), rank=(writer, ranks), objects=())
-    stored = []
-    for file in plan.files:
-        for piece, entry in zip(file.pieces, file.entries, strict=True):
-            share = shares[piece][1]
-            itemsize = global_layout.spreads[share.tensor].itemsize
-            stored.append(FileBox(share.tensor, itemsize, 0, entry.start, entry.stop, share.box))
-    return stored, sum(file.region_bytes for file in plan.files), plan.tensor_bytes
