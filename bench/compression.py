@@ -36,7 +36,7 @@ import laststep  # noqa: E402
 from bench import throttled  # noqa: E402
 from bench.hardware import commit, hardware  # noqa: E402
 from bench.state import GPT  # noqa: E402
-from laststep.flush import lending  # noqa: E402
+from laststep.flush import base as last_save  # noqa: E402
 from laststep.settings import as_keywords  # noqa: E402
 from laststep.storage.registry import register_store  # noqa: E402
 
@@ -220,7 +220,7 @@ def looking(training: TextTraining, parent: Path, reps: int) -> dict[str, object
     """Dense state: saves that look for what did not change beside such that cannot borrow."""
     seconds: dict[str, list[float]] = {"looks": [], "does not": []}
     lost: dict[str, list[float]] = {"looks": [], "does not": []}
-    least = lending.LEAST_BYTES
+    least = last_save.LEAST_BYTES
     with (
         folder(parent) as one,
         folder(parent) as other,
@@ -230,12 +230,12 @@ def looking(training: TextTraining, parent: Path, reps: int) -> dict[str, object
         for step in range(reps + 1):
             for name, ckpt in (("looks", looks), ("does not", blind)):
                 training.train(1)
-                lending.LEAST_BYTES = least if name == "looks" else 1 << 62
+                last_save.LEAST_BYTES = least if name == "looks" else 1 << 62
                 report = ckpt.save(step).result()
                 if step:
                     seconds[name].append(report.durable_s or 0.0)
                     lost[name].append(report.lost_s)
-    lending.LEAST_BYTES = least
+    last_save.LEAST_BYTES = least
     print(
         f"looking for changes in dense state: durable in {spread(seconds['looks'])} s beside "
         f"{spread(seconds['does not'])} without; lost {spread(lost['looks'], 1e3)} ms beside "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -16,16 +17,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed.checkpoint as dcp
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from bench.hardware import commit, hardware
-from laststep.dcp import Reader, Writer
+import torch  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+from bench.hardware import commit, hardware  # noqa: E402
+from laststep.dcp import Reader, Writer  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 2048
 
 

@@ -11,6 +11,7 @@ listed by itself. Run it in the environment of `make test-frameworks`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -222,6 +223,12 @@ def train_deepspeed(way: str, folder: str, size: Size, device: str, clock: Clock
             engine.save_checkpoint(folder, tag=f"global_step{step}")
 
 
+PACKAGES = {
+    "hf": "transformers",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+}
 FRAMEWORKS: dict[str, Callable[[str, str, Size, str, Clock], None]] = {
     "hf": train_hf,
     "lightning": train_lightning,
@@ -301,6 +308,9 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for framework in asked.frameworks.split(","):
+        if importlib.util.find_spec(PACKAGES[framework]) is None:
+            print(framework, "not installed", flush=True)
+            continue
         trainings: dict[str, list[Lost]] = {way: [] for way in WAYS}
         for _ in range(asked.repeat):
             step_s = 0.0

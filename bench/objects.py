@@ -188,9 +188,9 @@ def counted() -> Iterator[dict[str, int]]:
     cost = {"range_bytes": 0, "ranges": 0, "requests": 0}
     once, ranged = Bucket._once, Bucket.read_range  # noqa: SLF001 (what all requests go through)
 
-    def count(self: Bucket, call: Callable[[], object]) -> object:
+    def count(self: Bucket, call: Callable[[], object], *, may_miss: bool) -> object:
         cost["requests"] += 1
-        return once(self, call)
+        return once(self, call, may_miss=may_miss)
 
     def count_range(self: Bucket, key: str, start: int, size_bytes: int) -> memoryview:
         cost["ranges"] += 1

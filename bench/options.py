@@ -39,7 +39,9 @@ def parse(kind: str, *, gb: float, quick_gb: float, names: list[str], budget_s: 
     """Read sys.argv. `names` are the peers that `--only` may name beside the parts."""
     parser = argparse.ArgumentParser(prog=f"bench/{kind}.py", description=__doc__)
     parser.add_argument("--gb", type=float, help=f"size of the state in GB (default {gb})")
-    parser.add_argument("--reps", type=int, help="repetitions (default 3; the last for memory)")
+    parser.add_argument(
+        "--reps", type=int, help="repetitions (default 3; the second samples memory)"
+    )
     parser.add_argument("--peer-reps", type=int, help="repetitions of peers (default as --reps)")
     parser.add_argument("--quick", action="store_true", help="a small state and one repetition")
     parser.add_argument("--dir", type=Path, help="folder for the files (default bench/out/tmp)")

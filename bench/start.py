@@ -8,6 +8,7 @@ did nothing for a while takes twice as long for the same.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -19,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-STARTS = 10
 LATER = 6
 PAUSE_S = 0.5
 
@@ -56,11 +56,20 @@ def measure(folder: str) -> dict[str, list[float]]:
 
 def main() -> None:
     """Print minimum, median and maximum of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--starts", type=int, default=10, help="(%(default)s)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.one:
+        print(json.dumps(measure(chosen.one)))
+        return
+    parent = ROOT / "bench" / "out"
+    parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[float]] = {}
-    for _ in range(STARTS):
-        with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    for _ in range(chosen.starts):
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
             done = subprocess.run(
-                [sys.executable, __file__, folder], stdout=subprocess.PIPE, check=True
+                [sys.executable, __file__, "--one", folder], stdout=subprocess.PIPE, check=True
             )
         for name, values in json.loads(done.stdout).items():
             found.setdefault(name, []).extend(values)
@@ -73,7 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
-    else:
-        main()
+    main()
