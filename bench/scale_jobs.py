@@ -97,9 +97,12 @@ def experts(ranks: int) -> Job:
 
 
 def replicated(ranks: int) -> Job:
-    """Plain DDP."""
-    weights = {f"layers.{number}": SHAPES[number % len(SHAPES)] for number in range(TENSORS)}
-    return Job(ranks, _with_adamw({**weights}))
+    """Plain DDP. Every rank holds all of it: sides are an eighth, so that it takes 63 GB."""
+    weights: dict[str, Layout | tuple[int, ...]] = {}
+    for number in range(TENSORS):
+        shape = SHAPES[number % len(SHAPES)]
+        weights[f"layers.{number}"] = tuple(side // 8 for side in shape)
+    return Job(ranks, _with_adamw(weights))
 
 
 JOBS = {"pp-tp-fsdp": pipeline, "experts": experts, "ddp": replicated}
