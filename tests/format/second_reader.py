@@ -1,22 +1,21 @@
 """A reader of runs that was written from docs/format.md and shares no code with laststep.
 
 It takes the long way: all indexes, no tables. What is not as the page says is an `AssertionError`.
+The codecs of blocks are in `second_codecs`, and what puts tensors together is in `second_tensors`.
 """
 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import re
-import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import xxhash
-import zstandard
+from second_codecs import decode, rounded
+from second_tensors import SIZES, Part, Tensor, joined, viewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 BLOCK = 1 << 20
 FOLDER = re.compile(r"step-(\d{8,20})\.(\d{1,20})-(\d{1,20})")
-NAMES = {
-    1: "bool uint8 int8 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz "
-    "float4_e2m1fn_x2",
-    2: "uint16 int16 float16 bfloat16",
-    4: "uint32 int32 float32 complex32",
-    8: "uint64 int64 float64 complex64",
-    16: "complex128",
-}
-SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 
 
 # --- documents -----------------------------------------------------------------------------------
@@ -66,95 +56,7 @@ def newest(run: Path) -> Path:
     return commits[max(point for point in commits if point[0] in terms)]
 
 
-# --- codecs of blocks ----------------------------------------------------------------------------
-
-
-def unpacked(stored: bytes, size: int) -> bytes:
-    """Bytes that are stored as they are, or fewer as a frame of zstandard."""
-    found = stored
-    if len(stored) != size:
-        found = zstandard.ZstdDecompressor().decompress(stored)
-    assert len(found) == size
-    return found
-
-
-def elements(data: bytes, count: int, width: int) -> tuple[bytes, bytes]:
-    """So many elements, stored as planes, and what lies behind these."""
-    found, at = bytearray(count * width), 4 * width
-    for place, size in enumerate(struct.unpack(f"<{width}I", data[:at])):
-        found[place::width] = unpacked(data[at : at + size], count)
-        at += size
-    return bytes(found), data[at:]
-
-
-def sums(before: bytes, folded: bytes, width: int) -> bytes:
-    """Elements of a base, with folded differences added to them."""
-    found = b""
-    for at in range(0, len(folded), width):
-        one = int.from_bytes(folded[at : at + width], "little")
-        old = int.from_bytes(before[at : at + width], "little")
-        new = old + (-(one + 1) // 2 if one % 2 else one // 2)
-        found += (new % (1 << 8 * width)).to_bytes(width, "little")
-    return found
-
-
-def decode(codec: str, data: bytes, size: int, width: int, before: bytes) -> bytes:
-    if codec in ("raw", "rounded"):
-        return data
-    if codec == "planes":
-        found, tail = elements(data, size // width, width)
-        return found + tail
-    width = min(width, 8)
-    if codec == "subtract":
-        folded, tail = elements(data, size // width, width)
-        return sums(before, folded, width) + tail
-    assert codec == "patches"
-    count, gap_bytes, stored = struct.unpack("<III", data[:12])
-    folded, tail = elements(data[12 + stored :], count, width)
-    patched, at, gap, shift, nth = bytearray(before[: size // width * width]), 0, 0, 0, 0
-    for byte in unpacked(data[12 : 12 + stored], gap_bytes):
-        gap += (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            here, one = slice((at + gap) * width, (at + gap + 1) * width), nth * width
-            patched[here] = sums(bytes(patched[here]), folded[one : one + width], width)
-            at, gap, shift, nth = at + gap + 1, 0, 0, nth + 1
-    assert nth == count
-    return bytes(patched) + tail
-
-
-def rounded(data: bytes, dtype: str) -> bytes:
-    """Elements of fp32 as bf16 or fp16, to the nearest, ties to even. A NaN is FFFF in bf16; in
-    fp16 it keeps its sign and the upper bits of its fraction, and is quiet."""
-    bits = np.frombuffer(data, "<u4")
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    if dtype == "bfloat16":
-        wide = bits.astype("u8")
-        found = np.where(nan, 0xFFFF, (wide + 0x7FFF + (wide >> 16 & 1)) >> 16)
-    else:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            cast = bits.view("<f4").astype("<f2").view("<u2")
-        found = np.where(nan, bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF, cast)
-    return found.astype("<u2").tobytes()
-
-
 # --- what one rank wrote -------------------------------------------------------------------------
-
-
-class Tensor(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class Part(NamedTuple):
-    """A box of a tensor, as an entry holds it."""
-
-    item: str
-    tensor: str
-    whole: tuple[int, ...]
-    start: tuple[int, ...]
-    held: Tensor
 
 
 class Index:
@@ -236,38 +138,6 @@ class Index:
                 yield Part(owner, of, tuple(whole), tuple(first), held)
                 at = stop
             assert at == size
-
-
-# --- tensors -------------------------------------------------------------------------------------
-
-
-def joined(parts: list[Part]) -> Tensor:
-    """A tensor, of its parts: every element once."""
-    whole, size = parts[0].whole, SIZES[parts[0].held.dtype]
-    data, seen = bytearray(math.prod(whole) * size), 0
-    for part in parts:
-        assert part.whole == whole
-        shape = part.held.shape
-        row = shape[-1] * size if shape else size
-        seen += math.prod(shape)
-        for number, index in enumerate(itertools.product(*map(range, shape[:-1]))):
-            at = 0
-            for one, start, side in zip((*index, 0), part.start, whole, strict=False):
-                at = at * side + one + start
-            data[at * size : at * size + row] = part.held.data[number * row : (number + 1) * row]
-    assert seen == math.prod(whole)
-    return Tensor(parts[0].held.dtype, whole, bytes(data))
-
-
-def viewed(base: Tensor, entry: dict[str, Any]) -> Tensor:
-    """A window into a base."""
-    _, dtype, shape, stride, offset = entry["items"]
-    shape, stride, size = shape["items"], stride["items"], SIZES[dtype]
-    places = [
-        offset + size * sum(i * step for i, step in zip(index, stride, strict=True))
-        for index in itertools.product(*map(range, shape))
-    ]
-    return Tensor(dtype, tuple(shape), b"".join(base.data[at : at + size] for at in places))
 
 
 def leaves(node: object) -> list[str]:

@@ -12,6 +12,7 @@ import laststep
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import second_codecs
 import second_reader
 
 
@@ -47,6 +48,6 @@ def test_the_page_rounds_as_torch_does(dtype: str) -> None:
     high = torch.arange(1 << 16, dtype=torch.int64) << 16
     low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = (high[:, None] + low).flatten().to(torch.int32)
-    found = second_reader.rounded(bits.numpy().tobytes(), dtype)
+    found = second_codecs.rounded(bits.numpy().tobytes(), dtype)
     wanted = bits.view(torch.float32).to(getattr(torch, dtype))
     assert found == wanted.view(torch.int16).numpy().tobytes()
