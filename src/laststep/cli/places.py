@@ -12,6 +12,7 @@ from laststep.catalog import attempt
 from laststep.catalog.attempt import parse_folder, read_newest
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
+from laststep.cli.output import count_text
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
 
@@ -69,10 +70,15 @@ def find(run: Run, step: int | None) -> tuple[Listed, Sequence[Listed]]:
     choice = [item for item in listed if step in (None, item.step)]
     choice = [item for item in choice if item.on_lineage] or choice
     if not choice:
+        found = None
+        if listed and step is not None:
+            found = nearest_steps((item.step for item in listed), step)
+        elif saves := run.attempts():
+            found = f"{count_text(len(saves), 'save')} without a manifest"
         raise NotFoundError(
             f"there is no checkpoint{'' if step is None else f' of step {step}'}",
             where=run.store.url,
-            found=None if step is None else nearest_steps((item.step for item in listed), step),
+            found=found,
             remedy="`laststep ls` lists what there is",
         )
     return choice[-1], listed
