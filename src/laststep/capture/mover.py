@@ -87,7 +87,7 @@ class CaptureTiming:
     stall_s: float = 0.0
     """The training thread, in save()."""
     waited_s: float = 0.0
-    """Of that, waiting for room in the pool or for an earlier capture."""
+    """Part of `stall_s` spent waiting for room in the pool or for an earlier capture."""
     device_copy_s: float = 0.0
     """The training stream, copying on the device."""
     fence_s: float = 0.0

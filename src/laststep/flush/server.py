@@ -89,7 +89,7 @@ threads digested only 19 GB/s, so a save was complete in memory long after its c
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a flusher needs to start; for a helper process, on its command line."""
+    """Settings that a flusher needs to start; passed to a helper process on its command line."""
 
     run: str
     trainer: Trainer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Replicas(enum.IntEnum):
-    """What is known of the ranks that hold the same part of a tensor."""
+    """Equality of the copies of a tensor part that several ranks hold."""
 
     EQUAL = 0
     """They hold equal bytes and share the work of writing them."""

@@ -95,7 +95,7 @@ class Opened(NamedTuple):
 
     content: Content
     where: str
-    """Where it is read, for messages."""
+    """URL that it is read from, for messages."""
     readers: Readers | None = None
     """The ranks that can read each writer's files; None if every rank can read all files."""
     is_in_primary: bool = True
