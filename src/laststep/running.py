@@ -278,7 +278,7 @@ class RunningParts:
 
     def committed(self, step: int) -> SaveHandle | None:
         """Return the last committed save if it has this step, else None."""
-        last = self.client.drains.newest_save()
+        last = self.client.newest_save
         return last.handle if last is not None and last.step == step else None
 
     def drain(self) -> None:

@@ -209,6 +209,8 @@ class Scanner(msgspec.Struct, eq=False):
         Retention may then have deleted the checkpoint before it, so that the scan has seen neither.
         `listed` are the folders that existed when the scan began.
         """
+        if all(map(operator.attrgetter("decided"), scanned)):
+            return False  # no attempt is undecided
         last = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
         newer = {item.name for item in scanned if item.decided is None and item.name.point > last}
         if not newer:
@@ -296,7 +298,8 @@ class Scanner(msgspec.Struct, eq=False):
         sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
         flaws = [f"{name} is missing" for name in _missing_indexes(decided, sizes)]
         there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-        if not flaws and (len(there), sum(there)) != (decided.written.files, decided.size_bytes):
+        written = decided.written
+        if not flaws and (len(there), sum(there)) != (written.files, written.size_bytes):
             # A file is wrong or was added: the indexes tell which.
             for rank in range(decided.index_count):
                 try:

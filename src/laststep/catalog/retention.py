@@ -29,6 +29,7 @@ import contextlib
 import enum
 import logging
 import math
+import operator
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeGuard
@@ -324,7 +325,7 @@ def orphans(
 ) -> tuple[Orphan, ...]:
     """Return everything that may be removed now. The scan MUST include the subfolders of attempts.
     It need not include those of checkpoints, because data files never have temporary names."""
-    result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell())
+    result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell)
     for item in scanned:
         if item.is_committed and not item.folder.is_link:
             result += _debris(item.entries, item.folder.name, now_s)
@@ -343,12 +344,17 @@ def orphans(
 
 
 def attempts_of_the_dead(
-    terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float, locks_tell: bool = False
+    terms: Terms,
+    scanned: tuple[ScannedAttempt, ...],
+    *,
+    now_s: float,
+    locks_tell: Callable[[], bool] = lambda: False,
 ) -> list[Orphan]:
     """Return the scanned attempts that were aborted or never decided and whose writer is dead or
     has been silent for long. Copies that are older than a later checkpoint are found only if
     checkpoints were scanned too."""
-    newest = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
+    committed = filter(operator.attrgetter("is_committed"), scanned)
+    newest = max(map(operator.attrgetter("name.point"), committed), default=(0, 0))
     result = []
     for item in scanned:
         if item.folder.is_link or item.is_committed:
@@ -358,7 +364,7 @@ def attempts_of_the_dead(
             why = RemovalReason.STALE_COPY
             is_overtaken = item.name.point < newest
             is_dead = not item.is_copied_now and (
-                (is_overtaken and locks_tell)
+                (is_overtaken and locks_tell())
                 or quiet_s > (QUIET_S if is_overtaken else COPY_QUIET_S)
             )
         else:

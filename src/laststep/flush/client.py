@@ -191,7 +191,7 @@ class TierNews:
 
     def __init__(self, bus: Bus, orders: Sequence[ReplicaOrder]) -> None:
         self._bus = bus
-        self._orders = orders
+        self.orders = orders
         self._lock = threading.Lock()
         self._began_s = time.perf_counter()
         self._newest: dict[str, tuple[int, float]] = {}
@@ -213,7 +213,7 @@ class TierNews:
         with self._lock:
             self._saves.append((at, save))
             self._owing = set()
-            for order in self._orders:
+            for order in self.orders:
                 if order.is_due(at):
                     self._owing.add(order.url)
                 step, since_s = self._newest.get(order.url, (None, self._began_s))
@@ -231,13 +231,9 @@ class TierNews:
             if not self._saves:
                 return None
             at, save = self._saves[-1]
-            self._owing = set(map(attrgetter("url"), self._orders)) - save.report.tiers.keys()
+            self._owing = set(map(attrgetter("url"), self.orders)) - save.report.tiers.keys()
             (self.settled.clear if self._owing else self.settled.set)()
             return at
-
-    def newest_save(self) -> Save | None:
-        with self._lock:
-            return self._saves[-1][1] if self._saves else None
 
     def hear(self, message: TierStatus) -> None:
         """Process the flusher's message about a replication."""
@@ -252,7 +248,7 @@ class TierNews:
             seconds = self.heard_s - began_s
             if save is not None:
                 save.report.tiers[tier] = seconds
-            items = next((order.items for order in self._orders if order.url == tier), None)
+            items = next((order.items for order in self.orders if order.url == tier), None)
             self._bus.emit(TierHolds(step=at.step, tier=tier, seconds=seconds, items=items))
         else:
             self._bus.emit(TierLags(step=at.step, tier=tier, reason=message.reason))
@@ -313,6 +309,8 @@ class Client:
         """Number of the last save committed by the running flusher; 0 if none."""
         self.newest_committed = (0, 0)
         """Term and attempt of the last commit by any flusher of this process."""
+        self.newest_save: Save | None = None
+        """The last committed save."""
 
     @property
     def helper_pid(self) -> int | None:
@@ -443,7 +441,9 @@ class Client:
             resumed_from=None if before is None else before.resumed_from,
         )
         save.report.tiers[self.instance.url] = time.perf_counter() - save.began_s
-        self.drains.committed(at, save)
+        self.newest_save = save
+        if self.drains.orders:
+            self.drains.committed(at, save)
 
     def close(self) -> None:
         """Accept no more saves; wait until the flusher has finished everything and exited."""

@@ -39,11 +39,15 @@ class FileLock:
         with _mutex:
             _locks.add(self)
 
-    def mark(self, place: int) -> None:
-        self._set(fcntl.F_WRLCK, place)
+    def mark(self, place: int, kind: int = fcntl.F_WRLCK) -> None:
+        with _mutex:
+            if self._fd >= 0:
+                with os_errors("mark a byte of the lock", self._path):
+                    place_lock = _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0)
+                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, place_lock)
 
     def clear(self, place: int) -> None:
-        self._set(fcntl.F_UNLCK, place)
+        self.mark(place, fcntl.F_UNLCK)
 
     def fileno(self) -> int:
         return self._fd
@@ -54,13 +58,6 @@ class FileLock:
             if self._fd >= 0:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
-
-    def _set(self, kind: int, place: int) -> None:
-        with _mutex:
-            if self._fd >= 0:
-                with os_errors("mark a byte of the lock", self._path):
-                    place_lock = _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0)
-                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, place_lock)
 
 
 def _in_child() -> None:
