@@ -56,6 +56,22 @@ def test_a_path_is_a_checkpoint_id(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
+def test_a_reader_names_the_path_of_a_checkpoint_without_a_step(tmp_path: Path) -> None:
+    dcp.save(state_of(1), storage_writer=Writer(tmp_path))
+    reader = Reader(tmp_path)
+    assert reader.read_metadata().storage_meta.checkpoint_id == str(tmp_path)
+    assert reader.checkpoint_id == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "valid"),
+    [("100", True), ("runs/a", True), ("s3://bucket/a", True), ("", False), ("nobody://a", False)],
+)
+def test_a_url_that_cannot_be_opened_is_no_checkpoint_id(checkpoint_id: str, valid: bool) -> None:
+    assert Reader.validate_checkpoint_id(checkpoint_id) is valid
+    assert Writer.validate_checkpoint_id(checkpoint_id) is valid
+
+
 def test_saving_again_replaces_what_is_there(tmp_path: Path) -> None:
     for value in range(3):
         dcp.save(state_of(value), storage_writer=Writer(tmp_path))

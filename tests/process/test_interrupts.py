@@ -74,6 +74,13 @@ def test_every_signal_is_handled_though_the_first_raises(came: list[int]) -> Non
     assert sorted(came) == [signal.SIGUSR1, signal.SIGUSR2]
 
 
+def test_every_signal_is_handled_at_the_end_of_the_block(came: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():  # noqa: PT012
+        send(signal.SIGUSR1)
+        send(signal.SIGUSR2)
+    assert sorted(came) == [signal.SIGUSR1, signal.SIGUSR2]
+
+
 def test_what_is_stuck_can_be_left(came: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from laststep.adapters.importing import dcp_folder
 from laststep.arguments import plain_step
 from laststep.errors import NotFoundError, UsageError
-from laststep.storage.registry import local_path, open_store
+from laststep.storage.registry import import_path, local_path, open_store
 
 SOLE_STEP = 0
 """The step of a checkpoint that was saved without one and is alone at its path."""
@@ -58,10 +58,16 @@ def is_step(checkpoint_id: object) -> bool:
 
 
 def is_address(checkpoint_id: object) -> bool:
-    """Return True if this is a valid `checkpoint_id`."""
-    return is_step(checkpoint_id) or (
-        isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
-    )
+    """Return True if this is a step, or the path or URL of a store that can be opened."""
+    if is_step(checkpoint_id):
+        return True
+    if not isinstance(checkpoint_id, str | os.PathLike) or not os.fspath(checkpoint_id):
+        return False
+    try:
+        import_path(os.fspath(checkpoint_id))
+    except UsageError:
+        return False
+    return True
 
 
 def this_rank() -> int:

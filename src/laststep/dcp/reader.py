@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from laststep.browse import Catalog
 from laststep.catalog.attempt import parse_folder, read_decision
 from laststep.catalog.run import Run
-from laststep.dcp.address import Address, found_own_path, is_address, stock_saved_s, this_rank
+from laststep.dcp.address import (
+    SOLE_STEP,
+    Address,
+    found_own_path,
+    is_address,
+    stock_saved_s,
+    this_rank,
+)
 from laststep.dcp.content import DcpContent, StockFolder
 from laststep.dcp.writer import done
 from laststep.errors import AbortedError, NotFoundError, UsageError
@@ -144,9 +151,10 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The step as text; the path if no step is known yet or torch wrote the checkpoint."""
+        """The step as text; the path if no step is known yet, the checkpoint was saved to the path
+        without one, or torch wrote it."""
         step = None if self._found is None else self._found.step
-        return str(self._address if step is None else step)
+        return str(self._address if step in (None, SOLE_STEP) else step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

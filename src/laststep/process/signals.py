@@ -81,11 +81,16 @@ class defer_signals(  # noqa: N801 (called like a function: `with defer_signals(
         self.check_signals()
 
     def check_signals(self) -> None:
-        """Run the handlers of deferred signals; if one raises, the others stay deferred."""
+        """Run the handlers of deferred signals. If one raises, the others stay deferred inside the
+        block; at its end they run all the same."""
         while self._came:
             number = next(iter(self._came))
             del self._came[number]
-            self._before[number](number, None)
+            try:
+                self._before[number](number, None)
+            finally:
+                if _holding is not self:
+                    self.check_signals()
 
     def pass_on(self, number: int, frame: FrameType | None, handler: Handler) -> None:
         """Defer a handler that another handler calls."""
