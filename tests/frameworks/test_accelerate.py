@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
 import laststep
@@ -408,6 +411,19 @@ def test_other_ranks_go_on_as_far_as_all_had_come_rounded_down(
         assert loader.when_ranks_change(states, 0, ways)["place"]["batches"] == batches
     assert again in caplog.text
     assert bool(again) == bool(caplog.text)
+
+
+def test_an_accelerator_that_is_dropped_takes_its_run_with_it(tmp_path: Path) -> None:
+    hooks = len(_global_optimizer_post_hooks)
+    loop = Loop(tmp_path)
+    loop.train(2)
+    loop.acc.save_state().result(60)
+    attached = weakref.ref(loop.acc.save_state.__self__)
+    loop.acc.free_memory()  # Accelerate keeps what it has prepared, also elsewhere
+    del loop
+    gc.collect()
+    assert attached() is None
+    assert len(_global_optimizer_post_hooks) == hooks
 
 
 # -- bad use --------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ import laststep
 from frameworks import hf_train
 from frameworks.trained import Script, environment, read
 from laststep.hf.folders import Folders
+from laststep.hf.training import TrainCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -397,11 +398,14 @@ def test_a_training_that_has_reached_its_end_does_no_step_more(tmp_path: Path) -
     assert read(tmp_path / "losses") == {}
 
 
-def test_the_best_model_is_known_after_its_folder_was_moved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", [Path.rename, shutil.copytree], ids=["moved", "copied"])
+def test_the_best_model_is_known_after_its_folder_was_moved(
+    tmp_path: Path, put: Callable[[Path, Path], object]
+) -> None:
     args = {**LIMITED, "save_total_limit": 1}
     with pytest.raises(RuntimeError, match="stopped"):
         here(tmp_path / "first", args=args, eval=True, stop=5).train()
-    (tmp_path / "first").rename(tmp_path / "out")
+    put(tmp_path / "first", tmp_path / "out")
 
     class End(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -416,8 +420,31 @@ def test_the_best_model_is_known_after_its_folder_was_moved(tmp_path: Path) -> N
     assert trainer.state.best_global_step == 4, "step 6 is worse"
     assert trainer.state.best_model_checkpoint == str(best)
     assert folders(tmp_path / "out") == [best.name]
+    described = json.loads((best / "trainer_state.json").read_text())
+    assert described["best_model_checkpoint"] == str(best)
     live = trainer.model.state_dict()
     assert all(torch.equal(expected[name], live[name]) for name in live)
+
+
+@pytest.mark.parametrize("there", ["beside it", "in the first place"])
+def test_the_best_model_of_a_folder_by_the_trainer_itself_is_the_copied_one(
+    tmp_path: Path, there: str
+) -> None:
+    first, out = tmp_path / "first", tmp_path / "out"
+    args = {**LIMITED, "save_total_limit": 9}
+    stock = here(first, kind="stock", args=args, eval=True, stop=7)
+    with pytest.raises(RuntimeError, match="stopped"):
+        stock.train()
+    best = stock.state.best_global_step
+    assert best == 4, "step 6 is worse"
+    shutil.copytree(first, out)
+    if there != "beside it":
+        shutil.rmtree(out / f"checkpoint-{best}")
+    trainer = here(out, args=args, eval=True, stop=7)
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.train(resume_from_checkpoint=True)
+    place = out if there == "beside it" else first
+    assert trainer.state.best_model_checkpoint == str(place / f"checkpoint-{best}")
 
 
 def test_what_a_callback_logs_is_saved_as_the_trainer_s_file_would_have_it(tmp_path: Path) -> None:
@@ -550,12 +577,23 @@ def test_an_error_in_training_leaves_what_was_saved_and_a_folder_for_it(tmp_path
     assert folders(out) == ["checkpoint-3"]
 
 
-def test_saves_by_a_schedule_of_laststep_s_own(tmp_path: Path) -> None:
+def test_saves_by_a_schedule_of_laststep_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     options = {"args": {"save_strategy": "no"}, "settings": {"every": 5}}
+    described = []
+    look = TrainCall._described
+
+    def count(self: TrainCall) -> object:
+        described.append(self._trainer.state.global_step)
+        return look(self)
+
+    monkeypatch.setattr(TrainCall, "_described", count)
     here(out, **options).train()
-    assert laststep.open(out / "_laststep").steps() == [5, 10]
-    assert folders(out) == ["checkpoint-10", "checkpoint-5"]
+    assert laststep.open(out / "_laststep").steps() == [5, 10, 12]
+    assert folders(out) == ["checkpoint-10", "checkpoint-12", "checkpoint-5"]
+    assert described == [5, 10, 12], "the log grows: it is copied only for a save"
 
 
 def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(

@@ -1,6 +1,6 @@
 """Lightning's trainer with laststep's callback and plugin: it resumes bit for bit, anywhere."""
 
-# ruff: noqa: E402, TC003 (what needs Lightning is imported where it is installed)
+# ruff: noqa: E402 (what needs Lightning is imported where it is installed)
 
 from __future__ import annotations
 
@@ -151,6 +151,20 @@ def trainer_with(*callbacks: object, epochs: int = 2, **more: object) -> pl.Trai
 def test_without_every_each_epoch_is_saved(tmp_path: Path) -> None:
     fit(tmp_path / "run", epochs=3)
     assert laststep.open(tmp_path / "run").steps() == [12, 24, 36]
+
+
+def test_a_run_that_only_its_tiers_name_is_found_before_and_after(tmp_path: Path) -> None:
+    tiers = [tmp_path / "run", tmp_path / "replica"]
+    ours = laststep.lightning.Checkpoint(tiers=tiers)
+    assert ours.last_model_path == ""
+    trainer = trainer_with(ours)
+    loaders = (training.loader("plain"), DataLoader(training.Samples(), batch_size=24))
+    trainer.fit(training.Net(os.devnull), *loaders)
+    again = laststep.lightning.Checkpoint(tiers=tiers)
+    assert again.last_model_path == ours.last_model_path
+    assert Path(again.last_model_path).parent == tmp_path / "run"
+    with pytest.raises(laststep.UsageError):
+        laststep.lightning.Checkpoint()
 
 
 def test_the_end_is_saved_whatever_every_says(tmp_path: Path) -> None:

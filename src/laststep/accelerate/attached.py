@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,11 @@ class Attached:
         """The step of the last save or load, and the names of its checkpoint."""
         self._made_for: list[Any] = []
         """The objects that were prepared when the Checkpointer was created."""
-        self._counting = register_optimizer_step_post_hook(self._count)
+        count = weakref.WeakMethod(self._count)  # the hook outlives an Accelerator that is dropped
+        self._counting = register_optimizer_step_post_hook(
+            lambda *stepped: None if (method := count()) is None else method(*stepped)
+        )
+        weakref.finalize(self, self._counting.remove)
 
     # -- methods of an Accelerator ----------------------------------------------------------------
 
@@ -315,6 +320,7 @@ class Attached:
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
+        self._made_for = []
         if checkpointer is not None:
             checkpointer.close()
 

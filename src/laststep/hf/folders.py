@@ -90,6 +90,9 @@ class Folders:
         target = path_of(self._output, step)
         with open_run(self._run)[step] as checkpoint:
             state = TrainerState(**checkpoint.metadata["state"])  # type: ignore[index]
+            best = path_of(self._output, state.best_global_step)
+            if best == target or best.is_dir():  # its recorded path may be in another place
+                state.best_model_checkpoint = str(best)
             with new_folder(target, replace=True) as folder:  # one of an abandoned lineage
                 self._fill(folder, checkpoint)
                 described = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True)
@@ -97,8 +100,6 @@ class Folders:
                 whence = {"run": self._run, "checkpoint": checkpoint.folder}
                 _write(folder / MARK, json.dumps(whence).encode())
         args = self._trainer.args
-        # Its recorded path may be in another place.
-        best = path_of(self._output, state.best_global_step)
         rotate_checkpoints(
             str(self._output),
             args.save_total_limit,

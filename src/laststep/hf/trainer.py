@@ -176,7 +176,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         ours = self._laststep.is_ours(resume_from_checkpoint)
         theirs = None if ours else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
-        self._laststep.begin(prepared[1], resumes=ours)
+        self._laststep.begin(prepared[1], resume_from_checkpoint)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

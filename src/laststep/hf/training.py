@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from laststep.accelerate.loaders import PlacedLoader
     from laststep.errors import CorruptError
     from laststep.events import Event
+    from laststep.flush.saves import SaveHandle
 
 
 def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str, object]:
@@ -188,6 +189,16 @@ class _Resume:
     restored: bool = False
 
 
+class _Checkpointer(laststep.Checkpointer):
+    """Asks for metrics and metadata only once a save is due: the log grows with every step."""
+
+    described: Callable[[], tuple[dict[str, Any], dict[str, object]]]
+
+    def save(self, step: Any, **given: Any) -> SaveHandle:
+        given["metrics"], given["metadata"] = self.described()
+        return super().save(step, **given)
+
+
 class TrainCall(contextlib.ExitStack):
     """The saves of one `train()` call; owns the Checkpointer and closes everything on exit."""
 
@@ -211,8 +222,9 @@ class TrainCall(contextlib.ExitStack):
         self._scratch = Path(scratch)
         self._worker = self.enter_context(WorkerPool("folders", 1))
         """Creates the folders; closed after the Checkpointer, whose last commits need some."""
-        checkpointer = laststep.Checkpointer(run, items=self._items, **self._settings)
-        self._ckpt = self.enter_context(checkpointer)
+        self._ckpt = _Checkpointer(run, items=self._items, **self._settings)
+        self._ckpt.described = self._described
+        self.enter_context(self._ckpt)
         self._folders: Folders | None = None
 
     # -- resuming ---------------------------------------------------------------------------------
@@ -295,7 +307,9 @@ class TrainCall(contextlib.ExitStack):
         own: dict[str, Any] = FRAMEWORK.own(metadata, self._ckpt.path)
         folder = path_of(self._scratch, step)
         folder.mkdir(exist_ok=True)
-        TrainerState(**own["state"]).save_to_json(str(folder / "trainer_state.json"))
+        # The best model is found again where the run is now, by `_find_best`.
+        state = TrainerState(**{**own["state"], "best_model_checkpoint": None})
+        state.save_to_json(str(folder / "trainer_state.json"))
         self._resume = _Resume(step, own, str(folder), exact)
         return self._resume.folder
 
@@ -320,10 +334,11 @@ class TrainCall(contextlib.ExitStack):
         """Return True if the Trainer resumes from the folder that `found` returned."""
         return self._resume is not None and folder == self._resume.folder
 
-    def begin(self, loader: Any, *, resumes: bool) -> None:
-        """Restore model, optimizer and loader, which are prepared by now, and get ready to save."""
+    def begin(self, loader: Any, resumed_from: str | None) -> None:
+        """Restore model, optimizer and loader, which are prepared by now, and get ready to save.
+        `resumed_from` is the folder that the Trainer has read its state from."""
         self._data.follow(loader)
-        resume = self._resume if resumes else None
+        resume = self._resume if self.is_ours(resumed_from) else None
         if resume is not None:
             stored = set(resume.metadata["items"])
             absent = set(self._items) - stored
@@ -346,23 +361,36 @@ class TrainCall(contextlib.ExitStack):
             self._folders = Folders(self._trainer, self._output, self._ckpt.path, self._worker)
             self._ckpt.subscribe(self._make_folder)
         if resume is not None:
-            self._find_best()
+            self._find_best(self._output, resume.metadata["state"]["best_model_checkpoint"])
             if self._folders is not None:
                 self._folders.make(resume.step, again=False)
+        elif resumed_from is not None:
+            self._find_best(Path(resumed_from).parent, self._trainer.state.best_model_checkpoint)
 
-    def _find_best(self) -> None:
-        """Set the path of the best model again. The Trainer forgets it if its folder does not exist
-        yet or was in another place."""
+    def _find_best(self, output: Path, recorded: str | None) -> None:
+        """Set the path of the best model to its folder in `output`, which may be a copy of the
+        `recorded` place. A folder of ours may still have to be made."""
         state = self._trainer.state
-        if not state.best_global_step or state.best_model_checkpoint is not None:
+        if not state.best_global_step:
             return
-        folder = path_of(self._output, state.best_global_step)
-        if state.best_global_step in open_run(self._ckpt.path).steps():
+        folder = path_of(output, state.best_global_step)
+        if self._has(folder):
             if self._folders is not None:
                 self._folders.make(state.best_global_step, again=False)
-        elif not folder.is_dir():
+        elif not folder.is_dir():  # unless the Trainer itself has saved it into another place
+            state.best_model_checkpoint = recorded if recorded and Path(recorded).is_dir() else None
             return
         state.best_model_checkpoint = str(folder)
+
+    def _has(self, folder: Path) -> bool:
+        """Return True if a `checkpoint-N` folder belongs to a checkpoint of the run."""
+        name = _FOLDER.fullmatch(folder.name)
+        if name is None or folder.parent != self._output or not _is_an_adapter_s(folder):
+            return False
+        try:
+            return int(name[1]) in open_run(self._ckpt.path).steps()
+        except NotFoundError:  # no run yet
+            return False
 
     # -- position in the data ---------------------------------------------------------------------
 
@@ -386,18 +414,17 @@ class TrainCall(contextlib.ExitStack):
     def save(self) -> None:
         """Save the present state without waiting for the commit."""
         step = self._trainer.state.global_step
-        metrics, metadata = self._described()
-        overwrite = step in self._saved
-        self._ckpt.save(step, metrics=metrics, metadata=metadata, overwrite=overwrite)
+        self._ckpt.save(step, overwrite=step in self._saved)
         self._saved.add(step)
 
     def stepped(self) -> None:
-        """Save if `every` is due, or stop for `preemption`, after a step."""
+        """Save if `every` is due or training ends, or stop for `preemption`, after a step."""
         step = self._trainer.state.global_step
-        if self._own_schedule and step not in self._saved:
-            metrics, metadata = self._described()
-            if self._ckpt.step(step, metrics=metrics, metadata=metadata) is not None:
-                self._saved.add(step)
+        if not self._own_schedule or step in self._saved:
+            return
+        ends = bool(self._settings.get("every")) and self._trainer.control.should_training_stop
+        if self._ckpt.step(step, last=ends) is not None:
+            self._saved.add(step)
 
     def wait(self) -> None:
         """Block until all saves are committed and their folders exist."""
@@ -406,14 +433,9 @@ class TrainCall(contextlib.ExitStack):
 
     def loaded_best(self) -> bool:
         """Load the best model if it is a checkpoint of the run; return False if it is not."""
-        name = _FOLDER.fullmatch(Path(self._trainer.state.best_model_checkpoint).name)
-        try:
-            best = open_run(self._ckpt.path)[int(name[1])] if name else None
-        except NotFoundError:
-            best = None
-        if best is None:
+        if not self._has(Path(self._trainer.state.best_model_checkpoint)):
             return False
-        self._ckpt.restore(best.step, only="model")
+        self._ckpt.restore(self._trainer.state.best_global_step, only="model")
         return True
 
     def _described(self) -> tuple[dict[str, Any], dict[str, object]]:

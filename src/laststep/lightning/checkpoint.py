@@ -24,6 +24,7 @@ from laststep.lightning.position import Position
 from laststep.lightning.state import TrainerState, as_lightning, finetuning_callbacks, items_of
 from laststep.oneoff import load, save
 from laststep.state.provider import RNG
+from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:
     import os
@@ -121,7 +122,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             settings["new_lineage"] = True
         self._run, self._every, self._settings = run, every, settings
         self._monitor, self._mode, self._resume = monitor, mode, resume
-        self._path = None if run is None else str(run)
+        self._path = str(arranged(run, settings.get("tiers", ()), None).primary)
         self._ckpt: Checkpointer | None = None
         self._resumed: int | None = None
         """The step that was restored."""
