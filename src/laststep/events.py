@@ -218,7 +218,8 @@ class ReplicasDiffer(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricMissing(Event):
-    """No checkpoint has the metric of `Keep(best=…)`, so all are kept. Emitted once."""
+    """No checkpoint has the metric of `Keep(best=…)`, so all are kept. Emitted once: after ten
+    commits without it, or by `close()`."""
 
     reason: str
 

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_UNRANKED = 10
+"""Number of commits without the metric of a best-k rule after which that is reported: until the
+first evaluation it is normal."""
 _BARE = ("-S", "-P", "-c")
 """Skip `site`: the startup code that packages install takes longer than all the rest."""
 _CODE = (
@@ -304,7 +307,11 @@ class Client:
         self._continues: Continue | None = None
         self._slots: int | None = None
         pool.tell_slots = self._tell_slots
-        self._told_no_metric = self._told_disk = False
+        self._told_metric = self._told_disk = False
+        self._metric_missing = ""
+        """Text for a best-k rule whose metric no checkpoint has; empty if there is none."""
+        self._unranked = 0
+        """Number of commits for which that was so."""
         self.last_committed = 0
         """Number of the last save committed by the running flusher; 0 if none."""
         self.newest_committed = (0, 0)
@@ -468,6 +475,13 @@ class Client:
                 self.instance.ended_well()
         self.instance.close()
 
+    def tell_missing_metric(self) -> None:
+        """Report once if no checkpoint has the metric of a best-k rule. Called only after several
+        commits or at the end: before the first evaluation there is no metric yet."""
+        if self._metric_missing and not self._told_metric:
+            self._told_metric = True
+            self.bus.emit(MetricMissing(reason=self._metric_missing))
+
     def drain_last(self) -> None:
         """Have the last checkpoint of a job copied to all replicas."""
         at = self.drains.owe_all()
@@ -512,10 +526,11 @@ class Client:
                 self.up.set()
             elif isinstance(message, News) and message.kind == "removed":
                 self.bus.emit(Pruned(step=message.step, folder=message.folder))
-            elif isinstance(message, News) and message.kind == "no metric":
-                if not self._told_no_metric:  # sent after every commit until one has the metric
-                    self._told_no_metric = True
-                    self.bus.emit(MetricMissing(reason=message.reason))
+            elif isinstance(message, News) and message.kind == "ranked":  # after every commit
+                self._metric_missing = message.reason
+                self._unranked = self._unranked + 1 if message.reason else 0
+                if self._unranked == _MAX_UNRANKED:
+                    self.tell_missing_metric()
             elif (save := self.saves.find(message.save)) is not None:
                 save.hear(message)
                 del save  # free its objects before waiting for the next message

@@ -299,8 +299,8 @@ class Retention(Listener, msgspec.Struct, eq=False):
                 resumed_from=None if continues is None else continues.resumed_from,
                 in_use=self.in_use(),
             )
-            if plan.lacking is not None:
-                self.send(News(kind="no metric", reason=plan.lacking))
+            if self.keep is not None and self.keep.metric is not None:
+                self.send(News(kind="ranked", reason=plan.lacking or ""))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(before=check, each=tell)
         except (LaststepError, OSError) as error:

@@ -216,9 +216,10 @@ class DiskNeed(_Message, frozen=True, kw_only=True):
 class News(_Message, frozen=True, kw_only=True):
     """Information that nothing waits for; `kind` determines which of the other fields are set."""
 
-    kind: Literal["ready", "written", "removed", "no metric"]
+    kind: Literal["ready", "written", "removed", "ranked"]
     """ready: the flusher is running. written: progress of a save. removed: retention has deleted a
-    checkpoint. no metric: no checkpoint has the metric by which the best are kept."""
+    checkpoint. ranked: a best-k rule was applied; `reason` says if no checkpoint has its
+    metric."""
     save: int = 0
     done_bytes: int = 0
     step: int = 0
