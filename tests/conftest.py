@@ -189,22 +189,22 @@ def run_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def flusher() -> Callable[[], int]:
-    """`flusher()`: the id of the process that is this one's flusher."""
-    found: list[int] = []
+    """`flusher()`: the id of the process that is this test's flusher."""
 
-    def is_there() -> bool:
-        mine = f"\nPPid:\t{os.getpid()}\n"
+    def running() -> set[int]:
+        mine, found = f"\nPPid:\t{os.getpid()}\n", set()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = (folder / "cmdline").read_bytes()
                 if b"laststep.flush" in command and mine in (folder / "status").read_text():
-                    found.append(int(folder.name))
-                    return True
-        return False
+                    found.add(int(folder.name))
+        return found
+
+    earlier = running()  # a test before may have left one that is still busy
 
     def find() -> int:
-        wait_until(is_there)  # one that has just been started has no command line yet
-        return found.pop()
+        wait_until(lambda: not running() <= earlier)  # a new one has no command line at first
+        return max(running() - earlier)
 
     return find
 
