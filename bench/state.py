@@ -194,7 +194,10 @@ class GPTTraining(Training):
 
     def forward_backward(self) -> None:
         self._adamw.zero_grad()
-        self.loss().backward()
+        loss = self.loss()
+        loss.backward()
+        # As a trainer that logs its loss: this copy must not queue behind those of a capture.
+        loss.item()
 
     def update(self) -> None:
         self._adamw.step()
