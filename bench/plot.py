@@ -92,11 +92,15 @@ def _limit(spread: dict | None) -> float | None:  # type: ignore[type-arg]
 
 def draw(report: dict) -> str:  # type: ignore[type-arg]
     """The whole picture."""
-    shown = panels(report)
-    height = HEAD + sum(_height(panel) for panel in shown)
     machine = report["hardware"]
     where = machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]
     title = f"laststep benchmark, {report['date'][:10]}, {where}, torch {machine['torch']}"
+    return draw_panels(title, panels(report))
+
+
+def draw_panels(title: str, shown: list[Panel]) -> str:
+    """Return an SVG with these panels below each other."""
+    height = HEAD + sum(_height(panel) for panel in shown)
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '

@@ -453,3 +453,12 @@ def test_a_block_that_needs_a_package_is_known_by_it() -> None:
 def test_nothing_is_left_out_silently(text: str, message: str) -> None:
     with pytest.raises(PageError, match=re.escape(message)):
         blocks_of(text, "page.md")
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from bench import picture
+
+    assert picture.OUT.read_text() == picture.draw(), "run bench/picture.py"
