@@ -89,7 +89,24 @@ def save(
     full = absolute(path)
     if os.path.lexists(full):
         full = _to_replace(full, overwrite=overwrite)
-    write_folder({VALUE: state}, full, allow_pickle=allow_pickle, overwrite=overwrite)
+    target = Path(full)
+    check_new_folder(target)
+    beside = open_store(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _staging(beside, target.name) as name:
+            # A temporary run beside the target, of whose only checkpoint the target is made.
+            staging = target.parent / name
+            saver = _SoleCheckpointer(
+                staging, items={VALUE: state}, allow_pickle=allow_pickle, options=_QUIET
+            )
+            with saver as ckpt:
+                handle = ckpt.save(0)
+                handle.wait()
+            _put(staging / str(handle.report.folder), target, overwrite=overwrite)
+            beside.sync_folder("")  # before the old folder is deleted
+    except OSError as error:
+        raise failed("save a folder", full, error) from error
 
 
 def _to_replace(full: str, *, overwrite: bool) -> str:
@@ -102,66 +119,24 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
             remedy="choose another path, or pass overwrite=True to replace a checkpoint",
         )
     real = os.path.realpath(full)
-    name = Path(real).name
-    if not is_checkpoint(open_store(real)) or parse_folder(name) is not None:
+    ours = (MANIFEST_NAME, index_name(0), PIN_NAME)
+    ends = (".safetensors", ".pack", ".lock")
+    if not is_checkpoint(open_store(real)):
+        others = ["no checkpoint"]
+    elif parse_folder(Path(real).name) is not None:
+        others = ["a checkpoint of a run"]
+    else:
+        names = sorted(entry.name for entry in Path(real).iterdir())
+        others = [name for name in names if name not in ours and not name.endswith(ends)]
+    if others:
         raise AlreadyExistsError(
             "refused to replace what laststep.save did not write",
             where=full,
-            expected="what laststep.save has stored",
-            found="a checkpoint of a run" if parse_folder(name) else "something else",
+            expected="only what laststep.save has stored",
+            found=", ".join(others[:3]),
             remedy="choose another path, or remove it",
         )
-    ours = (MANIFEST_NAME, index_name(0), PIN_NAME)
-    ends = (".safetensors", ".pack", ".lock")
-    names = sorted(entry.name for entry in Path(real).iterdir())
-    if others := [name for name in names if name not in ours and not name.endswith(ends)]:
-        raise AlreadyExistsError(
-            "the folder to be replaced contains other files",
-            where=full,
-            expected="what laststep.save has stored",
-            found=", ".join(others[:3]),
-            remedy="choose another path, or move them elsewhere: they would be deleted",
-        )
     return real
-
-
-@contextlib.contextmanager
-def _without_settings() -> Iterator[None]:
-    """Rewrite out-of-memory errors that recommend a setting, since there are no settings here."""
-    try:
-        yield
-    except StorageError as error:
-        if "host_memory_bytes" not in (error.remedy or ""):
-            raise
-        remedy = (
-            "raise the limits of "
-            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)"
-        )
-        raise error.amended(remedy=remedy) from error
-
-
-def write_folder(
-    items: Mapping[str, object], full: str, *, allow_pickle: bool, overwrite: bool = False
-) -> None:
-    """Save items to a folder: first into a temporary run beside it, then rename the run's only
-    checkpoint to the target, or exchange it with the folder to overwrite."""
-    target = Path(full)
-    check_new_folder(target)
-    beside = open_store(target.parent)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _staging(beside, target.name) as name, _without_settings():
-            staging = target.parent / name
-            saver = _SoleCheckpointer(
-                staging, items=items, allow_pickle=allow_pickle, options=_QUIET
-            )
-            with saver as ckpt:
-                handle = ckpt.save(0)
-                handle.wait()
-            _put(staging / str(handle.report.folder), target, overwrite=overwrite)
-            beside.sync_folder("")  # before the old folder is deleted
-    except OSError as error:
-        raise failed("save a folder", full, error) from error
 
 
 @contextlib.contextmanager
@@ -224,7 +199,6 @@ def load(
     step: int | None = None,
     rank: int | None = None,
     map_location: str | torch.device | None = None,
-    device: str | torch.device | None = None,
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> object:
@@ -237,12 +211,12 @@ def load(
     step: The step of a run to load; None means the newest.
     rank: The rank whose per-rank items to load. None means this process's rank, or rank 0 if the
         checkpoint has no such rank.
-    map_location, device: The device for new tensors, under either name; the CPU by default.
+    map_location: The device for new tensors; the CPU by default.
     allow_pickle: Unpickle objects that were saved as pickles. Only for trusted files.
     strict: With `into`, False loads everything that fits; True raises `MismatchError` if
         something does not fit.
     """
-    target = _device(map_location, device)
+    target = _device(map_location)
     store = open_store(path)
 
     def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
@@ -253,7 +227,6 @@ def load(
         with (
             signals.defer_signals(),
             system.translate_oom("load"),
-            checkpoint.advising(),
             checkpoint.of_rank(own if rank is None else rank) as seen,
             ReadBuffers(_READERS) as room,
         ):
@@ -273,7 +246,10 @@ def load(
                 None,
                 strict=strict,
                 where=where,
-                remedy=_remedy(seen, rank),
+                remedy=(
+                    "pass strict=False to load what fits, rank=… for the state of another rank, or "
+                    "leave `into` out to see what is stored"
+                ),
                 # Per-rank items of an explicitly chosen rank fit any number of ranks.
                 ranks=alone if rank is None else Ranks(Rank(rank, seen.ranks)),
             )
@@ -322,14 +298,6 @@ def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me:
         )
 
 
-def _remedy(checkpoint: Checkpoint, rank: int | None) -> str:
-    own = checkpoint.per_rank()
-    by_rank = f"name a rank by rank=… for {', '.join(own)}, " if own and rank is None else ""
-    return (
-        f"{by_rank}pass strict=False to load what fits, or leave `into` out to see what is stored"
-    )
-
-
 def _items_in(into: object, content: Content) -> Mapping[str, object]:
     if not isinstance(into, Mapping):
         names = ", ".join(f"{name!r}: …" for name in content.items)
@@ -342,30 +310,15 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
     return into
 
 
-def _device(map_location: object, device: object) -> str:
-    if map_location is not None and device is not None:
-        raise UsageError(
-            "map_location and device were both passed",
-            expected="one of them",
-            found=f"map_location={map_location!r} and device={device!r}",
-            remedy="leave one out",
-        )
-    wanted = device if map_location is None else map_location
+def _device(wanted: str | torch.device | None) -> str:
     if wanted is None or wanted == "cpu":
         return "cpu"
-    if isinstance(wanted, Mapping) or callable(wanted):
-        raise UsageError(
-            "invalid map_location",
-            expected="one device for all tensors",
-            found=with_article(type(wanted)),
-            remedy='pass map_location="cpu" or "cuda", and move tensors afterwards',
-        )
     try:
-        return str(allocate("uint8", (0,), wanted).device)  # type: ignore[arg-type]
+        return str(allocate("uint8", (0,), str(wanted)).device)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises several
         raise UsageError(
             "cannot load to that device",
-            expected="a device that this process has",
+            expected="one device that this process has, for all tensors",
             found=f"{wanted!r}: {str(error).partition(chr(10))[0]}",
             remedy='pass map_location="cpu"',
         ) from error
@@ -374,29 +327,22 @@ def _device(map_location: object, device: object) -> str:
 def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
     local = local_path(path)
     if local is not None and os.path.isfile(local):  # noqa: PTH113 (False without permission)
-        raise _is_file(local)
+        raise NotFoundError(
+            "cannot load a file",
+            where=local,
+            expected="the folder of a checkpoint or of a run",
+            found="a file",
+            remedy=(
+                f"pass the folder; `laststep import {local} RUN` makes a checkpoint of a "
+                "torch.save or safetensors file"
+            ),
+        )
     try:
         return Catalog(Run.open(store))
     except NotFoundError as error:
         raise NotFoundError(
             "there is neither a checkpoint nor a run", where=store.url, remedy=error.remedy
         ) from None
-
-
-def _is_file(full: str) -> NotFoundError:
-    folder = str(Path(full).parent)
-    remedy = f"`laststep import {full} RUN` makes a checkpoint of a torch.save or safetensors file"
-    if is_checkpoint(open_store(folder)):
-        remedy = f"laststep.load({folder!r}) loads the checkpoint that it belongs to"
-    elif full.endswith(".safetensors"):
-        remedy = f"safetensors.torch.load_file reads it; {remedy}"
-    return NotFoundError(
-        "cannot load a file",
-        where=full,
-        expected="the folder of a checkpoint or of a run",
-        found="a file",
-        remedy=remedy,
-    )
 
 
 def import_state(

