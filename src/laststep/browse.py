@@ -257,7 +257,7 @@ class StoredTensor(OnlyOne):
         lead, *others = (index if isinstance(index, tuple) else (index,)) or (...,)
         try:
             box, lead = self._rows(lead)
-            return self._box(box)[(lead, *others)]  # type: ignore[index]
+            return self._box(box)[(lead, *others)]
         except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch raises several
             if system.is_one(error):
                 raise

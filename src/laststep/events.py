@@ -44,7 +44,6 @@ __all__ = [
     "Subscriber",
     "TierHolds",
     "TierLags",
-    "WorkAtRisk",
     "Written",
 ]
 
@@ -98,21 +97,6 @@ class TierLags(Event):
     step: int
     tier: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkAtRisk(Event):
-    """Emitted with each commit, for each replica: the work that is lost if all nearer tiers are
-    lost."""
-
-    tier: str
-    step: int | None
-    """The newest step that the replica has received from this job instance; None if none yet."""
-    seconds: float
-    """Time since that step was saved, or since the start."""
-    items: tuple[str, ...] | None = None
-    """The items that the replica stores; None means all. Other items are lost with the nearer
-    tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +213,7 @@ class PreemptionSeen(Event):
     """This rank knows that the job will be preempted. Emitted at its next step."""
 
     cause: str
-    """`SIGTERM`, `the file PATH`, or the cause seen by another rank: `rank 3: SIGTERM`."""
+    """`SIGTERM`, or the cause seen by another rank: `rank 3: SIGTERM`."""
     grace_s: float
 
 
@@ -245,15 +229,11 @@ class PreemptionEnded(Event):
     """The tiers that hold the step now, nearest first; `shm://` is the memory of this machine. Only
     rank 0 knows about replicas."""
     cause: str
-    came_s: float
-    """The time at which this rank learned of the preemption (Unix time)."""
     grace_s: float
     seconds: float
     """Time from then until this event."""
     problem: str
     """The reason why the step is not committed; empty if it is."""
-    at_risk: str
-    """The work that is lost, or will be if this machine is lost, in words; empty if none."""
 
 
 Subscriber = Callable[[Event], None]
@@ -352,24 +332,13 @@ def log_event(event: Event) -> None:  # noqa: C901 (one case per kind of event)
             text = f"the job will be preempted: {event.cause}, within {event.grace_s:g} s"
         case PreemptionEnded():
             level = logging.WARNING if event.committed else logging.ERROR
-            text = _about_end(event)
+            after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
+            outcome = "committed" if event.committed else f"not committed ({event.problem})"
+            held = listed(event.tiers) or "no tier"
+            text = f"the job ends, {after}: step {event.step} is {outcome}; it is at {held}"
         case _:
             return
     log.log(level, "%s", text)
-
-
-def _about_end(event: PreemptionEnded) -> str:
-    after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
-    held = listed(event.tiers)
-    if event.committed:
-        return (
-            f"the job ends: step {event.step} is committed, {after}; it is at {held}; "
-            "nothing is lost"
-        )
-    return (
-        f"the job ends: step {event.step} is not committed, {after}: {event.problem}; "
-        f"it is at {held or 'no tier'}; at risk: {event.at_risk}"
-    )
 
 
 def _about_preflight(event: Preflight) -> str:

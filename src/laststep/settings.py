@@ -9,7 +9,6 @@ import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from laststep.checks import Checked, did_you_mean, shown
@@ -99,17 +98,14 @@ Duration = Annotated[str, Meta(pattern=f"^{DURATION}$", description="a duration 
 
 
 class Preemption(Checked, frozen=True, kw_only=True):
-    """The signals or file that announce a preemption, and the reaction: the job saves once more
-    within the grace period and exits. See docs/guides/preemption.md."""
+    """The signals that announce a preemption, and the reaction: the job saves once more within the
+    grace period and exits. See docs/guides/preemption.md."""
 
-    signals: Annotated[tuple[str, ...], Meta(description="a tuple of names of signals")] = (
-        "SIGTERM",
-        "SIGUSR1",
-    )
+    signals: Annotated[
+        tuple[Annotated[str, Meta(pattern=f"^({'|'.join(OF_SCHEDULERS)})$")], ...],
+        Meta(min_length=1, description=f"a tuple of some of {', '.join(OF_SCHEDULERS)}"),
+    ] = ("SIGTERM", "SIGUSR1")
     """The names of the signals that announce a preemption."""
-    file: Annotated[str, Meta(description="a path")] | None = None
-    """A path that is checked once a second. Creating or touching this file has the same effect as a
-    signal."""
     grace: Duration = "25 s"
     """Time from the signal until the job stops waiting for its last save. Kubernetes and Slurm kill
     a job after 30 s by default."""
@@ -117,20 +113,6 @@ class Preemption(Checked, frozen=True, kw_only=True):
     """The exit code of the program, set by raising `Preempted`. None raises nothing: the training
     loop has to end by itself. 75 is EX_TEMPFAIL ("try again"); 143 is the exit code of a program
     that does not handle SIGTERM."""
-
-    def __post_init__(self) -> None:
-        file: object = self.file
-        if isinstance(file, os.PathLike):
-            msgspec.structs.force_setattr(self, "file", os.fspath(file))
-        super().__post_init__()
-        unknown = [name for name in self.signals if name not in OF_SCHEDULERS]
-        if unknown or not (self.signals or self.file):
-            raise UsageError(
-                "unknown signal" if unknown else "Preemption needs signals or a file",
-                expected=f"some of {', '.join(OF_SCHEDULERS)}" + ("" if unknown else ", or a file"),
-                found=", ".join(unknown) or "signals=() and no file",
-                remedy="pass signals=('SIGTERM',), say, or file='/run/preempted'",
-            )
 
 
 _READERS_OF_SERVERS = 8

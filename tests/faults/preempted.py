@@ -15,9 +15,8 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,6 @@ from laststep.flush.saves import Save, Saves
 from laststep.flush.writer import SaveWriter
 from laststep.process import signals
 from laststep.settings import as_keywords
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE_S = 120.0
 PHASES: dict[str, tuple[Any, str]] = {
@@ -175,15 +171,6 @@ class Training:
         self.state["n"] = step
 
 
-def in_thread(run: Callable[[], None]) -> None:
-    """On another thread SystemExit ends that alone: it is passed on."""
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            pool.submit(run).result()
-        except laststep.Preempted as over:
-            sys.exit(over.code)
-
-
 def handlers(request: dict[str, Any]) -> None:
     for name in request.get("handlers", ()):
         signal.signal(getattr(signal, name), lambda number, _: say("handler", number))
@@ -203,9 +190,6 @@ def main(request: dict[str, Any]) -> None:
     handlers(request)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        if request.get("thread"):
-            in_thread(Training(request).run)
-        else:
-            Training(request).run()
+        Training(request).run()
     finally:
         say("unwound", signal.getsignal(signal.SIGTERM) is before)

@@ -84,7 +84,7 @@ def check(run: Path, report: dict[str, Any]) -> None:
     """The run has what the report promises, and it is whole."""
     found = steps(run)
     assert (report["step"] in found) == report["committed"]
-    assert (report["problem"] == "") == report["committed"] == (report["at_risk"] == "")
+    assert (report["problem"] == "") == report["committed"]
     if found:
         state = laststep.load(run)["state"]
         assert state["n"] == found[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 import time
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-ASKED = Preemption(signals=(), file="/nowhere/preempted", grace="60 s")
+ASKED = Preemption(grace="60 s")
 
 
 @pytest.fixture(autouse=True)
@@ -221,11 +220,10 @@ def test_a_checkpointer_that_is_dropped_gives_its_signals_back(run_folder: Path)
     ("wrong", "said"),
     [
         ({"signals": ("SIGKILL",)}, "SIGKILL"),
-        ({"signals": ()}, "signals=()"),
+        ({"signals": ()}, "()"),
         ({"signals": "SIGTERM"}, "'SIGTERM'"),
         ({"grace": "0 s"}, "'0 s'"),
         ({"exit_code": 256}, "256"),
-        ({"file": 3}, "3"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object], said: str) -> None:
@@ -243,32 +241,3 @@ def test_without_it_no_handler_is_installed_and_what_is_none_is_refused(run_fold
             assert not ckpt.preempted
     with raises(UsageError, found="'30 s'", remedy="preemption=True"):
         Checkpointer(run_folder, state={"n": 1}, preemption="30 s")  # type: ignore[arg-type]
-
-
-def test_a_path_may_be_one_of_pathlibs(tmp_path: Path) -> None:
-    assert Preemption(file=tmp_path).file == str(tmp_path)  # type: ignore[arg-type]
-
-
-def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "preempted"
-    file.touch()
-    os.utime(file, (1, 1))
-    old = preempting.Watched(Preemption(file=str(file)))
-    assert warned(caplog, file)
-    assert old.look() is None
-    file.touch()
-    old._looked_s = 0.0
-    assert old.look() is not None
-
-
-def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
-    watched = preempting.Watched(Preemption(file=str(tmp_path / "preempted")))
-    assert watched.look() is None
-    (tmp_path / "preempted").touch()
-    assert watched.look() is None
-    watched._looked_s -= preempting._FILE_S
-    found = watched.look()
-    assert found is not None
-    assert str(tmp_path / "preempted") in found.cause

@@ -103,18 +103,6 @@ def test_of_so_many_one_goes_there_and_old_ones_go(places: Places) -> None:
     assert places.steps(places.primary) == list(range(7))
 
 
-def test_every_commit_says_what_is_at_risk(places: Places) -> None:
-    with places.open() as ckpt:
-        ckpt.restore()
-        places.save(ckpt, 1)
-        places.wait_for(1)
-        places.save(ckpt, 2)
-    risks = [event for event in places.heard if isinstance(event, events.WorkAtRisk)]
-    assert [event.step for event in risks] == [None, 1]
-    assert {event.tier for event in risks} == {str(places.far)}
-    assert all(event.seconds > 0 for event in risks)
-
-
 def test_a_tier_that_fails_hurts_nobody_and_is_tried_again(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ ended, and every uncommitted save fails at once, so that nobody keeps waiting. T
 died after a commit but before reporting it, so the run itself is checked for that. `restart` starts
 a new flusher with the same pool once the old one is dead.
 
-Also receives the status of the replicas: what they hold, what failed there, and the work at risk.
+Also receives the status of the replicas: what they hold, and what failed there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import xxhash
 
 from laststep.catalog.terms import Seen
 from laststep.errors import StorageError
-from laststep.events import Bus, MetricMissing, Preflight, Pruned, TierHolds, TierLags, WorkAtRisk
+from laststep.events import Bus, MetricMissing, Preflight, Pruned, TierHolds, TierLags
 from laststep.flush.protocol import (
     Begin,
     Bye,
@@ -197,9 +197,6 @@ class TierNews:
         self.orders = orders
         self._lock = threading.Lock()
         self._began_s = time.perf_counter()
-        self._newest: dict[str, tuple[int, float]] = {}
-        """By tier, the newest step that it has received since the start, and when that save
-        began."""
         self._saves: deque[tuple[AttemptName, Save]] = deque(maxlen=_REMEMBERED)
         self.heard_s = 0.0
         """Time at which a replication last reported progress."""
@@ -211,22 +208,11 @@ class TierNews:
         self.settled.set()
 
     def committed(self, at: AttemptName, save: Save) -> None:
-        """Record a commit on the primary, and report the work at risk on each replica."""
-        now_s, risks = time.perf_counter(), []
+        """Record a commit on the primary."""
         with self._lock:
             self._saves.append((at, save))
-            self._owing = set()
-            for order in self.orders:
-                if order.is_due(at):
-                    self._owing.add(order.url)
-                step, since_s = self._newest.get(order.url, (None, self._began_s))
-                lag_s = now_s - since_s
-                risks.append(
-                    WorkAtRisk(tier=order.url, step=step, seconds=lag_s, items=order.items)
-                )
+            self._owing = {order.url for order in self.orders if order.is_due(at)}
             (self.settled.clear if self._owing else self.settled.set)()
-        for risk in risks:
-            self._bus.emit(risk)
 
     def owe_all(self) -> AttemptName | None:
         """Expect the last checkpoint on all tiers. Return its name, if there is one."""
@@ -247,7 +233,6 @@ class TierNews:
             with self._lock:
                 save = next((save for known, save in self._saves if known == at), None)
                 began_s = self._began_s if save is None else save.began_s
-                self._newest[tier] = at.step, began_s
             seconds = self.heard_s - began_s
             if save is not None:
                 save.report.tiers[tier] = seconds

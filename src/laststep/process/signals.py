@@ -176,13 +176,11 @@ class PreemptionSignal(NamedTuple):
     cause: str
     came_s: float
     """Time of arrival on this process's monotonic clock."""
-    at_s: float
-    """Time of arrival by the wall clock."""
 
 
 def preemption_signal(cause: str) -> PreemptionSignal:
     """Return a signal with the current time."""
-    return PreemptionSignal(cause, time.monotonic(), time.time())
+    return PreemptionSignal(cause, time.monotonic())
 
 
 class RecordedSignals:
@@ -199,7 +197,7 @@ class RecordedSignals:
                 "signals can be handled only on the main thread",
                 expected="a Checkpointer that is made there",
                 found=f"the thread {threading.current_thread().name}",
-                remedy="make it there, or pass Preemption(signals=(), file=…)",
+                remedy="make it there, or leave preemption out",
             )
         for number in self._numbers:
             if signal.getsignal(number) is None:

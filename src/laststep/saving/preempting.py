@@ -4,7 +4,7 @@
 wait: when it is over, unfinished work is reported and the program ends. `Preempting` belongs to the
 training thread.
 
-A signal or a file may be seen by one rank only, so all ranks agree on the step at which they stop.
+A signal may be seen by one rank only, so all ranks agree on the step at which they stop.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import logging
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from laststep.constants import MEMORY, duration_s, listed
+from laststep.constants import duration_s, listed
 from laststep.errors import LaststepError, brief
 from laststep.events import PreemptionEnded, PreemptionSeen
 from laststep.process import signals, system
@@ -41,8 +40,6 @@ log = logging.getLogger(__name__)
 _LOOK_S, _LOOK_EACH_S = 0.25, 0.002
 """Polling interval for a preemption seen by another rank: seconds, and seconds per rank. All ranks
 poll one store, so larger jobs poll less often."""
-_FILE_S = 1.0
-"""Seconds between two checks for the file."""
 _DEAF = 20
 """Number of consecutive failed polls after which a warning is logged."""
 _SEEN, _STOP = "seen", "stop"
@@ -66,50 +63,28 @@ class Watched:
     def __init__(self, asked: Preemption) -> None:
         self.signals = RecordedSignals(asked.signals)
         self.heard: PreemptionSignal | None = None
-        """Set if the file was found or another rank has announced a preemption."""
+        """Set if another rank has announced a preemption."""
         self.passed = -1
         """The last step that training completed before the preemption was known."""
         self.grace_s = duration_s(asked.grace)
-        self.file = asked.file
-        self._file_was, self._looked_s = self._touched(), 0.0
-        if self._file_was is not None:
-            log.warning("%s already exists: it counts once it is touched again", asked.file)
 
     @property
     def known(self) -> PreemptionSignal | None:
         """The preemption that this rank knows of, or None."""
         return self.signals.came or self.heard
 
-    def look(self) -> PreemptionSignal | None:
-        """Check for the file, at most once per second; return a signal if it was touched."""
-        now_s = time.monotonic()
-        if self.file is None or now_s - self._looked_s < _FILE_S:
-            return None
-        self._looked_s = now_s
-        if self._touched() in (None, self._file_was):
-            return None
-        return preemption_signal(f"the file {self.file}")
-
-    def _touched(self) -> int | None:
-        """Return the modification time of the file in ns; None if it does not exist."""
-        try:
-            return None if self.file is None else Path(self.file).stat().st_mtime_ns
-        except OSError:
-            return None
-
 
 class PreemptionWatcher:
-    """The thread that polls for a preemption and coordinates with the other ranks, until `end`."""
+    """The thread that coordinates a preemption with the other ranks, until `end`."""
 
-    def __init__(self, watched: Watched, rank: Rank, kv: KeyValueStore | None) -> None:
+    def __init__(self, watched: Watched, rank: Rank, kv: KeyValueStore) -> None:
         self._watched, self._rank, self._kv = watched, rank, kv
         self._ended = False
         self._failures, self._was_told = 0, False
         self.stop = StopNote(problem=_SILENCE)
         """The step to stop at, once settled; before that, or if ranks do not agree, the reason."""
         self.wake, self.settled = threading.Event(), threading.Event()
-        look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
-        self._look_s = _FILE_S if kv is None else look_s
+        self._look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
         self._thread = Worker("watcher", self._work).start()
         # A forked child has no watcher thread and needs none.
         system.watch(self, at_exit=self.end, in_child=lambda: None)
@@ -123,8 +98,7 @@ class PreemptionWatcher:
         self._ended = True
         self.wake.set()
         self.settled.set()
-        if self._kv is not None:
-            self._kv.close_at_exit()
+        self._kv.close_at_exit()
         system.let_be(self)
 
     def _work(self) -> None:
@@ -132,10 +106,9 @@ class PreemptionWatcher:
         try:
             while not self._ended:
                 if watched.known is None:
-                    watched.heard = watched.look() or self._hear()
+                    watched.heard = self._hear()
                 if (known := watched.known) is not None:
-                    if self._kv is not None:
-                        self._announce(self._kv, known)
+                    self._announce(self._kv, known)
                     return
                 self.wake.wait(self._look_s)
         finally:
@@ -143,8 +116,6 @@ class PreemptionWatcher:
 
     def _hear(self) -> PreemptionSignal | None:
         """Return the preemption that another rank has announced, or None."""
-        if self._kv is None:
-            return None
         try:
             word = self._kv.look(_SEEN)
         except LaststepError as error:
@@ -236,8 +207,6 @@ class Preempting:
         """Install the signal handlers and start watching, outside of `signals.defer_signals`."""
         self._watched.signals.install()
         weakref.finalize(self, self._watched.signals.let_go).atexit = False
-        if self._rank.ranks == 1 and self._watched.file is not None:
-            self._start(None)
 
     def close(self) -> None:
         self._watched.signals.let_go()
@@ -253,18 +222,17 @@ class Preempting:
 
     def anew(self) -> None:
         """Reset after a restore: steps may go back, and ranks have to meet again."""
-        if self._rank.ranks > 1:
-            self._part()
+        self._part()
         self._watched.passed = -1
 
     def reached(self, step: int, meet: Callable[[], KeyValueStore]) -> bool:
         """Return True if all ranks stop at this step. Takes a microsecond until a preemption is
         known; then it waits for the other ranks within the grace period. `meet` is the collective
         that opens their key-value store, called once after a start or a restore."""
-        watched, several = self._watched, self._rank.ranks > 1
-        watcher = self._watcher
-        if watcher is None and several:
-            watcher = self._start(meet())
+        watched, watcher = self._watched, self._watcher
+        if watcher is None and self._rank.ranks > 1:
+            watcher = self._watcher = PreemptionWatcher(watched, self._rank, meet())
+            weakref.finalize(self, watcher.abandon).atexit = False
         if self._is_done:
             return False
         if watched.known is None:
@@ -272,7 +240,7 @@ class Preempting:
             if watched.known is None:  # again: the watcher may not have seen `passed`
                 return False
         since, self._stops = self._tell(), True
-        if watcher is not None and several:
+        if watcher is not None:
             watcher.wake.set()
             signals.wait(watcher.settled, self._left_s(since))
             stop = watcher.stop
@@ -316,28 +284,18 @@ class Preempting:
 
     def _end(self, step: int, handle: SaveHandle | None, problem: str, work: Work) -> None:
         """Report the outcome of the last save and raise `Preempted`."""
-        since, at_risk = self._tell(), ""
+        since = self._tell()
         held = () if handle is None else work.tiers_of(handle)
         with signals.defer_signals():
             work.saves.take_over()
-        if problem:
-            newest = work.saves.newest_committed()
-            at_risk = "all of it" if newest is None else f"what came after step {newest}"
-            if MEMORY in held:
-                at_risk += " if this machine is lost: only its memory holds the save"
-            goes_on = handle is not None and handle.captured.done() and not handle.done()
-            if goes_on and self._rank.ranks == 1:
-                at_risk += f", unless the flusher, which keeps running, still commits step {step}"
         report = PreemptionEnded(
             step=step,
             cause=since.cause,
-            came_s=since.at_s,
             grace_s=self._watched.grace_s,
             seconds=time.monotonic() - since.came_s,
             committed=not problem,
             tiers=held,
             problem=problem,
-            at_risk=at_risk,
         )
         self._bus.emit(report)
         work.hurry(self._grace_is_over)
@@ -374,11 +332,6 @@ class Preempting:
                 log.error("a save failed: %s", error)  # noqa: TRY400 (an earlier save's error)
                 if found is not None:
                     return found.handle
-
-    def _start(self, kv: KeyValueStore | None) -> PreemptionWatcher:
-        self._watcher = PreemptionWatcher(self._watched, self._rank, kv)
-        weakref.finalize(self, self._watcher.abandon).atexit = False
-        return self._watcher
 
     def _part(self) -> None:
         if self._watcher is not None:
