@@ -13,7 +13,6 @@ import laststep
 from expect import names, raises, warned
 from laststep import events
 from laststep.events import log_event
-from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,24 +55,6 @@ def test_problems_are_the_same_type_wherever_they_are_told(
     assert not laststep.MismatchError("something").problems
 
 
-def test_a_state_dict_in_the_place_of_an_object_is_told_to_be_one(run_folder: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    with laststep.Checkpointer(run_folder, model=model, optimizer=optimizer) as checkpointer:
-        checkpointer.save(0)
-    items = {"model": model, "optimizer": optimizer.state_dict()}
-    told = r"optimizer.*state_dict\(\).*strict=False"
-    with (
-        laststep.Checkpointer(run_folder, items=items) as checkpointer,
-        pytest.raises(laststep.MismatchError, match=told),
-    ):
-        checkpointer.restore()
-    with pytest.raises(laststep.MismatchError, match=told):
-        laststep.load(run_folder, into=items)
-
-
 def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
     laststep.save({f"t{n}": torch.zeros(1) for n in range(70)}, tmp_path / "one")
     with pytest.raises(laststep.MismatchError) as caught:
@@ -96,62 +77,6 @@ def test_load_suggests_only_what_it_can_do(tmp_path: Path) -> None:
     with pytest.raises(laststep.MismatchError) as caught:
         laststep.load(tmp_path / "run", into={"m": nn.Linear(2, 2)})
     assert caught.value.where == f"{tmp_path}/run/step-00000000.1-1"
-
-
-class Renamed(nn.Module):
-    """Loads checkpoints in which its layer had another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new = nn.Linear(2, 2)
-        self.register_load_state_dict_pre_hook(self._translate)
-
-    @staticmethod
-    def _translate(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
-            state[name.replace("old.", "new.")] = state.pop(name)
-
-
-class Overriding(nn.Module):
-    """The same by overriding a method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new = nn.Linear(2, 2)
-
-    def _load_from_state_dict(self, state: dict[str, object], prefix: str, *rest: object) -> None:
-        Renamed._translate(self, state, prefix)
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-@pytest.mark.parametrize("kind", [Renamed, Overriding])
-def test_a_module_that_translates_names_is_told_the_way_that_does_so(
-    kind: type[nn.Module], tmp_path: Path
-) -> None:
-    stored = nn.ModuleDict({"old": nn.Linear(2, 2)})
-    run, settings = tmp_path / "run", {"flush": "thread", "progress": False}
-    with laststep.Checkpointer(
-        run, model=stored, n={"n": 1}, **as_keywords(settings)
-    ) as checkpointer:
-        checkpointer.save(0)
-    live = kind()
-    with (
-        laststep.Checkpointer(run, model=live, n={"n": 1}, **as_keywords(settings)) as checkpointer,
-        raises(laststep.MismatchError, remedy="load_state_dict(") as caught,
-    ):
-        checkpointer.restore()
-    remedy = caught.value.remedy
-    way = remedy[remedy.index("load_state_dict(") : remedy.rindex(" does")]
-    eval(f"live.{way}", {"live": live, "laststep": laststep})  # noqa: S307 (what a user would type)
-    assert torch.equal(live.new.weight, stored["old"].weight)
-    with (
-        laststep.Checkpointer(
-            run, model=nn.Linear(1, 1), n={"n": 1}, **as_keywords(settings)
-        ) as checkpointer,
-        pytest.raises(laststep.MismatchError) as caught,
-    ):
-        checkpointer.restore()
-    assert "load_state_dict" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +242,7 @@ def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(
     with laststep.Checkpointer(
         run, model=fresh.model, options=laststep.Options(flush="thread")
     ) as checkpointer:
-        with raises(laststep.NotFoundError, expected="optimizer", remedy="optimizer=…") as caught:
+        with raises(laststep.NotFoundError, expected="optimizer") as caught:
             checkpointer.restore(only=["optimizer"])
         one = caught.value
         assert one.where == f"{run}/step-00000001.1-1"
@@ -388,8 +313,6 @@ def test_a_checkpoint_of_which_nothing_fits_is_not_restored_whatever_strict_says
         with pytest.raises(laststep.MismatchError, match=r"\b2\b") as raised:
             checkpointer.restore(strict=False)
         assert len(raised.value.problems) == 2
-        by_name = "(net here, model in the checkpoint)"
-        assert (by_name in str(raised.value)) == (name == "net")
         with raises(
             laststep.UsageError, where=run_folder, found="step 0", remedy="new_lineage=True"
         ):

@@ -15,6 +15,7 @@ newer. Another process does not signal when it is done, so the run is polled, up
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
@@ -61,9 +62,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""Time that a rank is given to see the files that rank 0 sees. Network filesystems cache the
+"""Time that a rank is given to see the files that rank 0 sees: network filesystems cache the
 contents of a directory for up to a minute."""
 PAUSE_S = 0.5
+_DELETED = "it was deleted in the meantime"
 _LOOK_S = 0.05
 _RECORDS_BYTES = 64 << 20
 """Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
@@ -102,13 +104,11 @@ class Opened(NamedTuple):
     """False if it is read from memory or a replica."""
 
 
-class _Confirmation(enum.StrEnum):
-    """Finding of rank 0 about a checkpoint that failed to open or to verify on some rank."""
+class _Finding(enum.StrEnum):
+    """What rank 0 finds out about a checkpoint that failed to open or to verify on some rank."""
 
-    STANDS = "stands"
-    """The checkpoint exists and the error is real."""
+    DAMAGED = "damaged"
     DELETED = "deleted"
-    """The checkpoint was deleted, as by retention."""
     UNSEEN = "unseen"
     """Rank 0 sees the file that another rank is missing."""
 
@@ -129,12 +129,10 @@ def wait_for_others(who: object, run: str) -> None:
     """Wait until the unfinished saves of this process's other Checkpointers of the run have ended.
     Their failures are reported by their own Checkpointers."""
     for other, (place, ask) in list(_entered.items()):
-        handles = ask(other) if other is not who and place == Path(run).resolve() else ()
-        if handles:
-            steps = ", ".join(str(handle.step) for handle in handles)
-            log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
-        for handle in handles:
-            handle.committed.over_within(None)
+        if other is not who and place == Path(run).resolve():
+            for handle in ask(other):
+                log.info("waiting for another Checkpointer, which is saving step %d", handle.step)
+                handle.committed.over_within(None)
 
 
 def _wait_for_writers(store: Store) -> None:
@@ -144,8 +142,7 @@ def _wait_for_writers(store: Store) -> None:
     # Saves with a pending marker first: nothing of them may be in the run yet.
     for announced in coming(store):
         works = functools.partial(still_coming, store, announced)
-        saves = f"{len(announced.places)} saves"
-        _let_finish(f"the flusher of process {announced.pid}", saves, works, deadline)
+        _let_finish(f"process {announced.pid}", works, deadline)
     try:
         run = Run.open(store)
     except LaststepError:
@@ -155,15 +152,12 @@ def _wait_for_writers(store: Store) -> None:
     for writer in _other_writers(run):
         if writer.attempts:
             works = functools.partial(_is_undecided, run, frozenset(writer.attempts))
-            who, saves = f"the flusher of {_writer_text(writer)}", ", ".join(writer.attempts)
-            _let_finish(who, saves, works, deadline)
+            _let_finish(_writer_text(writer), works, deadline)
     for writer in _other_writers(run):
         if not writer.trainer_is_gone:
             log.warning(
-                (
-                    "%s is saving to this run. Only one job may save at a time: if this one saves "
-                    "too, saves of one of them fail"
-                ),
+                "%s is saving to this run. Only one job may save at a time: if this one saves too, "
+                "saves of one of them fail",
                 _writer_text(writer),
             )
             return
@@ -177,15 +171,14 @@ def _is_undecided(run: Run, folders: frozenset[str]) -> bool:
     return any(attempt.alive and attempt.folder in folders for attempt in run.attempts())
 
 
-def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float) -> None:
-    log.info("waiting for %s, which is finishing %s", who, saves)
+def _let_finish(who: str, works: Callable[[], bool], deadline: float) -> None:
+    log.info("waiting for the flusher of %s, which is finishing its saves", who)
     while works():
         if time.monotonic() >= deadline:
             log.warning(
-                "%s is alive and has not finished %s after %.0f s: restoring the newest "
+                "the flusher of %s has not finished its saves after %.0f s: restoring the newest "
                 "checkpoint that is committed",
                 who,
-                saves,
                 WAIT_FOR_OTHERS_S,
             )
             return
@@ -219,9 +212,8 @@ def choosing_of(
     ranks: Ranks,
     call: str,
 ) -> Choosing | None:
-    """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw` is
-    called on rank 0 with the newest term and its last commit, each time before the run is
-    listed."""
+    """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw`: see
+    `restore_into`."""
     near = store if isinstance(store, NearestStore) else None
     in_memory = near is not None and near.in_memory
     if ranks.size > 1:
@@ -250,7 +242,6 @@ def choosing_of(
 
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
-    """Raise `UsageError` on all ranks if their arguments differ."""
     mine = (
         f"{call} with step={wanted.step}, only={wanted.only and list(wanted.only)}, "
         f"strict={wanted.strict}, exact={wanted.exact}, peeked at {wanted.peeked}, "
@@ -268,9 +259,8 @@ def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memo
 
 
 def _look_at_replicas(near: NearestStore, wanted: RestoreRequest, ranks: Ranks) -> list[ReplicaHas]:
-    """Make checkpoints that exist only on replicas visible to all ranks, in addition to those in
-    the primary and in memory. Return the contents of the replicas on rank 0, and an empty list
-    elsewhere."""
+    """Make checkpoints that exist only on replicas visible to all ranks. Return the contents of
+    the replicas on rank 0, and an empty list elsewhere."""
     found: list[ReplicaHas] = []
 
     def look() -> dict[str, str]:
@@ -329,7 +319,14 @@ def _refuse_hidden_run(store: Store, ranks: Ranks) -> None:
     abandon that one."""
     if ranks.size == 1 or store.same_everywhere:
         return
-    seen = ranks.all_max(collective(ranks, lambda: _is_seen(store)) * ranks.rank.number)
+
+    def sees_it() -> bool:
+        with contextlib.suppress(NotFoundError):
+            Run.open(store)
+            return True
+        return False
+
+    seen = ranks.all_max(collective(ranks, sees_it) * ranks.rank.number)
     if seen:
         raise StorageError(
             "rank 0 sees no run where another rank does",
@@ -338,14 +335,6 @@ def _refuse_hidden_run(store: Store, ranks: Ranks) -> None:
             found=f"a run on rank {seen}",
             remedy="check that the filesystem is mounted on rank 0's machine",
         )
-
-
-def _is_seen(store: Store) -> bool:
-    try:
-        Run.open(store)
-    except NotFoundError:
-        return False
-    return True
 
 
 # --- the choice ---------------------------------------------------------------------------------
@@ -378,17 +367,14 @@ class Choosing:
         self._left: list[Listed] = []
         self._passed: set[str] = set(wanted.damaged)
         self._skipped: list[Skipped] = []
-        """Checkpoints that are damaged."""
-        self._deleted: list[Skipped] = []
-        """Checkpoints that were deleted between listing and opening."""
+        """Checkpoints that are damaged, or were deleted between listing and opening."""
         self._unseen_s: float | None = None
         """Monotonic time when a rank first missed a file that rank 0 sees; None if none does."""
         collective(ranks, self._list)
 
     def skipped(self, chosen: Chosen) -> tuple[Skipped, ...]:
         """Return the newer checkpoints that could not be restored."""
-        newer = (skipped for skipped in self._deleted if skipped.step > chosen.step)
-        return (*newer, *self._skipped)
+        return tuple(skipped for skipped in self._skipped if skipped.step > chosen.step)
 
     def until_one_succeeds(self, attempt: Callable[[Chosen], _Found]) -> _Found | None:
         """Call `attempt` with one checkpoint after the other until it succeeds, and return its
@@ -402,7 +388,17 @@ class Choosing:
                 self._go_on_after(chosen, error)
                 last = error
         if last is not None:
-            raise self._none_left() from last
+            is_damaged = any(skipped.reason != _DELETED for skipped in self._skipped)
+            raise (CorruptError if is_damaged else NotFoundError)(
+                f"none of the {len(self._skipped)} checkpoints of this run can be restored",
+                where=self._store.url,
+                found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3])
+                or last.without_remedy(),
+                remedy=(
+                    f"`laststep verify {self._store.url}` lists all damage; "
+                    "try a copy of the run, or start a new run elsewhere"
+                ),
+            ) from last
         return None
 
     def _go_on_after(self, chosen: Chosen, error: CorruptError | NotFoundError) -> None:
@@ -418,12 +414,11 @@ class Choosing:
                 self._use_replica(chosen, why)
             return
         verdict = self._judge(chosen, error)
-        if verdict is _Confirmation.UNSEEN:
+        if verdict is _Finding.UNSEEN:
             self._wait_to_see(chosen, error)
-        elif verdict is _Confirmation.DELETED and not self._is_named:
+        elif verdict is _Finding.DELETED and not self._is_named:
             log.warning("%s is gone, listing the run again: %s", chosen.folder, error)
-            gone = "it was deleted in the meantime"
-            self._deleted.append(Skipped(step=chosen.step, folder=chosen.folder, reason=gone))
+            self._skip(chosen, _DELETED)
             collective(self._ranks, self._list)
         elif self._use_replica(chosen, why):
             return
@@ -431,32 +426,14 @@ class Choosing:
             raise error
         else:
             # Without the remedy, which is to restore the newest good one: that happens here.
-            self._skipped.append(Skipped(step=chosen.step, folder=chosen.folder, reason=why))
+            self._skip(chosen, why)
             self._bus.emit(PassedOver(step=chosen.step, folder=chosen.folder, reason=why))
             self._unseen_s = None
             if self._left:
                 self._left.pop()
 
-    def _none_left(self) -> LaststepError:
-        if not self._skipped:
-            return NotFoundError(
-                "the checkpoints of this run were deleted while they were being listed",
-                where=self._store.url,
-                found="; ".join(f"{gone.folder} is gone" for gone in self._deleted[:3]),
-                remedy=(
-                    "`laststep ls` lists the checkpoints; call restore() again to start a new run "
-                    "if there are none"
-                ),
-            )
-        return CorruptError(
-            f"none of the {len(self._skipped)} checkpoints of this run can be restored",
-            where=self._store.url,
-            found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3]),
-            remedy=(
-                f"`laststep verify {self._store.url}` lists all damage; "
-                "try a copy of the run, or start a new run elsewhere"
-            ),
-        )
+    def _skip(self, chosen: Chosen, reason: str) -> None:
+        self._skipped.append(Skipped(step=chosen.step, folder=chosen.folder, reason=reason))
 
     def _list(self) -> None:
         """List the run on rank 0. Retention deletes a checkpoint only after a commit, so there may
@@ -482,14 +459,14 @@ class Choosing:
         the last one committed off it. Raise `NotFoundError` if there is none."""
         peeked, step, url = self._wanted.peeked, self._wanted.step, self._store.url
         if peeked is not None:
-            for entry in listed:
-                if entry.folder == peeked:
-                    return entry
-            raise NotFoundError(
-                "the checkpoint that peek() returned is gone",
-                where=f"{url}/{peeked}",
-                remedy="call peek() again, and restore that checkpoint from the beginning",
-            )
+            found = next((entry for entry in listed if entry.folder == peeked), None)
+            if found is None:
+                raise NotFoundError(
+                    "the checkpoint that peek() returned is gone",
+                    where=f"{url}/{peeked}",
+                    remedy="call peek() again, and restore that checkpoint from the beginning",
+                )
+            return found
         of_step = [entry for entry in listed if entry.step == step]
         if not of_step:
             raise NotFoundError(
@@ -498,11 +475,11 @@ class Choosing:
                 found=nearest_steps((entry.step for entry in listed), step or 0),
                 remedy="restore() without a step takes the newest",
             )
-        for entry in reversed(of_step):
-            if entry.on_lineage:
-                return entry
-        log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
-        return of_step[-1]
+        found = max(of_step, key=lambda entry: entry.on_lineage)
+        if not found.on_lineage:
+            found = of_step[-1]
+            log.warning("step %d is not on the lineage of this run: %s", step, found.folder)
+        return found
 
     def _next(self) -> Chosen | None:
         """Return rank 0's next checkpoint to try, on all ranks; None after the last."""
@@ -513,13 +490,11 @@ class Choosing:
             place = self._place_of(listed.folder)
             if place is not self._store:
                 log.warning("%s is read at %s", listed.folder, place.url)
-            steps: list[int] = []
-            for earlier in self._lineage:
-                steps.append(earlier.step)
-                if earlier.folder == listed.folder:
-                    break
-            else:
-                steps = [listed.step]
+            folders = [earlier.folder for earlier in self._lineage]
+            steps = [listed.step]
+            if listed.folder in folders:
+                end = folders.index(listed.folder) + 1
+                steps = [earlier.step for earlier in self._lineage[:end]]
             chosen = Chosen(
                 step=listed.step,
                 term=listed.term,
@@ -534,13 +509,13 @@ class Choosing:
         """Open the checkpoint as this rank sees it; raise on all ranks if any rank fails."""
 
         def work() -> Opened:
-            where, near = self._where(chosen), self._near
+            store, near = self._place_of(chosen.folder), self._near
+            where = f"{store.url}/{chosen.folder}"
             if not chosen.manifest:
                 error = self._left[-1].error if self._left else None
                 raise error or CorruptError("the manifest cannot be read", where=where)
             commit = manifest.decode(chosen.manifest, where=where)
             assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
-            store = self._place_of(chosen.folder)
             number, several = self._ranks.rank.number, self._ranks.size > 1
             content = Content(store, chosen.folder, commit, rank=number, by_rank=several)
             if near is None:
@@ -549,9 +524,6 @@ class Choosing:
             return Opened(content, where, readers, is_in_primary=in_primary)
 
         return collective(self._ranks, work)
-
-    def _where(self, chosen: Chosen) -> str:
-        return f"{self._place_of(chosen.folder).url}/{chosen.folder}"
 
     def _place_of(self, folder: str) -> Store:
         return self._store if self._near is None else self._near.place_of(folder)
@@ -582,20 +554,19 @@ class Choosing:
         self._try_again(chosen)
         return True
 
-    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> _Confirmation:
-        """Classify, on rank 0, an error that at least one rank found; return its verdict on all
-        ranks."""
+    def _judge(self, chosen: Chosen, error: CorruptError | NotFoundError) -> _Finding:
+        """Return, on all ranks, rank 0's verdict about an error that at least one rank found."""
 
-        def look() -> _Confirmation:
+        def look() -> _Finding:
             if self._ranks.rank.is_first:
                 if deleted(self._store, chosen.folder) is not None:
-                    return _Confirmation.DELETED
+                    return _Finding.DELETED
                 if error.missing is not None and _is_there(self._store, error.missing):
-                    return _Confirmation.UNSEEN
-            return _Confirmation.STANDS
+                    return _Finding.UNSEEN
+            return _Finding.DAMAGED
 
         mine = collective(self._ranks, look)
-        return _Confirmation(self._ranks.broadcast(0, mine.encode()).decode())
+        return _Finding(self._ranks.broadcast(0, mine.encode()).decode())
 
     def _wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
         """Pause before the next try, to give the rank that misses a file time to see it. Raise
@@ -613,11 +584,11 @@ class Choosing:
         if self._ranks.all_max(self._ranks.rank.is_first and late):
             raise StorageError(
                 "a rank sees a different checkpoint than rank 0",
-                where=self._where(chosen),
+                where=f"{self._store.url}/{chosen.folder}",
                 found=self._ranks.broadcast(0, error.without_remedy().encode()).decode(),
                 remedy=(
-                    "all ranks must see the same folder: check the mount on that rank's machine "
-                    "and call restore() again; the checkpoint itself may be intact"
+                    "all ranks must see the same folder: check the mount on that rank's machine, "
+                    "then call restore() again"
                 ),
             ) from error
         signals.check_signals()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import UsageError
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from laststep.restoring.renaming import Renamed
     from laststep.state.layouts import Layout
     from laststep.state.tree import Collected
 
@@ -90,42 +89,31 @@ def part_at(tree: object, path: Path) -> object:
     return tree
 
 
-def without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
-    """Return the tree with ABSENT at these paths."""
+def _pruned(node: object, gone: tuple[Path, ...], path: Path = (), *, plain: bool) -> object:
+    """Return the tree with ABSENT at paths in `gone`. Unless `plain`, every plain value becomes
+    ABSENT too, so that a partial restore changes none; an empty container counts as one."""
     if path in gone:
         return ABSENT
-    if gone and type(node) is dict:
-        return {key: without(inner, gone, (*path, key)) for key, inner in node.items()}
-    if gone and isinstance(node, Tagged) and node.tag == OWNED:
-        inside = owned(node)
-        return Tagged(OWNED, [inside.owner, without(inside.state, gone, path)])
-    return node
-
-
-def without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
-    """Return the tree with every plain value ABSENT, so that a partial restore changes none; an
-    empty container counts as a plain value. Paths in `whole`, which can only be restored as a
-    whole, are ABSENT too."""
-    if path in whole:
-        return ABSENT
-
-    def down(key: object, inner: object) -> object:
-        return without_plain(inner, whole, (*path, key))
-
     if isinstance(node, TensorRef):
         return node
     if isinstance(node, Tagged) and node.tag == OWNED:
         inner = owned(node)
-        return Tagged(OWNED, [inner.owner, without_plain(inner.state, whole, path)])
+        return Tagged(OWNED, [inner.owner, _pruned(inner.state, gone, path, plain=plain)])
+    if plain and type(node) is not dict:
+        return node
     if isinstance(node, Tagged):
         return node if tensor_names(node.value) else ABSENT
-    if not _entries(node):
-        return ABSENT
+    entries = {
+        key: _pruned(inner, gone, (*path, key), plain=plain)
+        for key, inner in _entries(node).items()
+    }
     if type(node) in (dict, OrderedDict):
-        return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
+        return entries if entries or plain else ABSENT
+    if not entries:
+        return ABSENT
     if isinstance(node, deque):
-        return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
-    parts = [down(key, inner) for key, inner in _entries(node).items()]
+        return deque(entries.values(), node.maxlen)
+    parts = list(entries.values())
     return node._make(parts) if hasattr(node, "_make") else type(node)(parts)  # type: ignore[call-arg]
 
 
@@ -173,9 +161,11 @@ class Match:
 
     def tree(self, *, allow_pickle: bool) -> object:
         """Return the loaded state; call it after the reads and copies."""
-        tree = without(self.item.tree, self.foreign) if self.foreign else self.item.tree
+        tree, gone = self.item.tree, self.foreign
         if not self.whole:
-            tree = without_plain(tree, self.fresh)
+            tree = _pruned(tree, (*gone, *self.fresh), plain=False)
+        elif gone:
+            tree = _pruned(tree, gone, plain=True)
         value = rebuild(
             tree,
             leaf=lambda ref: self.values[ref.name],
@@ -212,26 +202,27 @@ class Match:
 
 
 def match_item(
-    renamed: Renamed,
+    match: Match,
     provider: StateProvider,
     state: State,
     live: Collected,
     selected: Callable[[str], bool] | None,
-) -> Match:
-    """Match one item. `selected` picks tensors by name for a partial restore; None takes all."""
-    item = renamed.item
+) -> None:
+    """Match an item that has been renamed. `selected` picks tensors by name for a partial restore;
+    None takes all."""
+    item = match.item
     stored = item.names()
-    match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
-    match.aliases = renamed.aliases
-    if selected is not None:
-        match.aliases = [pair for pair in renamed.aliases if selected(pair[0])]
+    match.fresh = state.fresh
     match.values = dict.fromkeys(stored, ABSENT)
+    if selected is not None:
+        match.mismatched.clear()
+        match.aliases = [pair for pair in match.aliases if selected(pair[0])]
     outline = _outline(item)
     if selected is None:
         _refuse_foreign(match, provider, state, live)
         if () in match.foreign:
-            return match
-        match.mismatched += [*provider.check(outline), *renamed.differing]
+            return
+        match.mismatched += provider.check(outline)
     _leave_alone(match, provider, outline, selected)
     names = stored if selected is None else list(filter(selected, stored))
     if match.foreign:
@@ -243,19 +234,20 @@ def match_item(
                 remedy=f"name the item itself: only=[{item.name!r}]",
             )
     fresh = _pair(match, names, state, live)
-    if fresh:
-        _allocate_fresh(match, fresh, provider, live)
+    replaced = _replaced(live.tree)
+    destinations = provider.destinations(list(map(path_of, fresh))) if fresh else []
+    for name, to in zip(fresh, destinations, strict=True):
+        _place_fresh(match, name, str(live.tensors[name].device) if name in replaced else to)
     if match.aliases:
         _place_aliases(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
-        known = _replaced(live.tree).union(match.values)
+        known = replaced.union(match.values)
         for name in itertools.filterfalse(known.__contains__, live.tensors):
             if not lies_under(path_of(name), not_paired):
                 match.missing.append(name)
     if () not in not_paired:
         _find_newer(match, not_paired, state.things, live)
-    return match
 
 
 def _leave_alone(
@@ -279,7 +271,8 @@ def load_item(item: StoredItem, device: str) -> Match:
     """Match an item as stored, into new memory."""
     match = Match(item=item, whole=True)
     match.values = dict.fromkeys(item.names(), ABSENT)
-    _place_fresh(match, dict.fromkeys(item.names(), device))
+    for name in item.names():
+        _place_fresh(match, name, device)
     return match
 
 
@@ -409,91 +402,57 @@ def _place_live(
     match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
 ) -> None:
     """Read straight into a contiguous live tensor of the stored form if there is one, else into new
-    memory, and copy from there to the other targets."""
-    if live.layouts and any(name in live.layouts for name, _ in targets):
-        _place_parts(match, source, targets, live)
-        return
-    for name, target in targets:
-        if match.item.view_of(name) is None and target.is_contiguous():
-            buffers = target
+    memory, and copy from there to the other targets. A rank that holds a part reads only that."""
+    first, target = targets[0]
+    layout = live.layouts.get(first)
+    if any(name in live.layouts for name, _ in targets):
+        for name, _ in targets:
+            if live.layouts.get(name) != layout or match.item.view_of(name) is not None:
+                match.mismatched.append(f"{name}: is sharded differently than {first}")
+                return
+    for name, other in targets:
+        if match.item.view_of(name) is None and other.is_contiguous():
+            buffers = other
             break
     else:
         spec = match.item.tensors[source]
-        buffers = allocate(spec.dtype, spec.shape, str(targets[0][1].device))
-    match.reads[source] = buffers
-    for name, target in targets:
-        match.values[name] = target
-        view = match.item.view_of(name)
-        origin = buffers if view is None else open_view(buffers, view)
-        if origin is not target and not same_memory(origin, target):
-            match.copies.append((target, origin))
-
-
-def _place_parts(
-    match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
-) -> None:
-    """Read the part that this rank holds; all names of the tensor must have the same layout."""
-    first, target = targets[0]
-    layout = live.layouts.get(first)
-    buffers = target
-    if not target.is_contiguous():
-        buffers = allocate(DTYPE_NAMES[target.dtype], tuple(target.shape), str(target.device))
-    for name, other in targets:
-        alike = live.layouts.get(name) == layout and match.item.view_of(name) is None
-        if layout is None or not alike:
-            match.mismatched.append(f"{name}: is sharded differently than {first}")
-            return
-        match.values[name] = live.owners.get(name, other)
-        if other is not buffers and not same_memory(other, buffers):
-            match.copies.append((other, buffers))
+        shape = spec.shape if layout is None else tuple(target.shape)
+        buffers = allocate(spec.dtype, shape, str(target.device))
     match.reads[source] = buffers
     if layout is not None:
         match.layouts[source] = layout
+    for name, other in targets:
+        match.values[name] = live.owners.get(name, other)
+        origin = match.read(name)
+        if origin is not other and not same_memory(origin, other):
+            match.copies.append((other, origin))
 
 
-def _allocate_fresh(
-    match: Match, names: list[str], provider: StateProvider, live: Collected
-) -> None:
-    destinations = provider.destinations(list(map(path_of, names)))
-    replaced = _replaced(live.tree)
-    devices: dict[str, str] = {}
-    for name, to in zip(names, destinations, strict=True):
-        if is_dtensor(to) and match.item.view_of(name) is None:
-            _place_like(match, name, to)  # type: ignore[arg-type]
-        elif name in replaced:
-            devices[name] = str(live.tensors[name].device)
-        else:
-            devices[name] = to if isinstance(to, str) else str(to.device)  # type: ignore[attr-defined]
-    _place_fresh(match, devices)
-
-
-def _place_like(match: Match, name: str, model: DTensor) -> None:
-    """Allocate a tensor with the layout of `model`; a full tensor if their shapes differ."""
-    source = match.item.source_of(name)
-    spec = match.item.tensors[source]
-    if spec.shape != tuple(model.shape):
-        _place_fresh(match, {name: str(model.device)})
-        return
-    shard, buffers = local_shard_of(model, name), match.reads.get(source)
-    if buffers is None or name in match.apart:
-        own = allocate(spec.dtype, tuple(shard.local.shape), str(shard.local.device))
-        if buffers is None:
-            match.reads[source], match.layouts[source] = own, shard.layout
-        elif not _copy_read(match, name, own, shard.layout):
-            return
-        buffers = own
-    match.values[name] = like(model, buffers)
-
-
-def _copy_read(match: Match, name: str, to: torch.Tensor, layout: Layout | None) -> bool:
-    """Schedule a copy from the memory read for another name. Return False, and record a mismatch,
-    if the layouts differ."""
-    source = match.item.source_of(name)
-    if match.layouts.get(source) != layout:
+def _place_fresh(match: Match, name: str, to: object) -> None:
+    """Allocate memory for a tensor: on a device, or like a tensor of its shape."""
+    item, source = match.item, match.item.source_of(name)
+    dtype, shape = item.tensors[source]
+    device = to if isinstance(to, str) else str(to.device)  # type: ignore[attr-defined]
+    model = cast("DTensor", to) if is_dtensor(to) and item.view_of(name) is None else None
+    layout: Layout | None = None
+    if model is not None and shape == tuple(model.shape):
+        local, layout = local_shard_of(model, name)
+        shape, device = tuple(local.shape), str(local.device)
+    if source not in match.reads:
+        match.reads[source] = allocate(dtype, shape, device)
+        if layout is not None:
+            match.layouts[source] = layout
+        buffers = match.read(name)
+    elif name not in match.apart:
+        buffers = match.read(name)
+    elif match.layouts.get(source) == layout:
+        origin = match.read(name)
+        buffers = allocate(item.spec_of(name).dtype, tuple(origin.shape), device)
+        match.copies.append((buffers, origin))
+    else:
         match.mismatched.append(f"{name}: is sharded differently than {source}")
-        return False
-    match.copies.append((to, match.read(name)))
-    return True
+        return
+    match.values[name] = buffers if model is None or layout is None else like(model, buffers)
 
 
 def _replaced(tree: object) -> set[str]:
@@ -513,21 +472,6 @@ def _replaced(tree: object) -> set[str]:
         elif isinstance(node, list | tuple | deque):
             stack += node
     return names
-
-
-def _place_fresh(match: Match, devices: dict[str, str]) -> None:
-    for name, device in devices.items():
-        source = match.item.source_of(name)
-        if source not in match.reads:
-            spec = match.item.tensors[source]
-            match.reads[source] = allocate(spec.dtype, spec.shape, device)
-        elif name in match.apart:
-            spec = match.item.spec_of(name)
-            own = allocate(spec.dtype, spec.shape, device)
-            if _copy_read(match, name, own, None):
-                match.values[name] = own
-            continue
-        match.values[name] = match.read(name)
 
 
 def _find_newer(

@@ -19,14 +19,12 @@ import msgspec
 
 from laststep.errors import MismatchError, NotFoundError, Problems
 from laststep.ranks.group import collective
-from laststep.restoring.match import PLAIN_KINDS, Match, match_item, newer_entries
+from laststep.restoring.match import PLAIN_KINDS, Match, match_item
 from laststep.restoring.renaming import modules_in, rename
 from laststep.saving.describe import naming
 from laststep.state.collecting import collect
 from laststep.state.items import make_deferred
-from laststep.state.modules import TrainableProvider, loads_in_its_own_way
-from laststep.state.provider import lies_above, lies_under
-from laststep.state.tree import show_path
+from laststep.state.modules import TrainableProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from laststep.format.manifest import Commit
     from laststep.ranks.group import Rank, Ranks
     from laststep.read.content import Content
-    from laststep.restoring.match import Match
     from laststep.restoring.renaming import Modules
     from laststep.state.provider import State, StateProvider
     from laststep.state.tree import Collected
@@ -159,9 +156,7 @@ def plan_restore(
             what = "the checkpoint does not fit the live state"
             if not strict:
                 what = "no part of the checkpoint fits the live state, which differs"
-            told = _way_by_objects(content, providers) + remedy + _way_by_names(problems, content)
-            told += _way_by_hooks(problems, content, providers, where)
-            raise MismatchError.of(problems, where=where, what=what, remedy=told)
+            raise MismatchError.of(problems, where=where, what=what, remedy=remedy)
 
     if is_useless or (strict and (common or lacks)):
         collective(ranks, judge)
@@ -246,9 +241,10 @@ def _look(
         if selected is not None and not any(map(selected, item.names())):
             continue
         state, live = live_item(name)
-        renamed = rename(item, live.tree, stored_modules, live_modules)
-        match = match_item(renamed, provider, state, live, selected)
-        match.exact = plan.strict and selected is None
+        match = Match(item=item, whole=selected is None)
+        match.exact = plan.strict and match.whole
+        rename(match, live.tree, stored_modules, live_modules)
+        match_item(match, provider, state, live, selected)
         plan.take(match, provider.kind)
     if only is None:
         plan.unexpected += itertools.filterfalse(providers.__contains__, content.items)
@@ -297,47 +293,6 @@ class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
     """True if it restores anything."""
 
 
-def _way_by_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
-    """Return a remedy for plain values passed as an item that was saved as a module or an
-    optimizer: only the object knows the names of its parameters."""
-    told = ""
-    for name, item in content.items.items():
-        is_value = name in providers and providers[name].kind == "value"
-        if is_value and item.kind in ("module", "optimizer"):
-            told += f"pass the {item.kind} itself as {name}, not its state_dict(); "
-    return told
-
-
-def _way_by_names(problems: Problems, content: Content) -> str:
-    """Return a remedy for items that were saved under other names."""
-    stored = [name for name in problems.unexpected if name in content.items]
-    live = [name for name in problems.missing if "/" not in name]
-    if not stored or not live:
-        return ""
-    return (
-        f"; where it is only the name that differs ({', '.join(live)} here, {', '.join(stored)} in "
-        "the checkpoint), pass the item by the name that it was saved under"
-    )
-
-
-def _way_by_hooks(
-    problems: Problems, content: Content, providers: Mapping[str, StateProvider], where: str
-) -> str:
-    """Return a remedy for modules whose load hooks translate the names of older checkpoints:
-    tensors that are restored in place do not pass through these hooks."""
-    named = {text.partition("/")[0] for text in (*problems.missing, *problems.unexpected)}
-    for name in sorted(named.intersection(providers)):
-        if any(loads_in_its_own_way(part) for part in providers[name].parts()):
-            stored = f"laststep.load({where!r})"
-            if set(content.items) != {VALUE}:
-                stored += f"[{name!r}]"
-            return (
-                f"; {name} has hooks for loading, which a restore in place does not run: "
-                f"its load_state_dict({stored}) does"
-            )
-    return ""
-
-
 def _warn_of_problems(problems: Problems) -> None:
     """Warn about live state that is not restored. Unexpected stored tensors are not reported: a
     user who leaves them out knows it."""
@@ -349,28 +304,6 @@ def _warn_of_problems(problems: Problems) -> None:
     )
 
 
-def warn_of_omitted_items(item: str, provider: StateProvider, made: object) -> None:
-    """Warn about live plain entries that are removed because the `when_ranks_change` function does
-    not return them."""
-    if provider.kind in PLAIN_KINDS:
-        state = provider.describe()
-        things = state.things
-        names = [
-            show_path(path)
-            for path in newer_entries(made, state.value, ())
-            if not lies_above(path, things) and not lies_under(path, things)
-        ]
-        if names:
-            log.warning(
-                (
-                    "%s becomes the result of its when_ranks_change function, without %s; return "
-                    "them too to keep them"
-                ),
-                item,
-                _first(names),
-            )
-
-
 def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
@@ -380,29 +313,24 @@ def _check_all_used(
     only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
 ) -> None:
     """Raise `NotFoundError` for a pattern in `only` that picks nothing, such as a misspelt name."""
-    names = {name: content.items[name].names() for name in providers if name in content.items}
-    items = f"items {', '.join(sorted(content.items))} in the checkpoint"
     for pattern in only:
-        whose = pattern.split("/", 1)[0]
-        if pattern in providers or any(
-            pattern == item
-            or (
-                fnmatch.fnmatchcase(item, whose)
-                and any(map(_picks(pattern, item, tensors), tensors))
-            )
-            for item, tensors in names.items()
-        ):
+        if pattern in providers:
             continue
-        remedy = "`laststep show --all` lists the names"
-        if whose in content.items and whose not in providers:
-            remedy = f"pass {whose}=… to the Checkpointer to restore it"
-        raise NotFoundError(
-            "no part of the checkpoint, or no live item, matches",
-            where=where,
-            expected=pattern,
-            found=f"live items {', '.join(sorted(providers))}, and {items}",
-            remedy=remedy,
-        )
+        for name in providers.keys() & content.items.keys():
+            names = content.items[name].names()
+            takes_part, picks = selection([pattern], name, names)
+            if takes_part and (picks is None or any(map(picks, names))):
+                break
+        else:
+            stored = ", ".join(sorted(content.items))
+            raise NotFoundError(
+                "no part of the checkpoint, or no live item, matches",
+                where=where,
+                expected=pattern,
+                found=f"live items {', '.join(sorted(providers))}, and items {stored} in the "
+                "checkpoint",
+                remedy="pass the item to the Checkpointer; `laststep show --all` lists the names",
+            )
 
 
 def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> None:

@@ -11,7 +11,7 @@ Pure: works on trees and reads no tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.codecs import objects
@@ -22,7 +22,7 @@ from laststep.state.tree import OWNED, Path, name_of, owned, owners, path_of, re
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from laststep.state.tree import StoredItem
+    from laststep.restoring.match import Match
 
 
 class ModuleNames(NamedTuple):
@@ -55,39 +55,23 @@ def modules_in(
     return modules | {item: ModuleNames(tree, by_name)}
 
 
-@dataclass(slots=True)
-class Renamed:
-    """A stored item under the live names."""
-
-    item: StoredItem
-    apart: set[str] = field(default_factory=set)
-    """Tensors that belonged to one parameter and may belong to two now: each gets its own
-    memory."""
-    aliases: list[tuple[str, str]] = field(default_factory=list)
-    """(stored tensor that is no longer in the tree, tensor that it must equal) pairs."""
-    differing: list[str] = field(default_factory=list)
-    """Descriptions of states that must be equal but differ in their form."""
-
-
 def rename(
-    item: StoredItem, live: object, in_store: Callable[[], Modules], in_use: Callable[[], Modules]
-) -> Renamed:
-    """Return the item under the names of the live tree. `in_store` and `in_use` return the modules
-    of both sides and are called only if the names of an optimizer differ."""
-    renamed = Renamed(item)
-    for path in owners(item.tree):
-        theirs, ours = _optimizer_at(item.tree, path), _optimizer_at(live, path)
+    match: Match, live: object, in_store: Callable[[], Modules], in_use: Callable[[], Modules]
+) -> None:
+    """Put the item under the names of the live tree. `in_store` and `in_use` return the modules of
+    both sides and are called only if the names of an optimizer differ."""
+    for path in owners(match.item.tree):
+        theirs, ours = _optimizer_at(match.item.tree, path), _optimizer_at(live, path)
         if theirs is None or ours is None or group_of(theirs).keys() == group_of(ours).keys():
             continue
-        _Renaming(renamed, path, theirs).go(group_of(ours).keys(), in_store(), in_use())
-    return renamed
+        _Renaming(match, path, theirs).go(group_of(ours).keys(), in_store(), in_use())
 
 
 class _Renaming:
     """Renames the state of one stored optimizer."""
 
-    def __init__(self, renamed: Renamed, path: Path, stored: dict[str, Any]) -> None:
-        self._renamed = renamed
+    def __init__(self, match: Match, path: Path, stored: dict[str, Any]) -> None:
+        self._match = match
         self._path = path
         self._stored = stored
         self._state = dict(stored["state"])
@@ -112,9 +96,9 @@ class _Renaming:
             {**group, "params": params}
             for group, params in zip(self._stored["groups"], self._params, strict=True)
         ]
-        state, item = {**self._stored, "state": self._state, "groups": groups}, self._renamed.item
+        state, item = {**self._stored, "state": self._state, "groups": groups}, self._match.item
         tree = _with_state(item.tree, self._path, state)
-        self._renamed.item = replace(item, tree=tree, ties=item.ties | self._ties)
+        self._match.item = replace(item, tree=tree, ties=item.ties | self._ties)
 
     def _copy(self, name: str, to: str) -> None:
         """Add the state of a stored parameter under another name."""
@@ -122,9 +106,9 @@ class _Renaming:
         self._params[number][to] = self._params[number][name]
         if name in self._state:
             self._state[to], moved = self._moved(name, to)
-            ties = self._renamed.item.ties
+            ties = self._match.item.ties
             self._ties |= {new: ties.get(old, old) for old, new in moved.items()}
-            self._renamed.apart.update(moved, moved.values())
+            self._match.apart.update(moved, moved.values())
 
     def _drop(self, name: str, alias: str) -> None:
         """Remove a stored parameter that the live optimizer knows by the name `alias`. Record a
@@ -138,13 +122,13 @@ class _Renaming:
             # Compare bytes: 1 == True, 0.0 == -0.0, and nan != nan.
             if objects.encode(state) == objects.encode(self._state[alias]):
                 pairs = [(old, self._ties.get(new, new)) for old, new in moved.items()]
-        spec_of = self._renamed.item.spec_of
+        spec_of = self._match.item.spec_of
         if pairs is None or any(spec_of(old) != spec_of(kept) for old, kept in pairs):
-            self._renamed.differing.append(
+            self._match.mismatched.append(
                 f"state of {name}: is that of {alias} here, but was stored separately and differs"
             )
         else:
-            self._renamed.aliases += pairs
+            self._match.aliases += pairs
         self._state.pop(name, None)
 
     def _moved(self, name: str, to: str) -> tuple[object, dict[str, str]]:

@@ -21,7 +21,6 @@ from laststep.restoring.plan import (
     plan_restore,
     refuse_partial,
     refuse_rounded,
-    warn_of_omitted_items,
 )
 from laststep.saving.describe import naming
 
@@ -235,9 +234,7 @@ def hand_over(
         merge = providers[name].when_ranks_change
         assert callable(merge)  # noqa: S101 (only callables are merged)
         with naming(name, "restored"):
-            made = merge(of_ranks, rank.number, rank.ranks)
-            warn_of_omitted_items(name, providers[name], made)
-            providers[name].restore(made)
+            providers[name].restore(merge(of_ranks, rank.number, rank.ranks))
 
 
 def newest_of(store: Store) -> Listed | None:

@@ -65,20 +65,6 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
-def loads_in_its_own_way(part: object) -> bool:
-    """Return True for a module if any of its submodules customises `load_state_dict`, e.g. to
-    translate the names of older checkpoints."""
-    loading = attrgetter("load_state_dict", "_load_from_state_dict")
-    return isinstance(part, nn.Module) and any(
-        node._load_state_dict_pre_hooks
-        # Overrides in torch's own classes only handle versions of their state.
-        or not (
-            type(node).__module__.startswith("torch.") or loading(type(node)) == loading(nn.Module)
-        )
-        for node in part.modules()
-    )
-
-
 class ModuleProvider(StateProvider):
     """Parameters, persistent buffers and extra state of a module."""
 
