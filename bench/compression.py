@@ -6,7 +6,6 @@ A GPT is trained on the pages of this project, on the CPU. Then, in one run:
 - bf16 weights, steps of 1e-6: what the next save comes to
 - a fast disk and a line of 200 MB/s: time to durable with `adaptive` beside none, and time lost
 - state in which nothing is to be gained: the cost of looking for what did not change
-- bf16 weights with fp32 masters: bytes a parameter
 - a thousand saves of LoRA with pruning: sizes, files and times of the first and of the last hundred
 
 Every figure is a median of several saves, with the spread beside it. Needs `laststep[compress]`.
@@ -122,39 +121,6 @@ def dense(training: TextTraining, parent: Path, reps: int) -> dict[str, object]:
         f"restored in {spread(found['restore_s'])} s beside {spread(raw_restore_s)}"
     )
     return {**found, "raw_restore_s": raw_restore_s}
-
-
-def masters(training: TextTraining, parent: Path, reps: int) -> dict[str, object]:
-    """bf16 weights beside fp32 masters and moments: bytes a parameter, with and without."""
-    model = training.bf16()
-    count = sum(tensor.numel() for tensor in model.values())
-    found: dict[str, list[float]] = {"derived": [], "stored": []}
-    with (
-        folder(parent) as one,
-        folder(parent) as other,
-        checkpointer(one, masters_of(training, model), "none", derived=True) as derives,
-        checkpointer(other, masters_of(training, model), "none") as stores,
-    ):
-        for step in range(reps):
-            training.train(1)
-            for name, tensor in training.bf16().items():
-                model[name].copy_(tensor)
-            for name, ckpt in (("derived", derives), ("stored", stores)):
-                found[name].append((ckpt.save(step).result().written_bytes or 0) / count)
-    print(
-        f"bf16 weights with fp32 masters and moments: {spread(found['derived'])} bytes a "
-        f"parameter with derived=True (bar 12), {spread(found['stored'])} without"
-    )
-    return {**found, "parameters": count}
-
-
-def masters_of(training: TextTraining, model: dict[str, torch.Tensor]) -> dict[str, object]:
-    """The state of a mixed-precision training, as an optimizer with masters has it."""
-    state = {
-        name: {"master": parameter.data, **training.optimizer.state[parameter]}
-        for name, parameter in training.model.named_parameters()
-    }
-    return {"model": model, "optimizer": {"state": state}}
 
 
 def low_rate(training: TextTraining, parent: Path, reps: int) -> dict[str, object]:
@@ -321,7 +287,6 @@ def main() -> None:
         "disk": lambda: durable(training, parent, 2 * reps, slow=False),
         "line": lambda: durable(training, parent, reps, slow=True),
         "looking": lambda: looking(training, parent, 2 * reps),
-        "masters": lambda: masters(training, parent, reps),
         "many": lambda: many(parent, given.saves, "none"),
         "many encoded": lambda: many(parent, given.saves, "max"),
         "low rate": lambda: low_rate(training, parent, reps),  # the last: it changes the rate

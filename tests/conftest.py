@@ -28,7 +28,6 @@ WARM = ROOT / "tests" / "warm"
 FIRST = (
     "test_docs.py",
     "faults/test_kills.py",
-    "checkpointer/test_derived.py",
     "checkpointer/test_objects.py",
     "tiers/test_memory.py",
     "faults/test_preemption.py",

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from laststep.flush.base import Base
-    from laststep.plan.files import MasterPair
     from laststep.storage.store import Store
 
 MODEL = "model.safetensors"
@@ -104,7 +103,6 @@ class History:
         path: Path,
         *layouts: FileLayout,
         compression: str = "none",
-        derived: Sequence[MasterPair] = (),
         store: Store | None = None,
     ) -> None:
         self.path = path
@@ -112,7 +110,6 @@ class History:
         self.run = Run.open_or_create(self.store)
         self.term = self.run.claim_term(None)
         self.layouts = layouts
-        self.derived = derived
         self.compressor: Compressor | None = None
         self.compress(compression)
         self.base: Base | None = None
@@ -128,9 +125,7 @@ class History:
         self.step += 1
         attempt = self.run.begin(step=self.step, term=self.term, attempt=self.step)
         self.folder = attempt.folder
-        return SaveWriter(
-            attempt, self.layouts, base=self.base, compressor=self.compressor, derived=self.derived
-        )
+        return SaveWriter(attempt, self.layouts, base=self.base, compressor=self.compressor)
 
     def write(
         self, *images: bytes, seed: int | None = None, chunk_bytes: int = BLOCK_BYTES

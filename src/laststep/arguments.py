@@ -319,37 +319,14 @@ def _all_of(
     return given
 
 
-def partial_tiers(
-    tiers: Sequence[Tier],
-    items: Iterable[str],
-    derived: bool | Mapping[str, str],  # noqa: FBT001
-) -> list[tuple[str, ...]]:
-    """Return the items of each tier that stores only some. Raises `UsageError` for unknown items,
-    and for tensors that are declared as derived from items that the tier omits."""
-    names, found = [*items], []
+def check_tiers(tiers: Sequence[Tier], items: Iterable[str]) -> None:
+    """Raise `UsageError` if a tier names an unknown item."""
+    names = [*items]
     for tier in tiers:
         for item in tier.items or ():
             if item not in names:
                 what = f"the tier {tier.url} names an unknown item: {item!r}"
                 raise _unknown(what, item, names, "tiers")
-        if tier.items is not None:
-            _refuse_orphans(tier.url, tier.items, derived if isinstance(derived, Mapping) else {})
-            found.append(tier.items)
-    return found
-
-
-def _refuse_orphans(url: str, items: tuple[str, ...], derived: Mapping[str, str]) -> None:
-    for pattern, master in derived.items():
-        low, high = (text.partition("/")[0] for text in (pattern, master))
-        takes = [any(fnmatchcase(item, whose) for item in items) for whose in (low, high)]
-        if takes == [True, False]:
-            raise UsageError(
-                "tensors are declared to be derived from items that the tier omits",
-                where=url,
-                expected=f"{master} among the items",
-                found=f"items={items}",
-                remedy=f"include {high!r}, or pass derived=True, which stores them in full",
-            )
 
 
 def preemption(asked: object) -> Preemption | None:

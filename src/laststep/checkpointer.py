@@ -117,12 +117,8 @@ class Checkpointer(single.OnlyOne):
             host_memory_bytes=host_memory_bytes,
         )
         places, rank = arranged(run, tiers, arguments.rules(keep)), self._who()
-        self._preparer = Preparer(
-            rank,
-            derived=settings.derived,
-            lossy=settings.lossy,
-            partial_tiers=arguments.partial_tiers(places.replicas, named, settings.derived),
-        )
+        arguments.check_tiers(places.replicas, named)
+        self._preparer = Preparer(rank, lossy=settings.lossy)
         self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()

@@ -163,12 +163,6 @@ class Options(Checked, frozen=True, kw_only=True):
     ) = None
     """Tensors to round when they are saved: glob patterns over `item/tensor` names, mapped to
     "bf16" or "int8", for example {"optimizer/*exp_avg": "int8"}."""
-    derived: (
-        bool
-        | Annotated[Words, Meta(description="a dict such as {'model/*': 'optimizer/*/master'}")]
-    ) = False
-    """Do not store bf16 and fp16 weights that are the rounding of fp32 masters: True to detect
-    them, or patterns mapped to those of their masters, {"model/*": "optimizer/state/*/master"}."""
     mtbf: Duration | None = None
     """With every="auto": the mean time between failures of the whole job; None estimates it."""
     most_share: Annotated[float, Meta(gt=0, lt=1)] = 0.01
@@ -194,14 +188,6 @@ class Options(Checked, frozen=True, kw_only=True):
                 found=shown(self.subscribers),
                 remedy="pass subscribers=[on_event]",
             )
-        for name, master in self.derived.items() if isinstance(self.derived, dict) else ():
-            if name.count("*") != master.count("*"):
-                raise UsageError(
-                    "derived maps names of tensors to those of their masters",
-                    expected="as many '*' on both sides",
-                    found=f"{name!r}: {master!r}",
-                    remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
-                )
 
     @classmethod
     def unknown(cls, name: str) -> str:

@@ -22,7 +22,6 @@ from laststep.flush.base import (
     Base,
     BaseLayout,
 )
-from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import (
     BaseRef,
     BlockRef,
@@ -209,7 +208,7 @@ def layout_with(count: int, recent: set[int] | None = None) -> BaseLayout:
     layout = bytes_layout(count * BLOCK_BYTES)
     stored = StoredLayout(layout=layout, digests=digests_of(count), runs=in_place(layout, 0))
     changed = None if recent is None else frozenset(recent)
-    return BaseLayout(stored, Index(), changed)
+    return BaseLayout(stored, changed)
 
 
 @st.composite
@@ -287,37 +286,11 @@ def test_blocks_are_compared_by_their_digests(count: int, data: st.DataObject) -
     assert layout.same(first, part) == [n not in changed for n in range(first, last)]
 
 
-def test_derived_blocks_do_not_count() -> None:
-    layout = layout_of(("w", "bfloat16", 2 * BLOCK_BYTES), ("x", "uint8", 2 * BLOCK_BYTES))
-    refs = [
-        BlockRef(0, 0, 1, 1),
-        BlockRef(0, 1, 1, 1),
-        BlockRef(0, 2, BLOCK_BYTES),
-        BlockRef(0, 2 + BLOCK_BYTES, BLOCK_BYTES),
-    ]
-    stored = StoredLayout(
-        layout=layout,
-        digests=digests_of(4),
-        runs=runs_of(refs),
-        derived={"w": Master("m.safetensors", "m")},
-    )
-    file = StoredFile(name="f.pack", size_bytes=2 + 2 * BLOCK_BYTES)
-    index = Index(files=(file,), encodings=(Encoding(*ROUNDED),), layouts=(stored,))
-    found = BaseLayout(stored, index, frozenset({0, 1, 2}))
-    assert found.derived == {0, 1}
-    assert found.usual_change() == 0.5
-    assert found.likely_change(0, [False, False, True, True]) == 0.0
-    assert found.is_usable()
-    short = structs.replace(layout, tensor_bytes=2 * BLOCK_BYTES)
-    only_derived = structs.replace(stored, layout=short, runs=runs_of(refs[:2]))
-    assert not BaseLayout(only_derived, index, None).is_usable()
-
-
 @pytest.mark.parametrize(("size", "is_usable"), [(LEAST_BYTES - 1, False), (LEAST_BYTES, True)])
 def test_small_layouts_are_always_written(size: int, is_usable: bool) -> None:
     layout = bytes_layout(size)
     stored = StoredLayout(layout=layout, digests=digests_of(1), runs=in_place(layout, 0))
-    assert BaseLayout(stored, Index(), None).is_usable() == is_usable
+    assert BaseLayout(stored, None).is_usable() == is_usable
 
 
 # Names, numbers and what is found on the disk

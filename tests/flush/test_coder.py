@@ -79,9 +79,9 @@ class TestAdaptive:
     def test_a_slow_store_gets_planes(self) -> None:
         found = self.judged(compressor(store_mb_s=100))
         assert found.encodes
-        assert "1.5" in found.reports()[0].why
-        assert "4.0 cores" in found.reports()[0].why
-        assert "0.10 GB/s" in found.reports()[0].why
+        assert "1.5" in found.report().why
+        assert "4.0 cores" in found.report().why
+        assert "0.10 GB/s" in found.report().why
 
     @pytest.mark.parametrize(("store_mb_s", "encodes"), [(3500, True), (3700, False)])
     def test_a_store_that_is_faster_than_the_cores_gets_what_is_there(
@@ -98,7 +98,7 @@ class TestAdaptive:
     def test_where_no_core_is_idle_nothing_is_encoded(self) -> None:
         found = self.judged(compressor(store_mb_s=100, idle=0.04))
         assert not found.encodes
-        assert found.reports()[0].picked == "raw"
+        assert found.report().picked == "raw"
 
     def test_what_does_not_become_smaller_is_left_as_it_is(self) -> None:
         assert not self.judged(compressor(store_mb_s=1), noise()).encodes
@@ -113,7 +113,7 @@ class TestAdaptive:
         monkeypatch.setitem(sys.modules, "zstandard", None)
         found = self.judged(compressor())
         assert not found.encodes
-        assert "pip install 'laststep[compress]'" in found.reports()[0].why
+        assert "pip install 'laststep[compress]'" in found.report().why
 
     def test_what_is_in_memory_is_used_however_fast_the_store_is(self) -> None:
         made = compressor(store_mb_s=100_000, idle=0.0)
@@ -203,7 +203,7 @@ def test_a_block_is_encoded_the_way_that_suits_it() -> None:
     other = weights(BLOCK_BYTES, seed=9)
     assert way(encoded(made, other, block)) == ("planes", 2, False)
     assert encoded(made, noise(BLOCK_BYTES), other).encoding is None
-    report = made.reports()[0]
+    report = made.report()
     assert report.picked == "planes, patches, raw, subtract"
     assert report.raw_bytes == 5 * BLOCK_BYTES
     assert BLOCK_BYTES < report.stored_bytes < 3.2 * BLOCK_BYTES
@@ -286,7 +286,7 @@ def test_odd_blocks_of_any_elements_come_back(size: int) -> None:
 
 def test_the_memory_is_bounded_by_what_was_given() -> None:
     earlier = Earlier(3 * BLOCK_BYTES + 5)
-    made = LayoutEncoder(BF16, "max", codec_named("planes"), earlier, "a test")
+    made = LayoutEncoder(BF16, "max", codec_named("planes"), earlier, "a test", known=True)
     for number in range(6):
         encoded(made, weights(BLOCK_BYTES, seed=number), number=number)
     assert earlier._bytes == 3 * BLOCK_BYTES

@@ -37,7 +37,6 @@ from laststep.flush.protocol import (
 )
 from laststep.format.layout import FileLayout, Part, TensorEntry
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, Span, WrittenIndexes
-from laststep.plan.files import MasterPair
 from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
@@ -58,14 +57,7 @@ WRITTEN = WrittenIndexes(
 AT = AttemptName(step=7, term=2, attempt=3)
 BEGIN = Begin(save=1, step=7, overwrite=False, files=(), liveness="terms/start.lock")
 TO_FLUSHER = [
-    Begin(
-        save=1,
-        step=7,
-        overwrite=True,
-        files=(LAYOUT,),
-        derived=(MasterPair(0, 0, 0, 1),),
-        is_declared=True,
-    ),
+    Begin(save=1, step=7, overwrite=True, files=(LAYOUT,)),
     Chunks(save=1, filled=[Filled(file=0, start=0, size_bytes=24, slot=3)]),
     Unchanged(save=1, of=0, chunks=((0, 0, 24),)),
     CaptureDone(

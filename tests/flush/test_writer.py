@@ -1,4 +1,4 @@
-"""The files of a save: in place or by block, encoded or derived, whatever order chunks come in."""
+"""The files of a save: in place or by block, encoded or not, whatever order chunks come in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cases import long
 from disks import FailingDisk, Kind
 from expect import raises
 from laststep.codecs.digests import block_digests
-from laststep.codecs.rounding import rounded
 from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.errors import NotFoundError, StorageError
 from laststep.flush import base as bases
@@ -28,9 +27,7 @@ from laststep.flush.encoder import Compressor
 from laststep.flush.protocol import Orders
 from laststep.flush.writer import SaveWriter
 from laststep.format import index as index_format
-from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import RAW, BlockRun, Encoding, StoredFile, index_name, pack_name
-from laststep.plan.files import MasterPair
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import Disk
 from saves_of import MODEL, History, bytes_layout, chunks_of, images_in, layout_of, write
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
     from laststep.format.index import Index
     from laststep.format.layout import FileLayout
-    from laststep.storage.store import Store
 
 A = "step-00000001.1-1"
 SIZE = 5 * BLOCK_BYTES + 1234
@@ -597,57 +593,6 @@ def test_rounded_tensors_are_stored_as_they_were_rounded(tmp_path: Path) -> None
     assert np.abs(found[:half] - values[:half]).max() < 0.02
     assert index.layouts[0].lossy == {"w": "bf16"}
     assert index_format.written_of(index, b"").lossy == ("bf16",)
-
-
-# Derived
-
-
-def derived_history(path: Path, store: Store | None = None) -> History:
-    count = 2 * BLOCK_BYTES
-    return History(
-        path,
-        layout_of(("w", "float32", 2 * count), name=OTHER, item="optimizer"),
-        layout_of(("w", "bfloat16", count), ("x", "uint8", 10)),
-        derived=[MasterPair(1, 0, 0, 0)],
-        store=store,
-    )
-
-
-def master_and_weights(seed: int) -> tuple[bytes, bytes]:
-    values = np.random.default_rng(seed).standard_normal(BLOCK_BYTES).astype(np.float32)
-    return values.tobytes(), bytes(rounded(values.tobytes(), "bfloat16")) + noise(seed, 10)
-
-
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_the_rounding_of_a_master_is_not_stored(tmp_path: Path, seed: int | None) -> None:
-    history = derived_history(tmp_path)
-    for step in range(3):
-        images = master_and_weights(step)
-        if seed is None:
-            index = history.save(*images)
-        else:
-            # Masters first: what comes before them is stored.
-            writer = history.begin()
-            chunks = [(n, *chunk) for n in (0, 1) for chunk in chunks_of(len(images[n]))]
-            random.Random(seed).shuffle(half := chunks[:4])
-            for number, start, size in half + chunks[4:]:
-                write(writer, number, images[number], start, size)
-            index = history.commit(writer)
-        assert history.read() == list(images)
-        assert origins(index) == {OTHER: "", PACK: ""}
-        assert index.layouts[1].derived == {"w": Master(OTHER, "w")}
-        kinds = [index.encoding(ref.encoding) for ref in index.layouts[1].refs()]
-        assert kinds == [ROUNDED, ROUNDED, None]
-        assert (tmp_path / history.folder / PACK).stat().st_size < 100
-
-
-def test_weights_that_follow_from_nothing_are_stored(tmp_path: Path) -> None:
-    history = derived_history(tmp_path)
-    images = master_and_weights(0)[0], master_and_weights(1)[1]
-    index = history.save(*images)
-    assert history.read() == list(images)
-    assert origins(index) == {OTHER: "", MODEL: ""}
-    assert index.layouts[1].derived == {}
 
 
 # Many saves

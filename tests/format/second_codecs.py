@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 
-import numpy as np
 import zstandard
 
 
@@ -38,7 +37,7 @@ def sums(before: bytes, folded: bytes, width: int) -> bytes:
 
 
 def decode(codec: str, data: bytes, size: int, width: int, before: bytes) -> bytes:
-    if codec in ("raw", "rounded"):
+    if codec == "raw":
         return data
     if codec == "planes":
         found, tail = elements(data, size // width, width)
@@ -60,18 +59,3 @@ def decode(codec: str, data: bytes, size: int, width: int, before: bytes) -> byt
             at, gap, shift, nth = at + gap + 1, 0, 0, nth + 1
     assert nth == count
     return bytes(patched) + tail
-
-
-def rounded(data: bytes, dtype: str) -> bytes:
-    """Elements of fp32 as bf16 or fp16, to the nearest, ties to even. A NaN is FFFF in bf16; in
-    fp16 it keeps its sign and the upper bits of its fraction, and is quiet."""
-    bits = np.frombuffer(data, "<u4")
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    if dtype == "bfloat16":
-        wide = bits.astype("u8")
-        found = np.where(nan, 0xFFFF, (wide + 0x7FFF + (wide >> 16 & 1)) >> 16)
-    else:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            cast = bits.view("<f4").astype("<f2").view("<u2")
-        found = np.where(nan, bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF, cast)
-    return found.astype("<u2").tobytes()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
-from second_codecs import decode, rounded
+from second_codecs import decode
 from second_tensors import SIZES, Part, Tensor, joined, viewed
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Index:
         assert [len(file) for file in self.files] == [file[1] for file in files]
         self.layouts = {entry[0][0]: entry for entry in stored}
 
-    def blocks(self, runs: list[Any], end: int, at: int) -> Iterator[tuple[str, bytes]]:
+    def blocks(self, runs: list[Any], end: int, at: int) -> Iterator[bytes]:
         """Decode the blocks of some runs, of which the first begins at byte `at` of so many."""
         for count, file, begins, encoding, sizes, bases, digests in runs:
             offset = begins
@@ -84,47 +84,20 @@ class Index:
                 stored = told if encoding else length
                 data = self.files[file][offset : offset + stored]
                 assert len(data) == stored
-                before = next(earlier)[1] if bases else b""
+                before = next(earlier) if bases else b""
                 assert not bases or digests[16 * number :][:16] == xxhash.xxh3_128_digest(before)
-                yield codec, decode(codec, data, length, width, before)
+                yield decode(codec, data, length, width, before)
                 offset, at = offset + stored, at + length
 
     def tensor_bytes(self, name: str) -> bytes:
         """All tensors of a data file, one after the other, each block verified."""
-        layout, digests, runs, _, derived = self.layouts[name]
+        layout, digests, runs, _ = self.layouts[name]
         found, size = bytearray(), layout[3]
-        for number, (codec, block) in enumerate(self.blocks(runs, size, 0)):
-            data = block
-            if codec == "rounded":
-                stop = min(len(found) + BLOCK, size)
-                data = self.put_together(block, len(found), stop, layout[4], derived)
-            assert xxhash.xxh3_128_digest(data) == digests[16 * number : 16 * number + 16]
-            found += data
+        for number, block in enumerate(self.blocks(runs, size, 0)):
+            assert xxhash.xxh3_128_digest(block) == digests[16 * number : 16 * number + 16]
+            found += block
         assert len(found) == size
         return bytes(found)
-
-    def put_together(
-        self, stored: bytes, at: int, end: int, tensors: list[Any], derived: Any
-    ) -> bytes:
-        """Bytes [at, end) of a file, stored as one bit for each derived tensor that has bytes
-        there, and what is left when those of set bits are taken out."""
-        here = [
-            entry for entry in tensors if entry[0] in derived and entry[3] < end and entry[4] > at
-        ]
-        here = [entry for entry in here if entry[3] < entry[4]]
-        size = -(-len(here) // 8)
-        bits, rest, block = int.from_bytes(stored[:size], "little"), stored[size:], b""
-        for number, (name, dtype, _, start, stop) in enumerate(here):
-            if bits >> number & 1:
-                low, high = max(start, at), min(stop, end)
-                gap = low - at - len(block)
-                file, tensor = derived[name]
-                [first] = [entry[3] for entry in self.layouts[file][0][4] if entry[0] == tensor]
-                master = self.tensor_bytes(file)[first + 2 * (low - start) :]
-                block += rest[:gap] + rounded(master[: 2 * (high - low)], dtype)
-                rest = rest[gap:]
-        assert bits >> len(here) == 0
-        return block + rest
 
     def parts(self) -> Iterator[Part]:
         """What the entries of all its data files hold."""

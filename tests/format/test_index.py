@@ -19,7 +19,6 @@ from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError, UsageError
 from laststep.format import index as index_format
-from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import (
     RAW,
     BaseRef,
@@ -43,8 +42,8 @@ from layouts import layout_of, layouts, names
 
 from saves_of import whole_index
 
-PLANES, PATCHES, ROUNDED_NUMBER = 1, 2, 3
-ENCODINGS = (Encoding("planes", 4), Encoding("patches", 4), Encoding(*ROUNDED))
+PLANES, PATCHES = 1, 2
+ENCODINGS = (Encoding("planes", 4), Encoding("patches", 4))
 FILE_BYTES = 1 << 40
 FILES = tuple(StoredFile(name=f"{number}.pack", size_bytes=FILE_BYTES) for number in range(3))
 
@@ -170,59 +169,42 @@ def test_a_short_raw_block_may_be_a_base_at_the_end_of_its_file() -> None:
         encode(replace(made, files=(FILES[0], short)))
 
 
-def derived_index() -> Index:
-    """A tensor that is the rounding of another one, which lies in two blocks."""
-    count = BLOCK_BYTES // 4 + 1
-    master = layout_of(
-        ("norm", "float32", (1,)),
-        ("w", "float32", (count,)),
-        ("low", "bfloat16", (1,)),
-        name="a.safetensors",
-    )
-    low = layout_of(("w", "bfloat16", (count,)), name="b.safetensors")
+def sound_index() -> Index:
+    """A layout of two blocks in place, and one of an encoded block."""
+    whole = layout_of(("w", "float32", (BLOCK_BYTES // 4 + 1,)), name="a.safetensors")
+    packed = layout_of(("w", "bfloat16", (9,)), name="b.safetensors")
+    run = BlockRun(1, 1, 0, PLANES, struct.pack("<I", 1))
     return Index(
         files=FILES,
         encodings=ENCODINGS,
         layouts=(
-            StoredLayout(layout=master, digests=bytes(32), runs=in_place(master, 0)),
-            StoredLayout(
-                layout=low,
-                digests=bytes(16),
-                runs=(BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 1)),),
-                derived={"w": Master("a.safetensors", "w")},
-            ),
+            StoredLayout(layout=whole, digests=bytes(32), runs=in_place(whole, 0)),
+            StoredLayout(layout=packed, digests=bytes(16), runs=(run,)),
         ),
     )
 
 
 def with_layout(number: int, **changes: object) -> Index:
-    made = derived_index()
+    made = sound_index()
     some = list(made.layouts)
     some[number] = replace(some[number], **changes)
     return replace(made, layouts=tuple(some))
 
 
 UNSOUND = {
-    "a format that never was": replace(derived_index(), format=0),
-    "a file twice": replace(derived_index(), files=(FILES[0], FILES[0], FILES[2])),
+    "a format that never was": replace(sound_index(), format=0),
+    "a file twice": replace(sound_index(), files=(FILES[0], FILES[0], FILES[2])),
     "a file elsewhere": replace(
-        derived_index(), files=(replace(FILES[0], name="../0.pack"), *FILES[1:])
+        sound_index(), files=(replace(FILES[0], name="../0.pack"), *FILES[1:])
     ),
-    "an encoding twice": replace(derived_index(), encodings=(ENCODINGS[2],) * 3),
-    "a layout twice": replace(derived_index(), layouts=derived_index().layouts[:1] * 2),
+    "an encoding twice": replace(sound_index(), encodings=(ENCODINGS[1],) * 3),
+    "a layout twice": replace(sound_index(), layouts=sound_index().layouts[:1] * 2),
     "too few digests": with_layout(0, digests=bytes(16)),
     "too few blocks": with_layout(0, runs=(BlockRun(1, 0, 4096),)),
     "a file that is not there": with_layout(0, runs=(BlockRun(2, 3, 4096),)),
     "a block beyond its file": with_layout(0, runs=(BlockRun(2, 0, FILE_BYTES),)),
     "sizes of raw blocks": with_layout(0, runs=(BlockRun(2, 0, 0, RAW, bytes(8)),)),
     "an encoded block without a size": with_layout(0, runs=(BlockRun(2, 0, 0, PLANES, bytes(4)),)),
-    "a derived block without masters": with_layout(1, derived={}),
-    "a derived tensor that is not there": with_layout(
-        1, derived={"x": Master("a.safetensors", "w")}
-    ),
-    "a master that is not there": with_layout(1, derived={"w": Master("a.safetensors", "x")}),
-    "a master in no layout": with_layout(1, derived={"w": Master("x.safetensors", "w")}),
-    "a master of another shape": with_layout(1, derived={"w": Master("a.safetensors", "norm")}),
 }
 
 
@@ -235,47 +217,12 @@ def test_an_unsound_index_is_neither_written_nor_read(made: Index) -> None:
         decode(digest(payload) + payload, where="here")
 
 
-def test_what_the_unsound_ones_are_derived_from_is_sound() -> None:
-    assert decode(encode(derived_index()), where="here") == derived_index()
-
-
-def test_a_master_lies_in_no_derived_block() -> None:
-    """The second block of the masters is derived; `norm` lies in the first alone, `w` in both."""
-    made = with_layout(
-        0,
-        runs=(BlockRun(1, 0, 4096), BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 1))),
-        derived={"low": Master("a.safetensors", "norm")},
-    )
-    with raises(UsageError, found="'b.safetensors': 'w'"):
-        encode(made)
-    alone = replace(made, layouts=made.layouts[:1])
-    assert decode(encode(alone), where="here") == alone
-
-
-def test_a_tensor_at_an_odd_byte_cannot_be_derived() -> None:
-    low = layout_of(("flag", "uint8", (1,)), ("w", "bfloat16", (4,)), name="b.safetensors")
-    master = layout_of(("w", "float32", (4,)), name="a.safetensors")
-    run = BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 2))
-    with raises(UsageError, found="'b.safetensors'"):
-        encode(
-            Index(
-                files=FILES,
-                encodings=ENCODINGS,
-                layouts=(
-                    StoredLayout(layout=master, digests=bytes(16), runs=in_place(master, 0)),
-                    StoredLayout(
-                        layout=low,
-                        digests=bytes(16),
-                        runs=(run,),
-                        derived={"w": Master("a.safetensors", "w")},
-                    ),
-                ),
-            )
-        )
+def test_what_the_unsound_ones_are_made_of_is_sound() -> None:
+    assert decode(encode(sound_index()), where="here") == sound_index()
 
 
 def test_an_index_is_not_taken_for_another_one() -> None:
-    one, other = encode(derived_index()), encode(Index(rank=1))
+    one, other = encode(sound_index()), encode(Index(rank=1))
     with raises(CorruptError, where="here", found="xxh3-128:") as caught:
         index_format.check(one, where="here", expected=other[:16])
     assert caught.value.expected == f"xxh3-128:{other[:16].hex()}"
@@ -283,7 +230,7 @@ def test_an_index_is_not_taken_for_another_one() -> None:
 
 
 def test_every_flipped_bit_is_corrupt() -> None:
-    data = bytearray(encode(derived_index()))
+    data = bytearray(encode(sound_index()))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptError):
@@ -292,7 +239,7 @@ def test_every_flipped_bit_is_corrupt() -> None:
 
 
 def test_every_truncated_or_longer_index_is_corrupt() -> None:
-    data = encode(derived_index())
+    data = encode(sound_index())
     for size in range(len(data)):
         with pytest.raises(CorruptError):
             decode(data[:size], where="here")
@@ -303,7 +250,7 @@ def test_every_truncated_or_longer_index_is_corrupt() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_changed_payload_with_a_right_digest_raises_only_our_errors(data: st.DataObject) -> None:
-    payload = bytearray(encode(derived_index())[16:])
+    payload = bytearray(encode(sound_index())[16:])
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(payload) - 1))
         payload[at] = data.draw(st.integers(0, 255))
@@ -335,30 +282,8 @@ def test_huge_counts_take_no_memory() -> None:
     tracemalloc.stop()
 
 
-def test_many_derived_tensors_are_checked_in_linear_time() -> None:
-    count = 30_000
-    tensors = [f"layers.{number}.weight" for number in range(count)]
-    high = layout_of(*((name, "float32", (2, 2)) for name in tensors), name="a.safetensors")
-    low = layout_of(*((name, "bfloat16", (2, 2)) for name in tensors), name="b.safetensors")
-    derived = {name: Master("a.safetensors", name) for name in tensors}
-    made = Index(
-        files=FILES,
-        encodings=ENCODINGS,
-        layouts=(
-            StoredLayout(layout=high, digests=bytes(16 * high.block_count), runs=in_place(high, 0)),
-            StoredLayout(
-                layout=low,
-                digests=bytes(16),
-                derived=derived,
-                runs=(BlockRun(1, 1, 0, ROUNDED_NUMBER, struct.pack("<I", 3_750)),),
-            ),
-        ),
-    )
-    assert decode(encode(made), where="here") == made
-
-
 def test_a_changed_payload_is_told_by_its_digest() -> None:
-    data = encode(derived_index())
+    data = encode(sound_index())
     changed = data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(CorruptError) as raised:
         index_format.check(changed, where="here")

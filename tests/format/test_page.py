@@ -168,7 +168,6 @@ def test_every_struct_of_an_index_has_its_members_in_order(name: str, record: ty
         ("dcp", 0),
         ("borrowed", 0),
         ("coded", 0),
-        ("derived", 0),
         ("partial", 0),
     ],
 )

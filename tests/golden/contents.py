@@ -145,19 +145,6 @@ def borrowed(step: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     return {"w": weight}, {"seen": 4096 * step, "kept": kept}
 
 
-def derived() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights in bf16 and fp16, and their masters; one is no rounding, and one has no master."""
-    masters = {f"w{n}": pattern((size,), n) / 3 for n, size in enumerate((3_000, 7, 40, 500))}
-    masters["w0"][:3] = torch.tensor([math.nan, math.inf, 1e-40])
-    model = {
-        name: master.to(torch.float16 if name == "w3" else torch.bfloat16)
-        for name, master in masters.items()
-    }
-    model["w2"] += 1
-    model["norm"] = pattern((9,), 5)
-    return model, masters
-
-
 class Kept(nn.Module):
     """Tensors that get a file of their own, however small."""
 

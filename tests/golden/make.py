@@ -25,7 +25,6 @@ JOBS = {
     "dcp": ("through_dcp", 2),
     "borrowed": ("borrowed", 1),
     "coded": ("coded", 1),
-    "derived": ("derived", 1),
     "partial": ("partial", 1),
 }
 

@@ -88,7 +88,6 @@ def test_every_golden_run_is_looked_at() -> None:
         "borrowed",
         "coded",
         "dcp",
-        "derived",
         "fsdp2",
         "groups",
         "one-rank",
@@ -189,15 +188,6 @@ def test_checkpoints_that_share_files_restore_and_each_stands_alone(tmp_path: Pa
         assert_same(laststep.load(alone), {"model": model, "position": position})
     shared = [listed.commit.shared_bytes for listed in Run.open(DirectoryStore(run)).checkpoints()]
     assert [size > 0 for size in shared] == [False, True, False]
-
-
-def test_derived_tensors_restore() -> None:
-    model, masters = contents.derived()
-    loaded = laststep.load(RUNS / "derived")
-    assert_same(dict(loaded["model"]), model)
-    assert_same(loaded["masters"], masters)
-    [pack] = (RUNS / "derived").glob("step-*/blocks-r00000.pack")
-    assert pack.stat().st_size < 200
 
 
 def test_an_excerpt_restores_the_item_that_it_has(golden: Callable[[str], Path]) -> None:

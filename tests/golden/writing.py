@@ -110,20 +110,6 @@ def borrowed(run: str) -> None:
             ckpt.save(step).wait()
 
 
-def derived(run: str) -> None:
-    """Weights that are stored as the rounding of their masters."""
-    namelessly()
-    model, masters = contents.derived()
-    with laststep.Checkpointer(
-        run,
-        model=contents.Kept(**model),
-        masters=masters,
-        options=laststep.Options(derived=True, flush="thread"),
-    ) as ckpt:
-        ckpt.restore()
-        ckpt.save(1).wait()
-
-
 def partial(run: str) -> None:
     """The model of what three ranks have saved."""
     laststep.copy(Path(__file__).parent / "version-1" / "fsdp2", run, items=("model",))

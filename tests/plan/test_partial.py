@@ -11,7 +11,6 @@ from expect import raises
 from laststep.errors import NotFoundError
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.deriving import ROUNDED, Master
 from laststep.format.index import BlockRun, Encoding, Index, StoredFile, StoredLayout, in_place
 from laststep.format.manifest import Commit, ItemRecord, WrittenIndexes
 from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
@@ -51,7 +50,7 @@ def names(index: Index) -> tuple[set[str], set[str]]:
 
 
 def partial(commit: Commit, index: Index, items: set[str]) -> tuple[Commit, Index]:
-    part = only_items(index, items, "")
+    part = only_items(index, items)
     return partial_of(commit, items, index_format.written_of(part, index_format.encode(part))), part
 
 
@@ -112,7 +111,7 @@ def test_all_items_are_no_excerpt() -> None:
 def test_a_layout_without_bytes_keeps_its_file() -> None:
     layouts = [layout_of(("t", "uint8", 0), name=file_of(item), item=item) for item in ITEMS]
     index = whole_index(0, layouts, [b""] * 3, {}, [{}] * 3)
-    assert names(only_items(index, {"b"}, "")) == ({file_of("b")}, {file_of("b")})
+    assert names(only_items(index, {"b"})) == ({file_of("b")}, {file_of("b")})
 
 
 def shared_index() -> Index:
@@ -156,63 +155,12 @@ def shared_index() -> Index:
 def test_files_of_blocks_and_of_their_bases_come_along(item: str, files: list[str]) -> None:
     whole = shared_index()
     index_format.encode(whole)
-    part = only_items(whole, {item}, "")
+    part = only_items(whole, {item})
     assert [file.name for file in part.files] == files
     index_format.encode(part)  # which checks it
     (run,), (before,) = part.layouts[0].runs, whole.layout(file_of(item)).runs
     used = [(part.files[one.file].name, one.offset) for one in (run, *run.bases)]
     assert used == [(whole.files[one.file].name, one.offset) for one in (before, *before.bases)]
-
-
-def derived_index(master_file: str) -> Index:
-    masters = layout_of(("m", "float32", 200), name=master_file, item=master_file.partition(".")[0])
-    model = layout_of(("t", "bfloat16", 100), name=file_of("a"), item="a")
-    pack = StoredFile(name="blocks-r00000.pack", size_bytes=1)
-    sizes = (1).to_bytes(4, "little")
-    return Index(
-        files=(StoredFile(name=master_file, size_bytes=masters.size_bytes), pack),
-        encodings=(Encoding(*ROUNDED),),
-        layouts=(
-            StoredLayout(layout=masters, digests=bytes(16), runs=in_place(masters, 0)),
-            StoredLayout(
-                layout=model,
-                digests=bytes(16),
-                runs=(BlockRun(1, 1, 0, 1, sizes),),
-                derived={"t": Master(master_file, "m")},
-            ),
-        ),
-    )
-
-
-def test_tensors_derived_from_what_is_left_out_are_refused() -> None:
-    index = derived_index(file_of("b"))
-    index_format.encode(index)
-    with raises(NotFoundError, "a.safetensors", where="here", expected="b.safetensors") as caught:
-        only_items(index, {"a"}, "here")
-    assert caught.value.where == "here"
-    assert only_items(index, {"a", "b"}, "") == index
-    assert names(only_items(index, {"b"}, "")) == ({file_of("b")}, {file_of("b")})
-
-
-def test_masters_in_a_file_that_comes_anyway_are_no_obstacle() -> None:
-    index = derived_index(SHARED)
-    layout = structs.replace(
-        index.layouts[0].layout,
-        item=None,
-        tensors=(
-            index.layouts[0].layout.tensors[0]._replace(name="b/m"),
-            layout_of(("a/x", "uint8", 0)).tensors[0]._replace(start=200, stop=200),
-        ),
-    )
-    index = structs.replace(
-        index,
-        layouts=(
-            structs.replace(index.layouts[0], layout=layout),
-            structs.replace(index.layouts[1], derived={"t": Master(SHARED, "b/m")}),
-        ),
-    )
-    index_format.encode(index)
-    assert only_items(index, {"a"}, "") == index
 
 
 def test_an_excerpt_says_nothing_of_classes_of_ranks() -> None:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from laststep.codecs.rounding import rounded
 from laststep.constants import BLOCK_BYTES
-from laststep.plan.files import MasterPair
 from laststep.read.blocks import BlockReader, file_ranges
 from saves_of import History, bytes_layout, layout_of
 
@@ -53,19 +51,7 @@ def encoded(path: Path) -> History:
     return history
 
 
-def derived(path: Path) -> History:
-    master = np.random.default_rng(3).standard_normal(BLOCK_BYTES).astype(np.float32).tobytes()
-    history = History(
-        path,
-        layout_of(("w", "float32", len(master)), name="masters.safetensors", item="masters"),
-        layout_of(("w", "bfloat16", len(master) // 2), ("x", "uint8", 9)),
-        derived=[MasterPair(1, 0, 0, 0)],
-    )
-    history.save(master, bytes(rounded(master, "bfloat16")) + b"123456789")
-    return history
-
-
-MADE = {make.__name__: make for make in (plain, shared, encoded, derived)}
+MADE = {make.__name__: make for make in (plain, shared, encoded)}
 
 
 @pytest.fixture(params=sorted(MADE))

@@ -208,49 +208,6 @@ def test_the_home_and_shared_memory_take_all_items(training: Training) -> None:
         laststep.Checkpointer(tiers=[memory, str(training.primary)], model=training.model)
 
 
-def test_what_is_declared_to_follow_from_left_out_masters_is_refused(training: Training) -> None:
-    with raises(UsageError, where=training.weights, expected="optimizer/*"):
-        training.open(derived={"model/*": "optimizer/*"})
-
-
-def test_what_would_follow_from_left_out_masters_is_stored(training: Training) -> None:
-    weight = torch.randn(1 << 20)
-    training.model = {"w": weight.bfloat16()}
-    training.optimizer = {"w": weight}
-    with training.open(derived=True) as ckpt:
-        ckpt.restore()
-        ckpt.save(1).result()
-    stored = laststep.open(training.weights)[1].tensor("model/w")[:]
-    assert torch.equal(stored, training.model["w"])
-
-
-def test_masters_that_come_too_may_be_followed(training: Training) -> None:
-    weight = torch.randn(1 << 20)
-    training.model = {"w": weight.bfloat16()}
-    training.optimizer = {"w": weight}
-    both = Tier(str(training.weights), items=("optimizer", "model"))
-    with training.open(both, derived=True) as ckpt:
-        ckpt.restore()
-        report = ckpt.save(1).result()
-    assert any(coding.picked == "rounded" for coding in report.coding)
-    stored = laststep.open(training.weights)[1].tensor("model/w")[:]
-    assert torch.equal(stored, training.model["w"])
-
-
-def test_what_followed_from_masters_is_not_brought_without_them(
-    training: Training, run_folder: Path
-) -> None:
-    weight = torch.randn(1 << 20)
-    training.model = {"w": weight.bfloat16()}
-    training.optimizer = {"w": weight}
-    with training.open(str(training.far), derived=True) as ckpt:
-        ckpt.restore()
-        ckpt.save(1).result()
-    with raises(NotFoundError, "model.safetensors", expected="optimizer.safetensors"):
-        laststep.copy(training.primary, run_folder / "copied", items=("model",))
-    assert not list((run_folder / "copied").glob("step-*"))
-
-
 # What is restored of it
 
 

@@ -354,25 +354,21 @@ class Capturer:
             signals.wait(self._last.over)
         job.timing.waited_s += time.perf_counter() - began
         chunks = [c for c in job.layout.chunks if any(g.device == "cpu" for g in c.direct)]
-        derived = {pair.file for pair in job.plan.derived}
-        # All that others follow from is handed over before these.
-        first = [chunk for chunk in chunks if chunk.file not in derived]
         self._copiers.start()
-        for some in (first, [chunk for chunk in chunks if chunk.file in derived]):
-            running: list[Future[None]] = []
-            try:
-                for chunk in some:
-                    if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
-                        running.append(self._copiers.submit(self._set_aside, job, chunk))
-                        continue
-                    began = time.perf_counter()
-                    (slot,) = self._mover.lease(job)
-                    job.timing.waited_s += time.perf_counter() - began
-                    running.append(self._copiers.submit(self._fill_chunk, job, chunk, slot))
-            finally:
-                _wait_for_all(running)
-            for copy in running:
-                copy.result()
+        running: list[Future[None]] = []
+        try:
+            for chunk in chunks:
+                if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
+                    running.append(self._copiers.submit(self._set_aside, job, chunk))
+                    continue
+                began = time.perf_counter()
+                (slot,) = self._mover.lease(job)
+                job.timing.waited_s += time.perf_counter() - began
+                running.append(self._copiers.submit(self._fill_chunk, job, chunk, slot))
+        finally:
+            _wait_for_all(running)
+        for copy in running:
+            copy.result()
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """Fill a chunk that is entirely host state; runs on a copying thread."""

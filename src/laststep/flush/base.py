@@ -44,39 +44,30 @@ LEAST_BYTES = 64 << 10
 class BaseLayout:
     """A layout of the last checkpoint whose blocks a save may reuse."""
 
-    def __init__(
-        self, stored: StoredLayout, index: Index, changed: frozenset[int] | None = None
-    ) -> None:
+    def __init__(self, stored: StoredLayout, changed: frozenset[int] | None = None) -> None:
         """`changed` are the blocks that had changed when it was written; None if unknown."""
         self.stored = stored
         self._changed = changed
         self.refs = stored.refs()
-        self.derived = frozenset[int]()
-        if stored.derived:
-            self.derived = frozenset(n for n, r in enumerate(self.refs) if index.is_derived(r))
-        self._stored_blocks = max(len(self.refs) - len(self.derived), 1)
 
     def usual_change(self) -> float:
-        """Return the fraction of its stored blocks that had changed when it was written; a high
-        estimate if unknown."""
+        """Return the fraction of its blocks that had changed when it was written; a high estimate
+        if unknown."""
         if self._changed is None:
             return MOST_CHANGED
-        return len(self._changed - self.derived) / self._stored_blocks
+        return len(self._changed) / max(len(self.refs), 1)
 
     def is_usable(self) -> bool:
-        return self.stored.layout.tensor_bytes >= LEAST_BYTES and len(self.derived) < len(self.refs)
+        return self.stored.layout.tensor_bytes >= LEAST_BYTES
 
     def reusable(self, retired: frozenset[int] | None) -> dict[int, BlockRef]:
-        """Return the blocks that are not derived and need no `retired` file; none if `retired` is
-        None."""
+        """Return the blocks that need no `retired` file; none if `retired` is None."""
         if retired is None:
             return {}
         return {
             number: ref
             for number, ref in enumerate(self.refs)
-            if number not in self.derived
-            and ref.file not in retired
-            and (ref.base is None or ref.base.block.file not in retired)
+            if ref.file not in retired and (ref.base is None or ref.base.block.file not in retired)
         }
 
     def same(self, first: int, digests: bytes) -> list[bool]:
@@ -94,15 +85,15 @@ class BaseLayout:
         Assumes that recently changed blocks elsewhere change again at the rate observed among these
         blocks. If the last save changed nothing, these blocks are the only evidence.
         """
-        here = {n: known for n, known in enumerate(same, first) if n not in self.derived}
-        recent = (self._changed or frozenset()) - self.derived
+        here = dict(enumerate(same, first))
+        recent = self._changed or frozenset()
         changed = list(here.values()).count(False)
         if not recent:
             return changed / max(len(here), 1)
         again = [known for number, known in here.items() if number in recent]
         share = again.count(False) / len(again) if again else 1.0
         elsewhere = len(recent - here.keys())
-        return (changed + share * elsewhere) / self._stored_blocks
+        return (changed + share * elsewhere) / max(len(self.refs), 1)
 
     def seems_same(self, first: int, same: Sequence[bool]) -> bool:
         """Return True if these blocks, starting at `first`, suggest that nothing has changed. They
@@ -124,7 +115,7 @@ class Base(msgspec.Struct, frozen=True):
         stored = self.index.layout(layout.name)
         if stored is None or stored.layout != layout:
             return None
-        return BaseLayout(stored, self.index, self.changed.get(layout.name))
+        return BaseLayout(stored, self.changed.get(layout.name))
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
         """Return the name that one of its files has in the folder of a checkpoint that shares it;
@@ -143,11 +134,10 @@ class Base(msgspec.Struct, frozen=True):
         needed from them are written again."""
         live = [0] * len(self.index.files)
         for layout in layouts:
-            for number, ref in enumerate(layout.refs):
-                if number not in layout.derived:
-                    live[ref.file] += ref.size_bytes
-                    if ref.base is not None:
-                        live[ref.base.block.file] += ref.base.block.size_bytes
+            for ref in layout.refs:
+                live[ref.file] += ref.size_bytes
+                if ref.base is not None:
+                    live[ref.base.block.file] += ref.base.block.size_bytes
         sizes = [file.size_bytes for file in self.index.files]
         out = set(self.shared_too_often())
         out.update(number for number, size in enumerate(sizes) if live[number] < LEAST_LIVE * size)

@@ -25,7 +25,6 @@ from laststep.codecs.blocks.registry import codec_named
 from laststep.constants import BLOCK_BYTES, DTYPES
 from laststep.errors import UsageError
 from laststep.flush.protocol import CodingReport
-from laststep.format.deriving import ROUNDED
 from laststep.format.index import Encoding
 from laststep.settings import Compression, compression_of
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from laststep.codecs.blocks.codec import BlockCodec
-    from laststep.flush.deriving import DerivedFile
     from laststep.flush.protocol import Orders
     from laststep.format.index import BaseRef
     from laststep.format.layout import FileLayout
@@ -406,27 +404,25 @@ class Compressor:
 
 
 class LayoutEncoder:
-    """Encodes the blocks of one layout of one save: as the rounding of masters, as a difference to
-    an earlier block, by a codec, or not at all, whichever is smallest for the block."""
+    """Encodes the blocks of one layout of one save: as a difference to an earlier block, alone, or
+    not at all, whichever is smallest for the block."""
 
     def __init__(
         self,
         layout: FileLayout,
-        mode: str = "",
-        codec: BlockCodec | None = None,
-        earlier: Earlier | None = None,
-        why: str = "",
+        mode: str,
+        codec: BlockCodec | None,
+        earlier: Earlier,
+        why: str,
         *,
-        known: bool = True,
+        known: bool,
     ) -> None:
-        """`mode` is the setting, if any; `known`: the last save had the same tensors."""
-        self.derived: DerivedFile | None = None
-        """The tensors of the layout that may be derived from others."""
+        """`mode` is the setting; `known`: the last save had the same tensors."""
         self._layout = layout
         self._known = known
         self._mode = mode
         self._codec = codec
-        self._earlier = earlier or Earlier(0)
+        self._earlier = earlier
         self._why = why
         self._width_of = _widths(layout)
         self._differences = True
@@ -436,15 +432,14 @@ class LayoutEncoder:
             self._differences = False
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
-        """By codec; this and the next two."""
-        self._raw_bytes: Counter[str] = Counter()
-        self._stored_bytes: Counter[str] = Counter()
+        """By codec."""
+        self._raw_bytes = self._stored_bytes = 0
         self._encode_s = 0.0
 
     @property
     def encodes(self) -> bool:
         """Return True if any block may become smaller."""
-        return self._codec is not None or self.derived is not None
+        return self._codec is not None
 
     @property
     def has_bases(self) -> bool:
@@ -456,18 +451,13 @@ class LayoutEncoder:
     ) -> EncodedBlock:
         """Encode a block, against its base if that is still in memory and makes it smaller."""
         began, found = time.thread_time(), EncodedBlock(data)
-        payload = None if self.derived is None else self.derived.payload(number, data)
-        if payload is not None and len(payload) < len(data):
-            found = EncodedBlock(payload, Encoding(*ROUNDED))
-        if self._codec is not None and 2 * len(found.data) > len(data):
-            other = self._by_codec(self._codec, number, data, digest, base)
-            if other is not None and len(other.data) <= len(found.data):
-                found = other
+        if self._codec is not None:
+            found = self._by_codec(self._codec, number, data, digest, base) or found
         codec = "raw" if found.encoding is None else found.encoding.codec
         with self._lock:
             self._blocks[codec] += 1
-            self._raw_bytes[codec] += len(data)
-            self._stored_bytes[codec] += len(found.data)
+            self._raw_bytes += len(data)
+            self._stored_bytes += len(found.data)
             self._encode_s += time.thread_time() - began
         return found
 
@@ -517,36 +507,19 @@ class LayoutEncoder:
         alone_bytes = len(part) if alone is None else len(alone)
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
-    def reports(self) -> list[CodingReport]:
-        """Return reports on all blocks seen so far: one for derived blocks, one for the others."""
-        derived, reports = ROUNDED[0], list[CodingReport]()
+    def report(self) -> CodingReport:
+        """Return a report on all blocks seen so far."""
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
-            used = [name for name in used if name != derived]
-            if self._mode:
-                reports.append(
-                    CodingReport(
-                        file=self._layout.name,
-                        mode=self._mode,
-                        picked=", ".join(used) or "raw",
-                        why=self._why,
-                        raw_bytes=sum(self._raw_bytes[name] for name in used),
-                        stored_bytes=sum(self._stored_bytes[name] for name in used),
-                        encode_s=self._encode_s,
-                    )
-                )
-            if self.derived is not None:
-                reports.append(
-                    CodingReport(
-                        file=self._layout.name,
-                        mode="derived",
-                        picked=derived,
-                        why=f"{self._blocks[derived]} blocks are derived from fp32 masters",
-                        raw_bytes=self._raw_bytes[derived],
-                        stored_bytes=self._stored_bytes[derived],
-                    )
-                )
-        return reports
+            return CodingReport(
+                file=self._layout.name,
+                mode=self._mode,
+                picked=", ".join(used) or "raw",
+                why=self._why,
+                raw_bytes=self._raw_bytes,
+                stored_bytes=self._stored_bytes,
+                encode_s=self._encode_s,
+            )
 
 
 def sample_of(data: memoryview, width: int) -> memoryview:

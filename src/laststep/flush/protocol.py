@@ -24,7 +24,6 @@ from laststep.catalog.terms import Seen
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory.pool import Filled
-from laststep.plan.files import MasterPair
 from laststep.settings import Compression
 from laststep.tiers.replicating import ReplicaOrder, TierStatus
 
@@ -69,10 +68,6 @@ class Begin(_Message, frozen=True, kw_only=True):
     step: int
     overwrite: bool
     files: tuple[FileLayout, ...]
-    derived: tuple[MasterPair, ...] = ()
-    """Tensors that may be stored as the rounding of others."""
-    is_declared: bool = False
-    """True if the user has declared them, in which case every save tries them."""
     role: Role = "alone"
     liveness: str | None = None
     """Name of the lock that marks pending saves, this one already, while the trainer or the flusher
@@ -167,7 +162,7 @@ class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     mode: str
-    """The setting: `adaptive`, `max` or the name of a codec; or `derived`."""
+    """The setting: `adaptive`, `max` or the name of a codec."""
     picked: str
     """`raw`, or the codecs that were used, most blocks first."""
     why: str
@@ -189,7 +184,7 @@ class Flushed(_Message, frozen=True, kw_only=True):
     until all bytes were written."""
     written_s: float
     coding: tuple[CodingReport, ...] = ()
-    """Reports for the files with compression or with tensors that may be derived."""
+    """Reports for the files with compression."""
 
 
 class Ended(_Message, frozen=True, kw_only=True):

@@ -120,8 +120,8 @@ class SaveReport:
     unchanged_bytes: int = 0
     """Bytes that were not copied off their device, because the last checkpoint has them."""
     coding: tuple[CodingReport, ...] = ()
-    """With compression or `derived`: the encodings picked for each file, the reason and the result;
-    known once durable."""
+    """With compression: the encodings picked for each file, the reason and the result; known once
+    durable."""
     tensors: int = 0
     capture: str = ""
     """Bytes captured in each way, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged bytes
@@ -476,8 +476,6 @@ class Save:
                 step=self.step,
                 overwrite=self._overwrite,
                 files=tuple(map(attrgetter("layout"), self.plan.files)),
-                derived=self.plan.derived,
-                is_declared=self.plan.is_declared,
                 role=self.role,
             )
             # One of several ranks cannot finish a save alone, so it marks nothing as pending.

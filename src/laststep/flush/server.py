@@ -36,7 +36,6 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, StorageError, drop_tracebacks
 from laststep.flush import base as bases
 from laststep.flush import listeners
-from laststep.flush.deriving import Misses
 from laststep.flush.encoder import Compressor
 from laststep.flush.listeners import FlusherSave, Listener, SlotHolds
 from laststep.flush.protocol import (
@@ -117,7 +116,6 @@ class Flusher:
         self._compressor = (
             Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
-        self._misses = Misses()
         self._base: tuple[int, Base | None] = (0, None)
         """The last checkpoint, and the number of the save that committed it, 0 if another flusher
         did. A single tuple, because two threads set it."""
@@ -127,7 +125,6 @@ class Flusher:
         """Unfinished saves by number, in the order in which they began."""
         self._changed = threading.Condition()
         """Guards these, and the fields of a `FlusherSave` that several threads touch."""
-        self._passing = threading.Lock()
         self._was_told_bye = False
         self.is_given_up = False
         """Set from outside to commit nothing more: the trainer has reported all uncommitted saves
@@ -279,14 +276,7 @@ class Flusher:
             if base is None and before is not None and before != self._unread:
                 save.base, base = 0, bases.of_checkpoint(self._store, before, self._rank[0])
             save.writer = SaveWriter(
-                attempt,
-                begin.files,
-                rank=self._rank,
-                base=base,
-                compressor=self._compressor,
-                derived=begin.derived,
-                is_declared=begin.is_declared,
-                misses=self._misses,
+                attempt, begin.files, rank=self._rank, base=base, compressor=self._compressor
             )
             if at is None and not begin.overwrite:
                 # Checked last: a fenced-off writer must get that error, not "step already saved".
@@ -328,17 +318,14 @@ class Flusher:
     def _queue(
         self, save: FlusherSave, filled: Iterable[Filled], digests: bytes | None = None
     ) -> None:
-        """Queue chunks for the writing threads, which process them in this order; with a memory
-        tier, only once they have been digested."""
+        """Queue chunks for the writing threads; with a memory tier, only once they have been
+        digested."""
         if self._digesters is not None and digests is None:
             for chunk in filled:
                 self._digesters.put(self._digest_ahead, save, chunk)
             return
-        with self._passing:
-            for chunk in filled:
-                if save.writer is not None and save.writer.deriving is not None:
-                    save.writer.deriving.expect(chunk.file, chunk.start)
-                self._writers.put(self._write, save, chunk, digests)
+        for chunk in filled:
+            self._writers.put(self._write, save, chunk, digests)
 
     def _digest_ahead(self, save: FlusherSave, chunk: Filled) -> None:
         self._queue(save, [chunk], self._digest(save, chunk))

@@ -21,15 +21,12 @@ from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.constants import BLOCK_BYTES, align_up
 from laststep.errors import LaststepError, StorageError, drop_tracebacks
 from laststep.flush.base import MOST_CHANGED, Base, BaseLayout, SharedFiles
-from laststep.flush.deriving import Deriving, Misses
 from laststep.flush.encoder import EncodedBlock, LayoutEncoder, Rounding, TimedWriting
 from laststep.format import index as index_format
-from laststep.format.deriving import ROUNDED
 from laststep.format.index import (
     RAW,
     BaseRef,
     BlockRef,
-    Encoding,
     Index,
     StoredFile,
     StoredLayout,
@@ -48,10 +45,8 @@ if TYPE_CHECKING:
     from laststep.catalog.attempt import Attempt
     from laststep.flush.encoder import Compressor
     from laststep.flush.protocol import CodingReport
-    from laststep.format.deriving import Master
     from laststep.format.index import BlockRun
     from laststep.format.manifest import WrittenIndexes
-    from laststep.plan.files import MasterPair
 
 _NOTHING = memoryview(b"")
 _PIECE_BYTES = 4 << 20
@@ -134,7 +129,7 @@ class _LayoutWriter(msgspec.Struct, eq=False):
     retired: frozenset[int] | None = None
     """Files of the base whose blocks are not reused; None if nothing of the base is."""
     encoder: LayoutEncoder | None = None
-    """None if compression was not requested and nothing is derived."""
+    """None if compression was not requested."""
     written_bytes: int = 0
     is_finished: bool = False
 
@@ -155,19 +150,15 @@ class SaveWriter:
         rank: tuple[int, int] = (0, 1),
         base: Base | None = None,
         compressor: Compressor | None = None,
-        derived: Sequence[MasterPair] = (),
-        is_declared: bool = False,
-        misses: Misses | None = None,
     ) -> None:
         """`rank` is (rank, number of ranks). `base` is the last checkpoint, whose blocks may be
-        reused. `derived` are tensors that may be stored as the rounding of others; `misses` come
-        from earlier saves."""
+        reused."""
         self.folder = attempt.folder
         self.written_bytes = 0
         self.error: LaststepError | None = None
         """The first error; set by `fail`."""
         self.coding: list[CodingReport] = []
-        """Reports on layouts with compression or derived tensors, once finished."""
+        """Reports on layouts with compression, once finished."""
         self._attempt = attempt
         self._rank = rank
         self._base = base
@@ -205,15 +196,6 @@ class SaveWriter:
             self._layouts.append(target)
             self.rounded.append({} if rounding is None else rounding.names)
         self._retired: frozenset[int] = frozenset()
-        self.deriving: Deriving | None = None
-        if derived:
-            self.deriving = Deriving(
-                layouts,
-                derived,
-                Misses() if misses is None else misses,
-                lambda: self.error is not None,
-                is_declared=is_declared,
-            )
         try:
             self._begin()
         except LaststepError as error:
@@ -226,10 +208,9 @@ class SaveWriter:
         if self._base is not None:
             known = [target.base for target in self._layouts if target.base is not None]
             self._retired, is_roomy = self._base.retired(known), self._has_room()
-        may_derive = () if self.deriving is None else self.deriving.files
         for target in self._layouts:
             target.may_reuse = is_roomy and target.base is not None and target.base.is_usable()
-            if not (target.may_reuse or target.compresses or target.number in may_derive):
+            if not (target.may_reuse or target.compresses):
                 self._open_in_place(target)
         if self._compressor is not None:
             self._compressor.begin_save()
@@ -279,10 +260,6 @@ class SaveWriter:
                     known=base is not None,
                     rounded=target.rounding is not None,
                 )
-            derived = None if self.deriving is None else self.deriving.files.get(target.number)
-            if derived is not None and not derived.is_refuted(start, data):
-                target.encoder = target.encoder or LayoutEncoder(target.layout)
-                target.encoder.derived = derived
             encoder = target.encoder
             has_bases = encoder is not None and encoder.has_bases
             retired = self._retired_for(target, start, sums, is_same=is_same, has_bases=has_bases)
@@ -343,8 +320,6 @@ class SaveWriter:
             return
         target, data = self._layouts[file], image[:size_bytes]
         try:
-            if self.deriving is not None:
-                self.deriving.take(file, start, data)
             if not target.is_chosen:
                 self._choose(target, start, data, sums)
             if target.file is not None:
@@ -399,7 +374,7 @@ class SaveWriter:
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
         """Return the block to encode this one against: the last one, or the base of that."""
         base = target.base
-        if base is None or target.retired is None or number in base.derived:
+        if base is None or target.retired is None:
             return None
         ref = base.refs[number]
         found = ref.base or BaseRef(ref, base.stored.digest(number))
@@ -423,8 +398,6 @@ class SaveWriter:
                 self.fail(error)
                 continue
             for start, size in parts:
-                if self.deriving is not None and self.deriving.among(number, start, start + size):
-                    continue  # tensors are derived from these bytes as they arrive
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
                 if target.reusable.issuperset(blocks):
                     granted.append((number, start, size))
@@ -457,11 +430,9 @@ class SaveWriter:
         for target in self._layouts:
             self._finish_layout(target)
             if target.encoder is not None:
-                self.coding += target.encoder.reports()
+                self.coding.append(target.encoder.report())
         if self._pack is not None:
             self._pack.finish()
-        if self.deriving is not None:
-            self.deriving.end()
         self._index = self._make_index(values)
         data = index_format.encode(self._index)
         self._attempt.put(index_name(*self._rank), data)
@@ -493,23 +464,17 @@ class SaveWriter:
             files |= self._shared.settle(needed)
         numbers = dict(zip(files, range(len(files)), strict=True))
         layouts = []
-        rounded = self._encodings.get(Encoding(*ROUNDED))
         for number, target in enumerate(self._layouts, self._pack_number + 1):
-            used: dict[str, Master] = {}
             if target.file is not None:
                 runs = in_place(target.layout, numbers[number])
             else:
                 runs = target.runs(numbers)
-                derived = None if target.encoder is None else target.encoder.derived
-                if derived is not None and any(run.encoding == rounded for run in runs):
-                    used = derived.used()
             layouts.append(
                 StoredLayout(
                     layout=target.layout,
                     digests=bytes(target.digests),
                     runs=runs,
                     lossy=self.rounded[target.number],
-                    derived=used,
                 )
             )
         return Index(

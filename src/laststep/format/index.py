@@ -2,8 +2,8 @@
 
 A block is up to 1 MiB of the tensors of one layout, with its digest. A *run* gives the location of
 consecutive blocks: file, offset and encoding. An encoded block may need a *base*, which is an
-earlier block that has no base itself, or *masters* (`format.deriving`); so decoding takes at most
-one step. Plain values are stored in the index itself.
+earlier block that has no base itself; so decoding takes at most one step. Plain values are stored
+in the index itself.
 
 The file consists of the digest of the payload and the payload, a msgpack array. The manifest
 repeats the digest. `decode` checks everything that a reader relies on; it raises only
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -22,8 +22,6 @@ import msgspec
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
 from laststep.constants import BLOCK_BYTES, FORMAT_VERSION
 from laststep.errors import CorruptError, UsageError
-from laststep.format import deriving
-from laststep.format.deriving import ROUNDED, Master
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import WrittenIndexes, is_file_name, is_plain_name, refuse_later
 
@@ -124,8 +122,6 @@ class StoredLayout(
     runs: tuple[BlockRun, ...]
     lossy: dict[str, str] = {}
     """Rounded tensors, with the rounding of each."""
-    derived: dict[str, Master] = {}
-    """Tensors that may be stored as the rounding of a master, with the master of each."""
 
     def digest(self, number: int) -> bytes:
         return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -155,10 +151,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
     def encoding(self, number: int) -> Encoding | None:
         """Return the encoding with that number; None for raw."""
         return None if number == RAW else self.encodings[number - 1]
-
-    def is_derived(self, block: BlockRef) -> bool:
-        """Return True if a block is derived from master tensors."""
-        return self.encoding(block.encoding) == ROUNDED
 
     def layout(self, name: str) -> StoredLayout | None:
         return next((stored for stored in self.layouts if stored.layout.name == name), None)
@@ -318,10 +310,7 @@ def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
     layout = stored.layout
     if len(stored.digests) != layout.block_count * DIGEST_BYTES:
         return f"{len(stored.digests)} bytes of digests for {layout.block_count} blocks"
-    problem = _run_problem(stored.runs, index, stored, range(layout.block_count), is_base=False)
-    if problem is not None or not stored.derived:
-        return problem
-    return deriving.problem(layout.tensors, stored.derived) or _master_problem(stored, index)
+    return _run_problem(stored.runs, index, stored, range(layout.block_count), is_base=False)
 
 
 def _run_problem(
@@ -334,10 +323,7 @@ def _run_problem(
             return f"{run.blocks} blocks in file {run.file}, in encoding {run.encoding}"
         if len(run.sizes) != (0 if run.encoding == RAW else 4 * run.blocks):
             return f"{len(run.sizes)} bytes of sizes for {run.blocks} blocks"
-        is_derived = index.encoding(run.encoding) == ROUNDED
-        if is_derived and (is_base or not stored.derived):
-            return "a derived block without masters, or as a base"
-        if run.bases and (is_base or is_derived or run.encoding == RAW):
+        if run.bases and (is_base or run.encoding == RAW):
             return "a base for a block that cannot have one"
         if run.encoding == RAW:  # all full, except the last of the layout
             stop = min((number + run.blocks) * BLOCK_BYTES, stored.layout.tensor_bytes)
@@ -360,47 +346,6 @@ def _run_problem(
     if number != due.stop:
         return f"runs of {number - due.start} blocks where {len(due)} are due"
     return None
-
-
-def _master_problem(stored: StoredLayout, index: Index) -> str | None:
-    """Return why a master cannot be used, or None: each MUST be stored underived, in fp32, with the
-    same shape."""
-    own = {entry.name: entry for entry in stored.layout.tensors}
-    files = {file for file, _ in stored.derived.values()}
-    # Looked up by name, because there may be 100,000 pairs.
-    entries = {
-        (one.layout.name, entry.name): entry
-        for one in index.layouts
-        if one.layout.name in files
-        for entry in one.layout.tensors
-    }
-    derived_blocks = {
-        one.layout.name: _derived_blocks(one, index)
-        for one in index.layouts
-        if one.layout.name in files
-    }
-    for name, (file, tensor) in stored.derived.items():
-        master = entries.get((file, tensor))
-        if master is None:
-            return f"{tensor[:100]!r} of {file[:100]!r}, which is not there"
-        if master.dtype != deriving.MASTER_DTYPE or master.shape != own[name].shape:
-            return f"{master.dtype} {list(master.shape)} as the master of {name!r}"
-        first, last = master.start // BLOCK_BYTES, -(-master.stop // BLOCK_BYTES)
-        if master.start < master.stop and any(
-            begin < last and first < end for begin, end in derived_blocks[file]
-        ):
-            return f"{tensor[:100]!r}, which is itself derived, as a master"
-    return None
-
-
-def _derived_blocks(stored: StoredLayout, index: Index) -> list[tuple[int, int]]:
-    """Return the blocks of the runs that are derived from masters, as (first, last + 1)."""
-    ends = list(accumulate((run.blocks for run in stored.runs), initial=0))
-    return [
-        (begin, end)
-        for run, (begin, end) in zip(stored.runs, pairwise(ends), strict=True)
-        if index.encoding(run.encoding) == ROUNDED
-    ]
 
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import structs
@@ -61,15 +61,6 @@ class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(_SIZE_BYTES, self.pieces))
 
 
-class MasterPair(NamedTuple):
-    """An entry of a file that may be the rounding of another entry."""
-
-    file: int
-    entry: int
-    master_file: int
-    master_entry: int
-
-
 class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One data file and the pieces in it, in the order of its entries."""
 
@@ -86,10 +77,6 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The pieces of all items, in order."""
     values: tuple[str, ...]
     """The names of the plain values in the index: the trees of items, and the local layout."""
-    derived: tuple[MasterPair, ...] = ()
-    """Entries that may be stored as the rounding of others (`plan.deriving`)."""
-    is_declared: bool = False
-    """True if the user declared the pairs in `derived`."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -215,11 +202,10 @@ def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted({*commit.omitted_items, *here} - {*items}))
 
 
-def only_items(index: Index, items: Collection[str], where: str) -> Index:
-    """Return the part of an index that these items need. Raise `NotFoundError` if their tensors are
-    derived from the layout of an omitted item."""
-    names = _needed_layouts(index, items, where)
-    layouts = [stored for stored in index.layouts if stored.layout.name in names]
+def only_items(index: Index, items: Collection[str]) -> Index:
+    """Return the part of an index that these items need."""
+    layouts = [stored for stored in index.layouts if not _items_in(stored).isdisjoint(items)]
+    names = {stored.layout.name for stored in layouts}
     used = {part.file for stored in layouts for run in stored.runs for part in (run, *run.bases)}
     # A layout without tensor bytes has no runs, but it has a file.
     used |= {number for number, file in enumerate(index.files) if file.name in names}
@@ -235,31 +221,6 @@ def only_items(index: Index, items: Collection[str], where: str) -> Index:
         ),
         values={name: data for name, data in index.values.items() if name in items},
     )
-
-
-def _needed_layouts(index: Index, items: Collection[str], where: str) -> set[str]:
-    """Return the names of these items' layouts and of the layouts that they are derived from."""
-    by_name = {stored.layout.name: stored for stored in index.layouts}
-    needed = {name for name, stored in by_name.items() if not _items_in(stored).isdisjoint(items)}
-    waiting = sorted(needed)
-    while waiting:
-        stored = by_name[waiting.pop()]
-        masters = {file for file, _ in stored.derived.values()} - needed
-        # Masters in the shared layout of small items are copied along, as is the whole layout.
-        if others := [name for name in masters if by_name[name].layout.item is not None]:
-            raise NotFoundError(
-                f"tensors in {stored.layout.name} are derived from omitted items",
-                where=where,
-                expected=f"what {', '.join(sorted(others))} holds among the items",
-                found=f"items={tuple(items)}",
-                remedy=(
-                    "include the item of the master tensors; or save with derived=False, which "
-                    "stores both"
-                ),
-            )
-        needed |= masters
-        waiting += masters
-    return needed
 
 
 def _items_in(stored: StoredLayout) -> set[str]:

@@ -2,14 +2,14 @@
 
 `BlockReader` is the only reader of stored tensors; restore, verify, copy, export, recover, DCP and
 browse all use it. It reads the blocks that an index refers to: raw blocks directly, encoded blocks
-through their codec, and the bases and masters that those need, through itself. Adjacent blocks are
+through their codec, and the bases that those need, through itself. Adjacent blocks are
 fetched together. A file is opened on first use.
 
 This is the only place where stored data are compared with their digests. A block that does not
 match is read a second time, bypassing every cache of the file's reader, before it counts as
 damaged. Damage is a value: one bad block does not hide another, and each caller decides whether to
 list it or to raise it. A digest covers the decoded block, so damage to encoded bytes shows in the
-decoded ones; a damaged base or master is reported instead of the block that needs it. Does not
+decoded ones; a damaged base is reported instead of the block that needs it. Does not
 import torch.
 """
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from laststep.format.index import Index, StoredFile, StoredLayout
     from laststep.format.layout import FileLayout
-    from laststep.read.derived import Masters
     from laststep.storage.store import FileReading
 
 _GAP_BYTES = 64 << 10
@@ -46,9 +45,6 @@ MANY_LAYOUTS = 256
 read: a process is often limited to 1,024 open files."""
 _of_thread = threading.local()
 _FILE = operator.attrgetter("file")
-
-KeptBlocks = dict[tuple[str, int], memoryview]
-"""Blocks of masters that were read for one extent, by layout and number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,15 +238,11 @@ class LayoutBlocks:
         self._is_sound = False
 
     def open(self) -> None:
-        """Open the files that hold its blocks, their bases and masters. Raise `CorruptError` if one
-        is missing or has the wrong size."""
+        """Open the files that hold its blocks and their bases. Raise `CorruptError` if one is
+        missing or has the wrong size."""
         if not self._is_sound:
             for file in self.files():
                 refuse(file.damage)
-            if self.stored.derived:
-                masters = {file for file, _ in self.stored.derived.values()}
-                for name in masters - {self.layout.name}:
-                    self.named(name).open()
             self._is_sound = True
 
     def files(self) -> list[OpenFile]:
@@ -259,10 +251,6 @@ class LayoutBlocks:
         for run in self.stored.runs:
             numbers.update(map(_FILE, run.bases))
         return list(map(self.reader.file, sorted(numbers)))
-
-    def named(self, name: str) -> LayoutBlocks:
-        """Return another layout of the same index."""
-        return next(other for other in self.reader.layouts if other.layout.name == name)
 
     @property
     def in_memory(self) -> bool:
@@ -315,15 +303,6 @@ class LayoutBlocks:
             return None
         piece = StoredPiece(0, self.layout.block_size(number), base.block)
         return Extent(self, number, [piece], base.digest)
-
-    @cached_property
-    def masters(self) -> Masters | None:
-        """The tensors that some of its tensors are derived from."""
-        if not self.stored.derived:
-            return None
-        from laststep.read.derived import Masters  # late: few checkpoints have any
-
-        return Masters(self)
 
 
 class StoredPiece(NamedTuple):
@@ -382,9 +361,8 @@ class Extent:
         """Read and decode into `into` without checking digests. Return the parts that could not be
         read."""
         lost: list[Damage] = []
-        kept: KeptBlocks = {}
         for group in self._neighbours():
-            lost += self._fetch(group, into, kept)
+            lost += self._fetch(group, into)
         return lost
 
     def verify(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
@@ -409,24 +387,13 @@ class Extent:
         """Return True if these bytes match the digests."""
         return block_digests(image[: self.size_bytes]) == self._digests
 
-    def part(self, first: int, last: int) -> bytes | None:
-        """Return bytes [first, last) of its only piece without checking digests, with zeros past
-        the end of the file; None if the piece is encoded."""
-        ref = self.pieces[0].ref
-        if ref.encoding != RAW:
-            return None
-        into = bytearray(last - first)
-        self._reader.file(ref.file).reader.read_into(ref.offset + first, memoryview(into))
-        return bytes(into)
-
     def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
         """Check the stored bytes of its only piece. If they are wrong, fill `stored` again from
-        `reader`, and return the damage that remains. Bases and masters are read from this
-        checkpoint."""
+        `reader`, and return the damage that remains. Bases are read from this checkpoint."""
         (piece,) = self.pieces
-        wrong = self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+        wrong = self._wrong(memoryview(self._decoded(piece, stored)), [])
         if wrong and reader.read_into(piece.ref.offset, stored) == len(stored):
-            wrong = self._wrong(memoryview(self._decoded(piece, stored, {})), [])
+            wrong = self._wrong(memoryview(self._decoded(piece, stored)), [])
         return wrong
 
     def _neighbours(self) -> Iterator[Sequence[StoredPiece]]:
@@ -443,9 +410,7 @@ class Extent:
             yield self.pieces[begin:number]
             begin = number
 
-    def _fetch(
-        self, group: Sequence[StoredPiece], into: memoryview, kept: KeptBlocks
-    ) -> list[Damage]:
+    def _fetch(self, group: Sequence[StoredPiece], into: memoryview) -> list[Damage]:
         """Read a group of pieces and decode them into `into`; return the parts that could not be
         read."""
         file, start = self._reader.file(group[0].ref.file), group[0].ref.offset
@@ -464,7 +429,7 @@ class Extent:
                     begin = piece.ref.offset - low
                     stored = scratch[begin : begin + piece.ref.size_bytes]
                     view = into[piece.at : piece.at + piece.size_bytes]
-                    view[:] = self._decoded(piece, stored, kept)
+                    view[:] = self._decoded(piece, stored)
             return [] if end >= stop else self._missing(group, file, end)
         except StorageError as error:
             end = max(start, min(stop, file.reader.size_bytes))
@@ -502,18 +467,14 @@ class Extent:
         at = self.first * BLOCK_BYTES
         return at + start, at + stop
 
-    def _decoded(
-        self, piece: StoredPiece, stored: memoryview, kept: KeptBlocks
-    ) -> bytes | memoryview:
+    def _decoded(self, piece: StoredPiece, stored: memoryview) -> bytes | memoryview:
         """Decode a piece. If that fails, return bytes that do not match its digest."""
         if piece.ref.encoding == RAW:
             return stored
         from laststep.codecs.blocks.registry import codec_named  # late: plain checkpoints need none
 
-        number, ref, masters = self.first + piece.at // BLOCK_BYTES, piece.ref, self._layout.masters
+        number, ref = self.first + piece.at // BLOCK_BYTES, piece.ref
         try:
-            if masters is not None and self._reader.index.is_derived(ref):
-                return masters.block(number, stored, piece.size_bytes, kept)
             encoding, before = self._reader.index.encoding(ref.encoding), None
             assert encoding is not None  # noqa: S101 (it is not raw)
             base = None if ref.base is None else self._layout.base(number)
@@ -547,11 +508,8 @@ class Extent:
         return wrong
 
     def _causes(self, piece: StoredPiece, place: tuple[int, int]) -> list[Damage]:
-        """Return the damage to the base or the masters of a block."""
-        number, masters = place[0] // BLOCK_BYTES, self._layout.masters
-        if masters is not None and self._reader.index.is_derived(piece.ref):
-            return [replace(damage, data=place) for damage in masters.damage(number)]
-        base = None if piece.ref.base is None else self._layout.base(number)
+        """Return the damage to the base of a block."""
+        base = None if piece.ref.base is None else self._layout.base(place[0] // BLOCK_BYTES)
         return [] if base is None else base.read(memoryview(bytearray(base.size_bytes)))
 
 

@@ -31,7 +31,6 @@ from laststep.codecs.objects import EncodedDicts
 from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.flush.encoder import Rounding
 from laststep.flush.protocol import CaptureDone
-from laststep.plan.deriving import with_derived
 from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
 from laststep.plan.layouts import (
     GlobalLayout,
@@ -49,7 +48,7 @@ from laststep.state.tensors import box_of, check_held, hold_scalar, plain_scalar
 from laststep.state.tree import BoxPart, Piece, encode_item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -381,20 +380,10 @@ class Prepared(NamedTuple):
 class Preparer:
     """Prepares the saves of one Checkpointer."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        *,
-        derived: bool | Mapping[str, str] = False,
-        lossy: Mapping[str, str] | None = None,
-        partial_tiers: Sequence[Collection[str]] = (),
-    ) -> None:
-        """`derived` names the tensors that can be computed from others, `lossy` those that may be
-        rounded, and `partial_tiers` the sets of items that some tier stores without the rest."""
+    def __init__(self, rank: Rank, *, lossy: Mapping[str, str] | None = None) -> None:
+        """`lossy` names the tensors that may be rounded."""
         self._rank = rank
-        self._derived = derived
         self._lossy = lossy or {}
-        self._partial_tiers = partial_tiers
         self.last: Prepared | None = None
 
     def prepare(
@@ -439,9 +428,6 @@ class Preparer:
         plan = plan_save(items, rank=rank, values=values)
         if rank is None and self._lossy:
             self._tell_of_useless(plan)
-        if self._derived:
-            tiers = self._partial_tiers
-            plan = with_derived(plan, self._derived, is_all=rank is None, partial_tiers=tiers)
         return Prepared(described, plan, write_shard, Copies(plan), defaultdict(EncodedDicts))
 
     def _tell_of_useless(self, plan: SavePlan) -> None:

@@ -271,7 +271,7 @@ class Copier:
         index = index_format.decode(data, where=where)
         if self._omitted_items(commit) == commit.omitted_items:
             return _CopiedIndex(index, data)
-        part = only_items(index, self._items or (), f"{self.source.url}/{folder}")
+        part = only_items(index, self._items or ())
         dropped = {file.name for file in index.files} - {file.name for file in part.files}
         return _CopiedIndex(part, index_format.encode(part), frozenset(dropped))
 

@@ -22,8 +22,6 @@ __all__ = ["codec_named", "register"]
 
 OURS = {"patches": "planes", "planes": "planes", "raw": "codec", "subtract": "planes"}
 """Our own codecs, each with its module."""
-_RESERVED = ("rounded",)
-"""Names in files for blocks that no codec decodes (`format.deriving`)."""
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
 """Module → the extra of laststep that installs it."""
 _GROUP = "laststep.codecs"
@@ -40,9 +38,7 @@ def register(codec: BlockCodec) -> None:
             expected="up to 32 lower-case letters, digits and dashes",
         )
     # setdefault is atomic: two threads cannot both find the name unused.
-    holder = (
-        None if codec.name in (*OURS, *_RESERVED) else _registered.setdefault(codec.name, codec)
-    )
+    holder = None if codec.name in OURS else _registered.setdefault(codec.name, codec)
     if holder is not codec:
         taken_by = "a codec of laststep" if holder is None else repr(holder)
         raise UsageError(
