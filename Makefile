@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE
 
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: help install demo test test-long test-frameworks format lint types compiled layers tests soak torture bench clean
+.PHONY: help install demo test test-long test-frameworks docs format lint types compiled layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-frameworks  the adapters, with the real frameworks, in $(FRAMEWORKS): gigabytes, half an hour"
 	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
 	@echo "make soak      an hour of saves to three tiers, with faults in each"
+	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make bench     measure on this machine"
 	@echo "make clean     remove what the above left behind, except $(VENV)"
 
@@ -116,6 +117,10 @@ soak: $(STAMP)
 torture: $(STAMP)
 	@echo "== tests/torture/torture.py"
 	@$(BIN)/python tests/torture/torture.py $(TORTURE_ARGS)
+
+docs: $(STAMP)
+	@echo "== mkdocs build --strict"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open build/site/index.html"
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench $(BENCH_ARGS)

@@ -462,3 +462,22 @@ def test_the_picture_of_the_readme_is_drawn_from_the_results(
     from bench import picture
 
     assert picture.OUT.read_text() == picture.draw(), "run bench/picture.py"
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    """mkdocs ends with an error at a broken link, a missing anchor and an unknown name."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = (tmp_path / "index.html").read_text()
+    assert 'href="guides/quick-start.html"' in first
+    assert "Checkpointer" in (tmp_path / "reference.html").read_text()
+    assert "fonts.googleapis" not in first
