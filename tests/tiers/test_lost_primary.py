@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 
 import laststep
-from expect import warned
+from expect import raises, warned
+from laststep.errors import UsageError
 from laststep.memory import segments
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers import recovery
@@ -34,15 +34,17 @@ def base(tmp_path: Path, run_folder: Path) -> Path:
     return place
 
 
-def test_the_run_comes_back_out_of_memory_and_is_stored_again(
-    base: Path, run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_run_comes_back_out_of_memory_when_that_is_wanted(
+    base: Path, run_folder: Path, tmp_path: Path
 ) -> None:
     state = torch.zeros(5 * MB)
-    with job(base, run_folder, state) as ckpt, caplog.at_level(logging.WARNING):
+    with job(base, run_folder, state) as ckpt, raises(UsageError, "step 5", where=str(run_folder)):
+        ckpt.restore()
+    assert laststep.recover(run_folder, base=base).ok
+    with job(base, run_folder, state) as ckpt:
         restored = ckpt.restore()
         assert (restored.step, restored.skipped) == (5, ())
         assert bool((state == 5).all())
-        assert warned(caplog, "step 5", run_folder)
         ckpt.save(6).result()
     back = laststep.open(run_folder)
     assert back.steps() == [5, 6]
@@ -51,12 +53,6 @@ def test_the_run_comes_back_out_of_memory_and_is_stored_again(
     shutil.rmtree(tmp_path / "lost" / restored.folder)
     laststep.copy(run_folder, tmp_path / "lost")
     assert laststep.open(tmp_path / "lost").steps() == [4, 5, 6]
-
-
-def test_it_is_stored_though_nothing_is_saved_after_it(base: Path, run_folder: Path) -> None:
-    with job(base, run_folder, torch.zeros(5 * MB)) as ckpt:
-        ckpt.restore()
-    assert laststep.open(run_folder).steps() == [5]
 
 
 def test_memory_counts_in_a_home_that_has_lost_run_json_and_the_newest_checkpoint(
@@ -111,6 +107,9 @@ def test_memory_that_is_newer_than_a_further_tier_counts_and_is_stored(
     fail_after(job(base, run_folder, state), state, {3: 3.0})  # which does not replicate
     shutil.move(run_folder, tmp_path / "lost")
     state.zero_()
+    with job(base, run_folder, state, replicas) as ckpt, raises(UsageError, "step 3"):
+        ckpt.restore()
+    assert laststep.recover(run_folder, base=base).ok
     with job(base, run_folder, state, replicas) as ckpt:
         assert ckpt.restore().step == 3
         assert bool((state == 3).all())
@@ -196,8 +195,10 @@ def test_a_flusher_does_not_wait_for_itself(
 
 
 def test_what_is_peeked_at_in_memory_is_restored_from_there_part_by_part(
-    base: Path, run_folder: Path
+    base: Path, run_folder: Path, tmp_path: Path
 ) -> None:
+    shutil.move(tmp_path / "lost", run_folder)
+    shutil.rmtree(next(run_folder.glob("step-00000005.*")))
     state = torch.zeros(5 * MB)
     with job(base, run_folder, state) as ckpt:
         found = ckpt.peek()
@@ -206,7 +207,7 @@ def test_what_is_peeked_at_in_memory_is_restored_from_there_part_by_part(
         assert (restored.step, restored.folder) == (5, found.folder)
         assert bool((state == 5).all())
         ckpt.save(6).result()
-    assert laststep.open(run_folder).steps() == [5, 6]
+    assert laststep.open(run_folder).steps() == [4, 5, 6]
     assert not [one.step for one in laststep.open(run_folder) if one.verify().damage]
 
 

@@ -93,22 +93,14 @@ def test_a_rescue_by_a_link_stores_it(places: Places) -> None:
     assert segments.found(str(places.base)) == []
 
 
-def test_it_moves_with_its_run(places: Places) -> None:
+def test_a_run_that_was_moved_finds_it_when_it_is_moved_back(places: Places) -> None:
     moved = places.real / "moved"
     (places.real / "run").rename(moved)
-    assert places.restored(moved) == (2, 2.0)
-    with places.trainer(moved) as ckpt:
-        ckpt.restore()
-        ckpt.save(3).result()
-    assert places.steps(moved) == [1, 2, 3]
-    assert segments.found(str(places.base)) == []
-
-
-def test_a_rescue_of_a_run_that_was_moved_stores_it_there(places: Places) -> None:
-    moved = places.real / "moved"
-    (places.real / "run").rename(moved)
-    assert laststep.recover(moved, base=places.base).ok
-    assert places.steps(moved) == [1, 2]
+    assert places.restored(moved) == (1, 1.0)
+    assert not laststep.recover(base=places.base).ok
+    moved.rename(places.real / "run")
+    assert laststep.recover(base=places.base).ok
+    assert places.steps(places.real / "run") == [1, 2]
 
 
 def test_a_link_that_points_to_another_run_now_does_not_bring_it_there(

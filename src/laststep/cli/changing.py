@@ -27,7 +27,7 @@ from laststep.cli.output import (
     say,
     size_text,
 )
-from laststep.constants import duration_text, listed
+from laststep.constants import duration_text
 from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.shared_memory import BASE
@@ -285,10 +285,6 @@ def recover(
     *,
     base: Annotated[str, typer.Option(metavar="DIR", help="Where shared memory lies.")] = BASE,
     keep: Annotated[bool, typer.Option("--keep", help="Store, and remove nothing.")] = False,
-    discard: Annotated[
-        bool, typer.Option("--discard", help="Give up what cannot be stored, of RUN.")
-    ] = False,
-    yes: Yes = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -297,27 +293,11 @@ def recover(
     Snapshots that exist nowhere else are stored in their run; then the memory of the dead processes
     is freed. Memory of living processes is not touched.
     """
-    if discard and (run is None or keep):
-        raise typer.BadParameter(
-            "--discard needs RUN, the run whose snapshots it deletes, and excludes --keep"
-        )
     report = recover_all(run, base=base, keep=keep, dry_run=dry_run)
-    if not as_json:
-        _print_recovered(report, base, dry_run=dry_run)
-    if discard and report.stays and not dry_run:
-        # What could not be stored has been listed already.
-        lost = [save for segment in report.stays for save in segment.saves]
-        steps = {f"step {save.step}" for save in lost if save.fate is SnapshotState.NOT_STORED}
-        unreadable = sum(segment.unreadable for segment in report.stays)
-        what = listed(sorted(steps)) or count_text(unreadable, "record")
-        size_bytes = sum(segment.size_bytes for segment in report.stays)
-        if not yes:
-            confirm("give up", f"{what} in shared memory, for good", size_bytes)
-        report = report.discard()
-        if not as_json:
-            say(f"discarded {what}: freed {size_text(size_bytes)} of memory")
     if as_json:
         print_json({"ok": report.ok, "segments": report.segments, "debris": report.debris})
+    else:
+        _print_recovered(report, base, dry_run=dry_run)
     if not report.ok:
         raise typer.Exit(FAILED)
 

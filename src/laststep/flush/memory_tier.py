@@ -30,7 +30,7 @@ from laststep.flush.listeners import Listener
 from laststep.memory import segments
 from laststep.process import threads
 from laststep.tiers import snapshots
-from laststep.tiers.recovery import is_lost, put_records, segments_of, snapshots_of, store_snapshot
+from laststep.tiers.recovery import snapshots_of, store_snapshot
 from laststep.tiers.replicating import TierStatus
 from laststep.tiers.snapshots import SnapshotRecord
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.run import RunWriter
     from laststep.flush.listeners import FlusherSave, SlotHolds
-    from laststep.flush.protocol import CaptureDone, Continue, ToTrainer, Unchanged
+    from laststep.flush.protocol import CaptureDone, ToTrainer, Unchanged
     from laststep.memory.pool import Filled
     from laststep.memory.segments import Segment
     from laststep.storage.store import Store
@@ -108,10 +108,6 @@ class MemoryTier(Listener):
         self._most = self._there = slots_there
         """Maximum number of slots, and the number that exist or can be had for now."""
         self._more_comes = True
-        self._moved: list[Segment] = []
-        """Segments that were left when the run had another path."""
-        self._was_lost = False
-        """True if nothing of the run existed when this flusher started."""
         self._told_small = False
 
     def _left_behind(self) -> list[ResidentSave]:
@@ -131,15 +127,13 @@ class MemoryTier(Listener):
         training continues; rank 0 does this for all. All but the newest, which is being restored,
         are then removed: instances that die early would otherwise fill the memory. Other ranks,
         which may be on other nodes, remove segments without a save."""
-        there = segments_of(self._store, self._segment.base)
-        self._moved = [one for one in there if one.owner.run != self._segment.owner.run]
+        there = segments.found(self._segment.base, self._segment.owner.run)
         needed: set[str] = set()
-        is_first = self._segment.owner.rank == 0
-        self._was_lost = is_first and is_lost(self._store)
-        if self._was_lost or not is_first:  # a restore decides whether a lost run continues
+        if self._segment.owner.rank > 0:
             needed.update(segment.folder for segment in there if segment.records())
         else:
-            for checkpoint in self._snapshots():
+            base = self._segment.base
+            for checkpoint in snapshots_of(self._store, base, flusher_of=self._segment):
                 with _trying(checkpoint):
                     store_snapshot(self._store, checkpoint)
                     needed.clear()
@@ -151,29 +145,11 @@ class MemoryTier(Listener):
             if segment.folder not in needed and not segment.is_alive():
                 segment.remove()
 
-    @threads.outlasting(log, "cannot store a snapshot that was restored from shared memory")
-    def continued(self, continues: Continue) -> None:
-        """Store the restored snapshot again if the run had lost it with everything else. A replica
-        may have restored part of the run in the meantime."""
-        after = continues.after
-        if after is None or self._segment.owner.rank > 0 or not self._was_lost:
-            return
-        for checkpoint in self._snapshots():
-            with _trying(checkpoint):
-                if checkpoint.folder == after.folder:
-                    put_records(self._store, checkpoint.record)
-                    store_snapshot(self._store, checkpoint)
-
-    def _snapshots(self) -> Iterable[MemorySnapshot]:
-        return snapshots_of(self._store, self._segment.base, flusher_of=self._segment)
-
     @threads.outlasting(log, "cannot free orphaned snapshots in shared memory")
     def _forget_predecessors(self, save: FlusherSave) -> None:
         """Remove the segments of earlier job instances on this node, of any rank, once `save` is
         committed. Those of this instance stay, even of dead ranks."""
-        moved = [segment for segment in self._moved if not segment.is_alive()]
-        dead = segments.of_dead_processes(self._segment.base, self._segment.owner.run)
-        for segment in (*dead, *moved):
+        for segment in segments.of_dead_processes(self._segment.base, self._segment.owner.run):
             if not self._may_be_of_this_start(segment, save):
                 segment.remove()
 

@@ -23,7 +23,7 @@ from laststep.memory import segments
 from laststep.process import signals
 from laststep.process.system import boot
 from laststep.process.threads import WorkerPool
-from laststep.storage.registry import open_store
+from laststep.storage.registry import open_store, real_place
 from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
 from laststep.tiers.recovery import Standing
@@ -78,15 +78,9 @@ class NearestStore(Store):
                 found = (
                     recovery.snapshots_of(self.primary, self._base, self._own) if self._base else []
                 )
+                for snapshot in found:
+                    recovery.check_records(self.primary, snapshot)
                 self._snapshots = {snapshot.folder: snapshot for snapshot in found}
-                if found and recovery.is_lost(self.primary):
-                    log.warning(
-                        "%s no longer has a run: step %d is restored from shared memory and "
-                        "stored there again; remove %s to start over",
-                        self.url,
-                        found[-1].record.at.step,
-                        " and ".join(found[-1].segments),
-                    )
             return self._snapshots
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:
@@ -110,7 +104,7 @@ class NearestStore(Store):
 
     def left_here(self) -> tuple[NodePart, ...]:
         """Return the parts of snapshots that dead processes have left on this node."""
-        there = recovery.segments_of(self.primary, self._base) if self._base else []
+        there = segments.found(self._base, real_place(self.url)) if self._base else []
         recovery.wait_for_flushers(there)
         return tuple(
             NodePart(segment.folder, segment.owner.rank, segment.owner.ranks, record)
@@ -190,27 +184,13 @@ class NearestStore(Store):
             for name, created_s in {**dict.fromkeys(self._elsewhere, 0.0), **nearer}.items():
                 made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
                 entries.setdefault(name, made)
-        for record, data in self._records().items():
-            inner, _, name = record.rpartition("/")
-            if inner == folder:
-                entry = StoreEntry(name=name, is_folder=False, size_bytes=len(data), modified_s=0)
-                entries.setdefault(name, entry)
         return sorted(entries.values(), key=lambda entry: entry.name)
-
-    def _records(self) -> dict[str, bytes]:
-        snapshots = self.look().values()
-        return {name: data for snapshot in snapshots for name, data in snapshot.record.records}
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         snapshot = self.look().get(name.partition("/")[0])
         if snapshot is not None and (data := snapshot.read(name)) is not None:
             return data
-        try:
-            return self._place(name).read(name, limit_bytes=limit_bytes)
-        except NotFoundError:
-            if (record := self._records().get(name)) is None:
-                raise
-            return record
+        return self._place(name).read(name, limit_bytes=limit_bytes)
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         snapshot = self.look().get(name.partition("/")[0])

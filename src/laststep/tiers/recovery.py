@@ -2,13 +2,8 @@
 
 Storing does what the snapshot's own flusher would have done: it takes the lock of the term, whose
 writer is dead, begins the attempt again and commits it, unless another job instance has continued
-without it or is about to. The steps are in the same order as for any writer (`Attempt`), so at most
-one of the two succeeds.
-
-`recover` does so for all dead processes of this machine and frees their memory. A segment is
-removed once the run has all its snapshots or has continued without them; it is kept if something in
-it could not be stored. Segments of live processes are never touched. This module knows nothing of
-torch.
+without it or is about to. The order of steps is that of any writer (`Attempt`), so at most one of
+the two succeeds. Segments of live processes are never touched. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from laststep.catalog.attempt import RUN_NAME, Attempt, read_decision
 from laststep.catalog.run import Run, newest_point, run_id
 from laststep.catalog.terms import Terms, order, term_record_name
 from laststep.constants import CHUNK_BYTES, align_up
-from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, NotFoundError
+from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, UsageError
 from laststep.format import index as index_format
 from laststep.format.index import index_name, plain_index, written_of
 from laststep.format.manifest import Commit, WrittenIndexes
@@ -68,7 +63,7 @@ def snapshots_of(
     trainer may have died meanwhile, passes its own segment as `flusher_of`; otherwise it would wait
     for itself.
     """
-    there = segments_of(store, base)
+    there = segments.found(base, real_place(store.url))
     served = None if flusher_of is None else flusher_of.folder
     wait_for_flushers([segment for segment in there if segment.folder != served])
     dead = {segment.folder for segment in there if not segment.is_alive()}
@@ -79,9 +74,10 @@ def snapshots_of(
         if (folders := {segment.folder for segment, _ in parts if segment is not None}) <= dead
         or folders & this_start
     ]
-    run = run_id(store)
-    if found and is_lost(store):
-        run = max((parts[0][1] for parts in found), key=lambda record: record.created_s).run
+    if not found:
+        return []
+    newest = max((parts[0][1] for parts in found), key=lambda record: record.created_s)
+    run = run_id(store) or newest.run
     opened = [
         snapshot
         for parts in found
@@ -91,36 +87,19 @@ def snapshots_of(
     return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
 
 
-def segments_of(store: Store, base: str) -> list[Segment]:
-    """Return the segments of the run in a store: by its location, or by its id if it was moved."""
-    place, run = real_place(store.url), run_id(store)
-    return [
-        segment
-        for segment in segments.found(base)
-        if segment.owner.run == place or _has_moved(segment, run, place)
-    ]
-
-
-def _has_moved(segment: Segment, run: str, place: str) -> bool:
-    """Return True if a segment has snapshots of this run, which was moved to `place`. If the run
-    also still exists at the old place, one of the two is a copy, and the snapshots do not belong to
-    the copy."""
-    if not run or all(record.run != run for record in records_in(segment)):
-        return False
-    before = segment.owner.run
-    try:
-        return real_place(before) == place or run_id(open_store(before)) != run
-    except LaststepError:
-        return False  # unknown
-
-
-def is_lost(store: Store) -> bool:
-    """Return True if the store has no trace of a run: the run, or its disk, is new."""
-    try:
-        Run.open(store)
-    except NotFoundError:
-        return not Terms(store).numbers()
-    return False
+def check_records(store: Store, snapshot: MemorySnapshot) -> None:
+    """Raise `UsageError` if the store has lost the run of a snapshot, or the record of its term,
+    without which the lineage does not contain it."""
+    at = snapshot.record.at
+    is_recorded = bool(run_id(store)) and at.term in Terms(store).numbers()
+    if not is_recorded and standing_of(store, snapshot.record) is Standing.OPEN:
+        raise UsageError(
+            f"step {at.step} is in shared memory, but its run was deleted or replaced",
+            where=store.url,
+            expected=f"the record of term {at.term}",
+            remedy=f"`laststep recover {store.url}` stores the run and that step there again; to "
+            f"start over, remove {' and '.join(snapshot.segments)}",
+        )
 
 
 def wait_for_flushers(there: Sequence[Segment]) -> None:
@@ -140,8 +119,6 @@ def wait_for_flushers(there: Sequence[Segment]) -> None:
 
 
 class Standing(enum.Enum):
-    """The relation of a snapshot to its run."""
-
     COMMITTED = enum.auto()
     OPEN = enum.auto()
     """It is not committed, and no job instance has continued without it."""
@@ -167,8 +144,11 @@ def standing_of(store: Store, record: SnapshotRecord) -> Standing:
 
 def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
     """Store and commit a snapshot in its run. Return False if it is already committed. Raise
-    `AbortedError` if another job instance has continued without it."""
-    run, record, at = Run.open(store), snapshot.record, snapshot.record.at
+    `AbortedError` if another job instance has continued without it, `UsageError` if the run is
+    gone."""
+    record, at = snapshot.record, snapshot.record.at
+    check_records(store, snapshot)
+    run = Run.open(store)
     if isinstance(read_decision(store, at.folder), Commit):
         return False
 
@@ -180,18 +160,9 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
             raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
 
     check()
-    put_records(store, record)
     with closing(run.lock_term(at.term)):
         if isinstance(read_decision(store, at.folder), Commit):
             return False  # another process has stored it meanwhile
-        if run.term(at.term) is None:
-            raise NotFoundError(
-                f"cannot store step {at.step}: the run was replaced",
-                where=store.url,
-                expected=f"its record of term {at.term}",
-                found="none",
-                remedy="restore the record from a copy of the run",
-            )
         store.delete_folder(at.folder)  # its writer left it incomplete
         attempt = Attempt(store, at, check)
         attempt.begin()
@@ -209,15 +180,6 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
         attempt.commit(msgspec.structs.replace(snapshot.commit, written=written))
     log.warning("step %d was stored out of shared memory, as %s", at.step, at.folder)
     return True
-
-
-def put_records(store: Store, record: SnapshotRecord) -> None:
-    """Write the records of the run and the term, in order, if the store has lost them."""
-    for name, data in record.records:
-        if name != RUN_NAME:
-            terms.make_folder(store)
-        with contextlib.suppress(AlreadyExistsError):
-            store.create(name, data)
 
 
 def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> None:
@@ -254,8 +216,6 @@ class SnapshotState(enum.StrEnum):
     """It exists only in memory, and another job instance has continued without it."""
     NOT_STORED = "not stored"
     """It exists only in memory and could not be stored."""
-    GIVEN_UP = "given up"
-    """It could not be stored and was deleted at the user's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,12 +259,6 @@ class OrphanedSegment:
         lost = (SnapshotState.ALONE, SnapshotState.NOT_STORED)
         return self.is_alive or self.unreadable > 0 or any(save.fate in lost for save in self.saves)
 
-    def given_up(self) -> OrphanedSegment:
-        """Describe this segment after it was removed with snapshots that could not be stored."""
-        lost, given_up = SnapshotState.NOT_STORED, SnapshotState.GIVEN_UP
-        saves = [replace(save, fate=given_up) if save.fate is lost else save for save in self.saves]
-        return replace(self, saves=tuple(saves), is_removed=True)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverReport:
@@ -317,24 +271,11 @@ class RecoverReport:
     @property
     def ok(self) -> bool:
         """Return True if every snapshot of a dead process that should be stored was stored."""
-        return not self.stays
-
-    @property
-    def stays(self) -> tuple[OrphanedSegment, ...]:
-        """Return the segments of dead processes with content that could not be stored."""
-        lost = SnapshotState.NOT_STORED
-        return tuple(
-            one
+        return not any(
+            one.unreadable or any(save.fate is SnapshotState.NOT_STORED for save in one.saves)
             for one in self.segments
             if not (one.is_alive or one.is_removed)
-            and (one.unreadable or any(save.fate is lost for save in one.saves))
         )
-
-    def discard(self) -> RecoverReport:
-        """Delete the segments in `stays` for good, and return the updated report."""
-        gone = {one.folder for one in self.stays if segments.opened(one.folder).remove()}
-        left = [one.given_up() if one.folder in gone else one for one in self.segments]
-        return replace(self, segments=tuple(left))
 
 
 def recover(
@@ -346,9 +287,12 @@ def recover(
 ) -> RecoverReport:
     """Store the snapshots of dead processes that exist only in shared memory, of one run or of all,
     and remove the segments that are no longer needed. With `keep` nothing is removed; with
-    `dry_run` nothing is changed."""
+    `dry_run` nothing is changed. A named run that is gone from its place is created again there."""
     place = absolute(base)
-    found = segments.found(place) if run is None else segments_of(open_store(run), place)
+    store = None if run is None else open_store(run)
+    if store is not None and not dry_run:
+        _put_records(store, place)
+    found = segments.found(place, None if store is None else real_place(store.url))
     alive = {one.folder for one in found if one.is_alive()}
     runs = {one.owner.run: _RunInMemory(run or one.owner.run) for one in found}
     if not dry_run:
@@ -362,6 +306,17 @@ def recover(
         left.append(orphan)
     debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
     return RecoverReport(segments=tuple(left), debris=tuple(debris))
+
+
+def _put_records(store: Store, base: str) -> None:
+    """Write the records of the run and the term of each snapshot, in order, if they are lost."""
+    for snapshot in snapshots_of(store, base):
+        with closing(snapshot):
+            for name, data in snapshot.record.records:
+                if name != RUN_NAME:
+                    terms.make_folder(store)
+                with contextlib.suppress(AlreadyExistsError):
+                    store.create(name, data)
 
 
 class _RunInMemory:
