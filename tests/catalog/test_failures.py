@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -148,19 +147,6 @@ def test_a_clock_that_was_set_ahead_counts_no_more_than_is_credible(
     claim(3, name(3), seen_s)
     commit(3, 1, seen_s + HOUR)
     assert past_of(run.store, name(9)) == Past(3, 2 * UNPROVEN_S + HOUR)
-
-
-def test_a_start_ran_no_longer_than_until_the_next_process_began_on_that_machine(
-    run: Run, claim: Callable[..., None], commit: Callable[..., str]
-) -> None:
-    ticks = os.sysconf("SC_CLK_TCK")
-    claim(1, name(1), 0.0, process_started=f"{1 * ticks}@pid:[1]")
-    commit(1, 1, 10_000 * HOUR)
-    claim(2, name(2), 0.0, process_started="5@pid:[1]", boot="another")
-    commit(2, 1, 2 * HOUR)
-    claim(3, name(3), 0.0, process_started=f"{91 * ticks}@pid:[1]")
-    commit(3, 1, 1.0)
-    assert past_of(run.store, name(9)) == Past(3, 90.0 + 2 * HOUR + 1.0)
 
 
 def test_a_start_that_ended_well_ran_as_long_as_its_own_clock_says(

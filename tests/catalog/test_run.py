@@ -346,8 +346,6 @@ def test_a_commit_may_be_repeated_but_not_changed(run: Run, save: Save, commit_o
     attempts.commit(run, folder, commit_of(step=1, term=1, attempt=1))
     with pytest.raises(AlreadyExistsError):
         attempts.commit(run, folder, commit_of(step=1, term=1, attempt=1, metrics={"a": 1.0}))
-    with pytest.raises(UsageError):
-        attempts.commit(run, folder, commit_of(step=2, term=1, attempt=1))
 
 
 def test_a_zombie_cannot_begin_after_its_successor_came(store: DirectoryStore) -> None:

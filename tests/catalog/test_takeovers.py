@@ -77,7 +77,7 @@ def test_commits_of_the_same_start_are_not_in_its_way(run: Run, save: Save) -> N
 
 @pytest.mark.parametrize("back_to", [None, 1])
 def test_a_start_that_goes_back_and_dies_before_its_first_commit_leaves_nothing_behind(
-    run: Run, save: Save, caplog: pytest.LogCaptureFixture, back_to: int | None
+    run: Run, save: Save, back_to: int | None
 ) -> None:
     term = run.claim_term(None)
     folders = [save(run, step, term, step) for step in (1, 2, 3)]
@@ -88,7 +88,6 @@ def test_a_start_that_goes_back_and_dies_before_its_first_commit_leaves_nothing_
     newest = run.newest()
     assert newest is not None
     assert newest.folder == folders[-1]
-    assert warned(caplog, folders[-1])
     assert plan_prune(run, Keep(last=2)).deletions == (folders[0],)
     # The next start decides anew.
     assert run.newest_point() == Seen(term=second, commit=seen.commit)

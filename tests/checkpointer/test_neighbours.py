@@ -225,7 +225,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
     monkeypatch.setattr("laststep.running.wait_for_others", lambda *_: None)
-    monkeypatch.setattr("laststep.catalog.run.shares_pids", lambda _: False)
+    monkeypatch.setattr("laststep.catalog.terms.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1
     assert warned(caplog, f"process {os.getpid()} on ")

@@ -4,15 +4,11 @@ and its indexes.
 The flusher, the DCP adapter, copies, replication and recovery all write through `Attempt`. Commit
 and abort compete to create one name, `manifest.json`: the first to create it makes the final
 decision, and the other reads that decision. A commit is reported only once its name is durable, so
-every process that finds a commit syncs the folder first. This module knows nothing of terms,
-lineage, retention or file contents. Several processes may hold the same attempt, and all functions
-are thread-safe.
+every process that finds a commit syncs the folder first. Several processes may hold the same
+attempt, and all functions are thread-safe. Knows nothing of terms, lineage or retention.
 
 A damaged index is read a second time, bypassing every cache, before `CorruptError` is raised;
 `NotFoundError` is raised if the whole checkpoint has been deleted since its manifest was read.
-
-A process that reads a run beside its writer may see it in the middle of a change; `looks` limits
-how often the read is repeated.
 """
 
 from __future__ import annotations
@@ -44,8 +40,6 @@ from laststep.errors import (
 )
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.index import Index, index_name
-from laststep.format.manifest import Abort, Commit
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
@@ -60,7 +54,6 @@ _Result = TypeVar("_Result")
 RUN_NAME = "run.json"
 PIN_NAME = "pinned"
 MANIFEST_LIMIT_BYTES = 256 << 20
-"""The largest manifest that is read or written."""
 INDEX_LIMIT_BYTES = 4 << 30
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
@@ -78,7 +71,6 @@ class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def point(self) -> tuple[int, int]:
-        """The position in the order of commits."""
         return self.term, self.attempt
 
     @property
@@ -87,13 +79,12 @@ class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 by_point = operator.attrgetter("term", "attempt")
-"""The key to sort names by the order of commits."""
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def parse_folder(folder: str) -> AttemptName | None:
-    """Return the attempt whose folder has this name, or None if it is not an attempt's folder.
-    Cached, because every scan of a run parses each folder name more than once."""
+    """Return the attempt whose folder has this name, if any. Cached, because every scan of a run
+    parses each folder name more than once."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -162,26 +153,18 @@ class Attempt:
 
     # Decide
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, commit: manifest.Commit) -> None:
         """Make the checkpoint visible and durable. Raise `AbortedError` if another process has
         aborted it.
 
         All files MUST be finished. The call may be repeated with the same commit. After
         `StorageError` the checkpoint does not exist, unless the error states that this is unknown.
         """
-        where = f"{self.store.url}/{self.folder}"
-        if _name_in(commit) != self.name:
-            raise UsageError(
-                "a manifest is not that of its folder",
-                where=where,
-                expected=self.folder,
-                found=_name_in(commit).folder,
-            )
         data = manifest.encode(commit)
         if len(data) > MANIFEST_LIMIT_BYTES:
             raise UsageError(
                 "a manifest would be too large to be read",
-                where=where,
+                where=f"{self.store.url}/{self.folder}",
                 expected=f"at most {MANIFEST_LIMIT_BYTES} bytes",
                 found=f"{len(data)} bytes",
                 remedy="it holds metrics and metadata: save large values as an item",
@@ -212,7 +195,10 @@ class Attempt:
         try:
             decided = read_decision(self.store, self.folder)
             # Bytes, not values: NaN is not equal to itself.
-            if isinstance(decided, Commit) and read_manifest(self.store, self.folder) == data:
+            if (
+                isinstance(decided, manifest.Commit)
+                and read_manifest(self.store, self.folder) == data
+            ):
                 # Repeating a failed sync is safe for names, though not for the bytes of a file:
                 # names are in the filesystem's journal, and a journal that failed keeps failing.
                 self.store.sync_folder(self.folder)
@@ -220,15 +206,14 @@ class Attempt:
         except StorageError as second:
             # Do not withdraw the commit: another process may have found and reported it.
             unknown = StorageError(
-                "it is not known whether a checkpoint is committed: its manifest cannot be read or "
-                "made durable",
+                "it is not known whether a checkpoint is committed",
                 where=where,
                 found=second.found,
                 remedy="`laststep ls` shows it if it is",
             )
             unknown.transient = second.transient
             raise unknown from second
-        if isinstance(decided, Abort):
+        if isinstance(decided, manifest.Abort):
             raise AbortedError(
                 "the save was aborted", where=where, found=f"{decided.reason} (by {decided.by})"
             )
@@ -245,14 +230,14 @@ class Attempt:
         `delete_folder` therefore takes the folder's name away first, together with the abort.
         """
         try:
-            if isinstance(abort(self.store, self.folder, reason), Commit):
+            if isinstance(abort(self.store, self.folder, reason), manifest.Commit):
                 return True
             if read_decision(self.store, self.folder) is None:
                 return False  # somebody has removed it already; a new copy may have its name
         except StorageError:
             # A full disk has no room for an abort either. Deleting the folder also prevents a
             # commit.
-            if isinstance(read_decision(self.store, self.folder), Commit):
+            if isinstance(read_decision(self.store, self.folder), manifest.Commit):
                 raise
         self.store.delete_folder(self.folder)
         return False
@@ -263,17 +248,17 @@ def inner_folders(names: Iterable[str]) -> list[str]:
     return sorted({*map(dirname, names)} - {""})
 
 
-def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
+def abort(store: Store, folder: str, reason: str) -> manifest.Commit | manifest.Abort:
     """Abort an undecided attempt without deleting its files. Return the final decision; a commit is
     returned only once it is durable."""
-    own = Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
+    own = manifest.Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
     try:
         store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(own))
     except NotFoundError:
         pass  # Without its folder the attempt cannot be committed.
     except AlreadyExistsError:
         decided = read_decision(store, folder)
-        if isinstance(decided, Commit):
+        if isinstance(decided, manifest.Commit):
             store.sync_folder(folder)
         return decided or own
     return own
@@ -282,7 +267,7 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
 # Reading decisions
 
 
-def read_decision(store: Store, folder: str) -> Commit | Abort | None:
+def read_decision(store: Store, folder: str) -> manifest.Commit | manifest.Abort | None:
     """Return the decision, or None if there is none yet. Raise `CorruptError` if it is damaged."""
     try:
         data = read_manifest(store, folder)
@@ -290,7 +275,7 @@ def read_decision(store: Store, folder: str) -> Commit | Abort | None:
         return None
     where = f"{store.url}/{folder}/{MANIFEST_NAME}"
     decided = manifest.decode(data, where=where)
-    if isinstance(decided, Commit) and _name_in(decided) != parse_folder(folder):
+    if isinstance(decided, manifest.Commit) and _name_in(decided) != parse_folder(folder):
         raise CorruptError(
             "a manifest is not that of its folder",
             where=where,
@@ -307,7 +292,7 @@ def read_manifest(store: Store, folder: str) -> bytes:
 
 
 def is_checkpoint(store: Store) -> bool:
-    """Return True if the store's root is the folder of a checkpoint; False if it cannot be read."""
+    """Return True if the store's root is the folder of a checkpoint."""
     try:
         return exists(store, MANIFEST_NAME)
     except LaststepError:
@@ -368,9 +353,8 @@ def looks() -> Iterator[bool]:
     """Yield before each try to read a run that others change, after growing pauses. Yield True
     before the last try.
 
-    Retries are needed because some servers and filesystems list files before or after they can be
-    read, and because a writer may delete each checkpoint before it has been read (`laststep pin`
-    keeps one).
+    Some servers and filesystems list files before or after they can be read, and a writer may
+    delete each checkpoint before it has been read (`laststep pin` keeps one).
     """
     for number, pause_s in enumerate(_PAUSES_S, 1):
         time.sleep(pause_s)
@@ -379,8 +363,7 @@ def looks() -> Iterator[bool]:
 
 def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
     """List a folder. In an object store, raise `StorageError` if repeated listings omit the file
-    `expected` although it exists: a proxy may answer with an HTML page and status 200, which
-    clients parse as an empty listing."""
+    `expected` although it exists: clients parse a proxy's HTML page as an empty listing."""
     if not store.same_everywhere:
         return store.list(folder)
     entries: list[StoreEntry] = []
@@ -404,7 +387,7 @@ def list_checked(store: Store, folder: str, expected: str) -> list[StoreEntry]:
     raise error
 
 
-def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
+def read_index(store: Store, folder: str, commit: manifest.Commit, rank: int) -> index_format.Index:
     """Read the index of a rank and verify it against the manifest."""
     data, where = read_index_bytes(store, folder, commit, rank)
     index = index_format.decode(data, where=where)
@@ -418,13 +401,15 @@ def read_index(store: Store, folder: str, commit: Commit, rank: int) -> Index:
     return index
 
 
-def read_indexes(store: Store, folder: str, commit: Commit) -> list[Index]:
+def read_indexes(store: Store, folder: str, commit: manifest.Commit) -> list[index_format.Index]:
     return [read_index(store, folder, commit, rank) for rank in range(commit.index_count)]
 
 
-def read_index_bytes(store: Store, folder: str, commit: Commit, rank: int) -> tuple[bytes, str]:
+def read_index_bytes(
+    store: Store, folder: str, commit: manifest.Commit, rank: int
+) -> tuple[bytes, str]:
     """Return the verified bytes of an index and their URL."""
-    name = index_name(rank, commit.ranks)
+    name = index_format.index_name(rank, commit.ranks)
     where, expected = f"{store.url}/{folder}/{name}", commit.index_digest(rank)
     try:
         data = _read_index_once(store, f"{folder}/{name}", where)

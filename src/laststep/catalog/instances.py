@@ -3,16 +3,13 @@
 Every job instance that saves has one lock file, its liveness lock, and sets a pending marker for
 each save in it before it hands anything to the flusher. The lock's descriptor is sent to the
 flusher with a message, so the lock is held as long as the trainer, the flusher or the message
-itself exists. The marker is cleared once the outcome of the save is known. A restore that finds no
-pending marker therefore misses no announced save, and one that finds markers waits for them. A
-liveness lock need not survive a crash of the machine, so it is never synced.
+itself exists. A restore that finds no pending marker therefore misses no announced save, and one
+that finds markers waits for them. A liveness lock need not survive a crash of the machine, so it is
+never synced.
 
 A job instance that did not record a clean end counts as failed. Its uptime lasts from its first
 save to its last commit or, if retention has deleted all its commits, until the next job instance
-began, but no longer than the median time between two of them. A clock may be set while a job runs,
-so this is limited (`_longest_s`); an underestimate only makes saves more frequent.
-
-This module knows nothing of the content of a save.
+began, but no longer than the median time between two of them.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import re
 import statistics
 import threading
@@ -29,27 +25,17 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
+from laststep.catalog import terms
 from laststep.catalog.attempt import AttemptName, by_point, read_decision
 from laststep.catalog.listing import Scanner
 from laststep.catalog.run import newest_point
-from laststep.catalog.terms import (
-    RECORD_LIMIT_BYTES,
-    TERMS_FOLDER,
-    TermRecord,
-    Terms,
-    liveness_lock_name,
-    make_folder,
-    new_start,
-    parse_liveness_lock,
-    this_writer,
-)
+from laststep.catalog.terms import TERMS_FOLDER
 from laststep.errors import LaststepError, NotFoundError
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.catalog.terms import Seen, Trainer
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -58,8 +44,8 @@ _ENDING = re.compile(r"start-([0-9a-f]{16})\.ended")
 _LATEST = 64
 """The number of latest terms that count. Older ones predict little about the present job."""
 UNPROVEN_S = 7 * 24 * 3600.0
-"""The longest uptime of one job instance that is believed from timestamps alone: a common time
-limit of jobs."""
+"""The longest uptime that is believed from timestamps alone, because a clock may be set: a common
+time limit of jobs."""
 
 
 class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +61,8 @@ class Start:
     """The job instance of this trainer. Thread-safe. Nothing is written before the first save."""
 
     def __init__(self, store: Store) -> None:
-        self.writer = new_start()
-        self.liveness_lock_name = liveness_lock_name(self.writer.start, self.writer.pid)
+        self.writer = terms.new_start()
+        self.liveness_lock_name = terms.liveness_lock_name(self.writer.start, self.writer.pid)
         self.url = store.url
         """The URL of the run."""
         self._store = store
@@ -84,10 +70,9 @@ class Start:
         self._mutex = threading.Lock()
         self._liveness: Lock | None = None
         self._told = False
-        """True once a warning about a failed marker has been logged. On a filesystem without such
-        locks every marker fails, so only the first failure is logged."""
+        """True once a failed marker was logged: without such locks every one fails."""
 
-    def newest_point(self) -> Seen:
+    def newest_point(self) -> terms.Seen:
         """Return the state of the run, for a job instance that has not restored."""
         return newest_point(self._store)
 
@@ -95,15 +80,15 @@ class Start:
         """Set the pending marker of a save and return the lock's descriptor, to be sent along with
         the save.
 
-        Return None if the marker cannot be set; a restore may then miss a save that was announced
-        just before the trainer died.
+        Return None if the marker cannot be set; a restore may then miss the save if the trainer
+        dies.
         """
         if not self._store.has_marks:
             return None
         with self._mutex:
             try:
                 if self._liveness is None:
-                    make_folder(self._store)
+                    terms.make_folder(self._store)
                     self._liveness = self._store.lock(self.liveness_lock_name)
                 self._liveness.mark(save)
             except LaststepError as error:
@@ -133,7 +118,6 @@ class Start:
         return True
 
     def past(self) -> Past:
-        """Return the failures and uptime of earlier job instances of this run."""
         return past_of(self._store, self.writer.start)
 
     def ended_well(self) -> None:
@@ -166,7 +150,7 @@ def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
     """Return the saves that are pending now."""
     announced = []
     for name in store.file_names(TERMS_FOLDER):
-        pid = parse_liveness_lock(name)
+        pid = terms.parse_liveness_lock(name)
         if pid is not None:
             path = f"{TERMS_FOLDER}/{name}"
             places = _marked(store, path)
@@ -188,8 +172,6 @@ def _marked(store: Store, path: str) -> frozenset[int]:
 
 
 class Past(NamedTuple):
-    """The number of failures of a run and its total uptime."""
-
     failures: int = 0
     uptime_s: float = 0.0
 
@@ -218,11 +200,7 @@ def past_of(store: Store, start: str) -> Past:
         gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(began))]
         usual_s = statistics.median(gaps) if gaps else 0.0
         uptime_s = 0.0
-        processes: list[TermRecord | Trainer] = [its[0] for its in records.values()]
-        processes.append(this_writer())
-        for place, (began_s, (its_start, its)) in enumerate(
-            zip(began, records.items(), strict=True), 1
-        ):
+        for began_s, (its_start, its) in zip(began, records.items(), strict=True):
             ending = endings.get(its_start)
             if ending is not None and ending.ran_s is not None:
                 uptime_s += ending.ran_s
@@ -231,50 +209,32 @@ def past_of(store: Store, start: str) -> Past:
             if seen_s is None:
                 until_s = min([other for other in began if other > began_s], default=began_s)
                 seen_s = min(until_s, began_s + usual_s)
-            longest_s = _longest_s(its[0], processes[place:])
-            uptime_s += min(max(seen_s - began_s, 0.0), longest_s)
+            uptime_s += min(max(seen_s - began_s, 0.0), UNPROVEN_S)
         return Past(failures=len(records.keys() - endings.keys()), uptime_s=uptime_s)
     except LaststepError as error:
         _log.warning("the number of failures of %s is unknown: %s", store.url, error)
         return Past()
 
 
-def _longest_s(record: TermRecord, later: Iterable[TermRecord | Trainer]) -> float:
-    """Return the longest time that this process can have run, given the processes that began after
-    it: under the same kernel, its ticks cannot be set as a clock can."""
-    began = _ticks(record)
-    for process in later:
-        ticks = _ticks(process) if process.boot == record.boot else None
-        if began is not None and ticks is not None and ticks > began:
-            return (ticks - began) / os.sysconf("SC_CLK_TCK")
-    return UNPROVEN_S
-
-
-def _ticks(process: TermRecord | Trainer) -> int | None:
-    """Return the start time of the process in ticks since boot; None if unknown."""
-    ticks = process.process_started.partition("@")[0]
-    return int(ticks) if process.boot and ticks.isdecimal() else None
-
-
-def _records_of_others(store: Store, own: str) -> dict[str, list[TermRecord]]:
+def _records_of_others(store: Store, own: str) -> dict[str, list[terms.TermRecord]]:
     """Return the latest records of terms by job instance, except those of `own`."""
-    terms = Terms(store)
-    records: dict[str, list[TermRecord]] = {}
-    for number in terms.numbers()[-_LATEST:]:
+    known = terms.Terms(store)
+    records: dict[str, list[terms.TermRecord]] = {}
+    for number in known.numbers()[-_LATEST:]:
         with contextlib.suppress(LaststepError):
-            record = terms.read(number)
+            record = known.read(number)
             if record is not None and (record.start != own or not own):
                 records.setdefault(record.start or f"term {number}", []).append(record)
     return records
 
 
 def _last_commit_s(
-    store: Store, records: Iterable[TermRecord], newest_first: Iterable[AttemptName]
+    store: Store, records: Iterable[terms.TermRecord], newest_first: Iterable[AttemptName]
 ) -> float | None:
     """Return the time of the last commit of these terms; None if they have none left."""
-    terms = {record.term for record in records}
+    numbers = {record.term for record in records}
     for name in newest_first:
-        if name.term in terms:
+        if name.term in numbers:
             with contextlib.suppress(LaststepError):
                 decided = read_decision(store, name.folder)
                 if isinstance(decided, Commit):
@@ -287,7 +247,7 @@ def _endings(store: Store) -> dict[str, Ending]:
     for name in store.file_names(TERMS_FOLDER):
         match = _ENDING.fullmatch(name)
         if match is not None:
-            data = store.read(f"{TERMS_FOLDER}/{name}", limit_bytes=RECORD_LIMIT_BYTES)
+            data = store.read(f"{TERMS_FOLDER}/{name}", limit_bytes=terms.RECORD_LIMIT_BYTES)
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                 found[match.group(1)] = msgspec.json.decode(data, type=Ending)
     return found

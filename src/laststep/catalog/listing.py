@@ -4,11 +4,11 @@ Only names, sizes and manifests are read, never data files. A manifest never cha
 exists, so its content is cached; its existence is checked every time. Checkpoints that are deleted
 during a scan are left out. Thread-safe.
 
-In a job of many ranks, files are stored in subfolders of the checkpoint's folder. Every rank scans
-the run when it restores, so the subfolders of attempts, and of checkpoints with very many files,
-are skipped unless a scan is `deep`. For a checkpoint with very many files even a deep scan only
-counts names, since the manifest has the sizes; sizes are listed only if names are missing. A linked
-subfolder is not scanned, because its content is not part of the run.
+In a job of many ranks, files are stored in subfolders of the checkpoint's folder. Those of attempts
+and of checkpoints with very many files are skipped unless a scan is `deep`, because every restore
+scans the run. For a checkpoint with very many files even a deep scan only counts names, since the
+manifest has the sizes; sizes are listed only if names are missing. A linked subfolder is not
+scanned, because its content is not part of the run.
 """
 
 from __future__ import annotations
@@ -20,19 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.attempt import (
-    COPYING_NAME,
-    PIN_NAME,
-    RUN_NAME,
-    AttemptName,
-    by_point,
-    list_checked,
-    looks,
-    parse_folder,
-    read_decision,
-    read_index,
-)
-from laststep.catalog.terms import order, superseded
+from laststep.catalog import attempt as attempts
+from laststep.catalog import terms
+from laststep.catalog.attempt import AttemptName
 from laststep.constants import MANIFEST_NAME
 from laststep.errors import LaststepError, StorageError
 from laststep.format.index import folder_of, index_name
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from collections.abc import Set as AbstractSet
 
-    from laststep.catalog.terms import Chain, Terms
 
 _NEAREST = 6
 _VERY_MANY = 4096
@@ -125,7 +114,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     def is_copy(self) -> bool:
         """Return True if it is an uncommitted copy of a checkpoint from another place."""
         names = map(operator.attrgetter("name"), self.entries)
-        return self.decided is None and any(map(COPYING_NAME.fullmatch, names))
+        return self.decided is None and any(map(attempts.COPYING_NAME.fullmatch, names))
 
     @property
     def size_bytes(self) -> int:
@@ -167,25 +156,25 @@ class Scanner(msgspec.Struct, eq=False):
         """Return all attempts that have a folder, decided or not."""
         if self._store.same_everywhere:
             return list(self.folders())
-        return list(filter(None, map(parse_folder, self._store.folder_names(""))))
+        return list(filter(None, map(attempts.parse_folder, self._store.folder_names(""))))
 
     def folders(self) -> dict[AttemptName, StoreEntry]:
         """Return the folders of all attempts."""
         # Object stores list names in order, and `run.json` sorts after the markers of folders: its
         # presence also shows that no later page of the listing is missing.
         found = {}
-        for entry in list_checked(self._store, "", RUN_NAME):
-            name = parse_folder(entry.name) if entry.is_folder else None
+        for entry in attempts.list_checked(self._store, "", attempts.RUN_NAME):
+            name = attempts.parse_folder(entry.name) if entry.is_folder else None
             if name is not None:
                 found[name] = entry
         return found
 
-    def scan(self, *, deep: bool = False, undecided: bool = False) -> tuple[ScannedAttempt, ...]:
+    def scan(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
         """Return every attempt with its decision. In large jobs most files are in subfolders, which
-        only a deep scan lists; with `undecided` only those of attempts that are no checkpoints."""
-        look = functools.partial(self.look, deep=deep, undecided=undecided)
+        only a deep scan lists."""
+        look = functools.partial(self.look, deep=deep)
         scanned: tuple[ScannedAttempt, ...] = ()
-        for _ in looks():  # the last scan counts in any case
+        for _ in attempts.looks():  # the last scan counts in any case
             folders = self.folders()
             if self._store.same_everywhere and len(folders) > 1:  # each waits for a server's answer
                 from laststep.process.threads import WorkerPool  # late: every start waits
@@ -233,22 +222,14 @@ class Scanner(msgspec.Struct, eq=False):
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
         """Leave out attempts that are being deleted: they have no manifest, and by now no name."""
-        there: set[AttemptName] | None = None
-        kept = []
-        for item in scanned:
-            if item.decided is None:
-                there = set(self.names()) if there is None else there
-                if item.name not in there:
-                    continue
-            kept.append(item)
-        return tuple(kept)
+        if all(item.decided is not None for item in scanned):
+            return scanned
+        there = set(self.names())
+        return tuple(item for item in scanned if item.decided is not None or item.name in there)
 
-    def look(
-        self, name: AttemptName, folder: StoreEntry, *, deep: bool = False, undecided: bool = False
-    ) -> ScannedAttempt:
-        """Return one attempt with its decision; `deep` and `undecided` as for `scan`."""
+    def look(self, name: AttemptName, folder: StoreEntry, *, deep: bool = False) -> ScannedAttempt:
+        """Return one attempt with its decision; `deep` as for `scan`."""
         scanned = self._look_once(name, folder, fully=False)
-        deep = deep or (undecided and not scanned.is_committed)
         if deep and scanned.passed_over and not self._has_all_names(scanned):
             scanned = self._look_once(name, folder, fully=True)
         if scanned.incomplete is not None:
@@ -257,7 +238,7 @@ class Scanner(msgspec.Struct, eq=False):
         return scanned
 
     def _look_once(self, name: AttemptName, folder: StoreEntry, *, fully: bool) -> ScannedAttempt:
-        entries = list_checked(self._store, folder.name, MANIFEST_NAME)
+        entries = attempts.list_checked(self._store, folder.name, MANIFEST_NAME)
         decided = None
         inner, locks = [], []
         for entry in entries:
@@ -265,7 +246,7 @@ class Scanner(msgspec.Struct, eq=False):
                 decided = self._decided(name, entry)
             elif entry.is_folder and not entry.is_link:
                 inner.append(entry.name)
-            elif COPYING_NAME.fullmatch(entry.name):
+            elif attempts.COPYING_NAME.fullmatch(entry.name):
                 locks.append(f"{folder.name}/{entry.name}")
         if isinstance(decided, Commit):
             fully = fully or not (
@@ -303,7 +284,7 @@ class Scanner(msgspec.Struct, eq=False):
             # A file is wrong or was added: the indexes tell which.
             for rank in range(decided.index_count):
                 try:
-                    index = read_index(self._store, folder, decided, rank)
+                    index = attempts.read_index(self._store, folder, decided, rank)
                 except StorageError:
                     raise
                 except LaststepError as error:
@@ -337,7 +318,7 @@ class Scanner(msgspec.Struct, eq=False):
         if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
             return known[2]
         try:
-            decided = read_decision(self._store, name.folder)
+            decided = attempts.read_decision(self._store, name.folder)
         except StorageError:
             raise  # The store is unreachable, which is no evidence about the checkpoint.
         except LaststepError as error:
@@ -347,7 +328,7 @@ class Scanner(msgspec.Struct, eq=False):
         return decided
 
 
-def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[Listed, ...]:
+def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: terms.Chain) -> tuple[Listed, ...]:
     """Return the committed attempts in the order of commits. Pure."""
     committed: dict[AttemptName, ScannedAttempt] = {}
     sound: set[AttemptName] = set()
@@ -356,11 +337,11 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[List
             committed[item.name] = item
             if isinstance(item.decided, Commit) and item.incomplete is None:
                 sound.add(item.name)
-    on_lineage = order(committed, chain)
-    replaced = superseded(on_lineage, sound)
+    on_lineage = terms.order(committed, chain)
+    replaced = terms.superseded(on_lineage, sound)
     counted = frozenset(on_lineage) - replaced.keys()
     listed = []
-    for name in sorted(committed, key=by_point) if chain.limits else on_lineage:
+    for name in sorted(committed, key=attempts.by_point) if chain.limits else on_lineage:
         item, by = committed[name], replaced.get(name)
         commit = item.decided if isinstance(item.decided, Commit) else None
         files = dict(zip(map(operator.attrgetter("name"), item.entries), item.entries, strict=True))
@@ -374,7 +355,7 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[List
                 error=item.decided if isinstance(item.decided, LaststepError) else None,
                 on_lineage=name in counted,
                 superseded_by=None if by is None else by.folder,
-                pinned=PIN_NAME in files,
+                pinned=attempts.PIN_NAME in files,
                 size_bytes=size_bytes if commit is None else commit.size_bytes,
                 stored_bytes=size_bytes,
                 created_s=files[MANIFEST_NAME].modified_s if commit is None else commit.created_s,
@@ -385,10 +366,12 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: Chain) -> tuple[List
     return tuple(listed)
 
 
-def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAttempt, ...]:
+def open_attempts(
+    scanned: tuple[ScannedAttempt, ...], known: terms.Terms
+) -> tuple[OpenAttempt, ...]:
     """Return the undecided attempts in order. Links are left out: no writer created them, and the
     run does not decide about their targets."""
-    is_alive = functools.cache(terms.is_alive)
+    is_alive = functools.cache(known.is_alive)
     found = [
         OpenAttempt(
             step=item.name.step,
@@ -401,7 +384,7 @@ def attempts(scanned: tuple[ScannedAttempt, ...], terms: Terms) -> tuple[OpenAtt
         for item in scanned
         if item.decided is None and not item.folder.is_link
     ]
-    return tuple(sorted(found, key=by_point))
+    return tuple(sorted(found, key=attempts.by_point))
 
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:
@@ -418,7 +401,7 @@ def nearest_steps(steps: Iterable[int], wanted: int) -> str:
 def remedy_for_no_run(store: Store) -> str | None:
     """Return a remedy for a user who passed the parent folder of a run; None if it is not one."""
     folders = store.folder_names("")[:_LOOKED_INTO]
-    runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
+    runs = sorted(name for name in folders if attempts.RUN_NAME in store.file_names(name))
     if not runs:
         return None
     more = f" (and {len(runs) - 1} more are)" if len(runs) > 1 else ""

@@ -8,19 +8,14 @@ because its manifests may refer to other checkpoints in an unknown way.
 
 Rules count only good checkpoints on the lineage: those with a readable manifest and all files
 present at full length. Other checkpoints are evidence and are kept unless `abandoned=False`; only a
-checkpoint whose step was committed again is deleted without that. If no checkpoint has the metric
-of a rule (it may be misspelt), nothing is deleted.
-
-If a run was copied in a way that turned hard links into separate files, deleting frees more than is
-computed.
+checkpoint whose step was committed again is deleted without that.
 
 Of the debris of crashes (`orphans`) only files are removed that no live writer can still need:
 attempts that were aborted or whose writer is dead; copies in which no process is active and which
 are either older than a later checkpoint or unchanged for a week; half-deleted folders; temporary
-names and unlocked liveness locks older than an hour. Committed checkpoints and everything behind a
-symbolic link are never touched. A free lock proves that a writer is dead only under the same
-kernel, or if the store guarantees it; otherwise an attempt must also have been unchanged for an
-hour.
+names and unlocked liveness locks older than an hour. A free lock proves that a writer is dead only
+under the same kernel, or if the store guarantees it; otherwise an attempt must also have been
+unchanged for an hour. Committed checkpoints and everything behind a link are never touched.
 """
 
 from __future__ import annotations
@@ -60,9 +55,8 @@ QUIET_S = 3600.0
 """A writer counts as dead after this time without any change, unless there is better evidence."""
 
 COPY_QUIET_S = 7 * 86400.0
-"""An interrupted copy may be removed after this time without any change; until then the next copy
-resumes it. `QUIET_S` applies instead once there is a later checkpoint, because then the copy is
-unlikely to be resumed."""
+"""An interrupted copy may be removed after this time; until then the next copy resumes it. Once
+there is a later checkpoint, `QUIET_S` applies."""
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
 """Temporary names that a store gives to files it creates and folders it deletes."""
@@ -71,9 +65,8 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Keep(Checked, frozen=True, kw_only=True):
-    """Retention rules: a checkpoint is kept if any rule matches it. Pinned checkpoints, the newest
-    good one and the one that the run was resumed from are always kept. Without any rule everything
-    is kept."""
+    """Retention rules: a checkpoint is kept if any rule matches it, or if there is none. Pinned
+    ones, the newest good one and the one that the run was resumed from are always kept."""
 
     last: _Count | None = None
     """Keep the last N checkpoints."""
@@ -115,8 +108,6 @@ class Keep(Checked, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision to keep or delete one checkpoint, with all reasons."""
-
     folder: str
     step: int
     keep: bool
@@ -186,11 +177,9 @@ def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
     good = [item for item in listed if item.on_lineage and item.is_whole]
     if metric is None or not good or _best(good, metric, keep):
         return None
-    metrics = [item.commit.metrics for item in good if item.commit is not None]
-    there = dict.fromkeys(name for each in metrics for name in each if _is_number(each[name]))
-    how = " as a number" if any(metric in each for each in metrics) else ""
-    names = ", ".join(there) or "none"
-    return f"no checkpoint has the metric {metric!r}{how}; there are: {names}"
+    there = {name for item in good if item.commit is not None for name in item.commit.metrics}
+    names = ", ".join(sorted(there)) or "none"
+    return f"no checkpoint has the metric {metric!r} as a number; there are: {names}"
 
 
 def _best(good: Sequence[Listed], metric: str, keep: Keep) -> list[Listed]:
@@ -246,26 +235,25 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     def execute(
         self, *, before: Callable[[], None] | None = None, each: Callable[[str], None] | None = None
     ) -> tuple[str, ...]:
-        """Delete the planned folders and return those that were deleted. A checkpoint that was
-        pinned after planning is kept.
-
-        `before` is called before each deletion and raises if the plan is no longer valid; `each` is
-        called with the name of each deleted folder.
-        """
+        """Delete the planned folders, except those pinned since, and return the deleted ones.
+        `before` is called before each deletion and raises if the plan is no longer valid; `each`
+        after it."""
         deleted: list[str] = []
         replacements = {item.folder: item.superseded_by for item in self.listed}
         kept: set[str | None] = set()
-        if self.deletions:
-            self._sync_newest()
+        gone = set(self.deletions)
+        whole = [item.folder for item in self.listed if item.is_whole and item.folder not in gone]
+        for folder in whole[-1:] if gone else ():
+            # Its writer may have died before its name was durable, and the deletions may remove
+            # every other checkpoint.
+            with contextlib.suppress(NotFoundError):  # deleted meanwhile
+                self.store.sync_folder(folder)
         for folder in self.deletions:
             if before is not None:
                 before()
-            if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
-                _log.info("kept %s: pinned in the meantime", folder)
+            if folder in kept or PIN_NAME in self.store.file_names(folder):
+                _log.info("kept %s: it was pinned since, or replaces one that was", folder)
                 kept.add(replacements[folder])
-                continue
-            if folder in kept:
-                _log.info("kept %s: it replaces one that was pinned in the meantime", folder)
                 continue
             self.store.delete_folder(folder, first=MANIFEST_NAME)
             deleted.append(folder)
@@ -273,15 +261,6 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
             if each is not None:
                 each(folder)
         return tuple(deleted)
-
-    def _sync_newest(self) -> None:
-        """Make the name of the newest kept checkpoint durable. Its writer may have died before
-        that, and the deletions may remove every other checkpoint."""
-        gone = set(self.deletions)
-        whole = [item.folder for item in self.listed if item.is_whole and item.folder not in gone]
-        for folder in whole[-1:]:
-            with contextlib.suppress(NotFoundError):  # deleted meanwhile
-                self.store.sync_folder(folder)
 
 
 def plan_prune(
@@ -323,8 +302,8 @@ class Orphan(msgspec.Struct, frozen=True, kw_only=True):
 def orphans(
     store: Store, terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
-    """Return everything that may be removed now. The scan MUST include the subfolders of attempts.
-    It need not include those of checkpoints, because data files never have temporary names."""
+    """Return everything that may be removed now. The scan MUST include the subfolders of
+    attempts."""
     result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell)
     for item in scanned:
         if item.is_committed and not item.folder.is_link:
@@ -338,8 +317,8 @@ def orphans(
         name, why = f"{TERMS_FOLDER}/{entry.name}", RemovalReason.DEAD_WITNESS
         is_old = now_s - entry.modified_s > QUIET_S
         if is_old and parse_liveness_lock(entry.name) and not store.is_locked(name):
-            orphan = Orphan(name=name, why=why, is_folder=False, size_bytes=entry.size_bytes)
-            result.append(orphan)
+            size_bytes = entry.size_bytes
+            result.append(Orphan(name=name, why=why, is_folder=False, size_bytes=size_bytes))
     return tuple(result)
 
 
@@ -372,9 +351,8 @@ def attempts_of_the_dead(
             is_dead = _is_dead(terms, item.name.term, quiet_s)
         if is_dead:
             why = RemovalReason.ABORTED if isinstance(item.decided, Abort) else why
-            result.append(
-                Orphan(name=item.folder.name, why=why, is_folder=True, size_bytes=item.size_bytes)
-            )
+            name, size_bytes = item.folder.name, item.size_bytes
+            result.append(Orphan(name=name, why=why, is_folder=True, size_bytes=size_bytes))
     return result
 
 
@@ -428,8 +406,6 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
 
 
 class FileId(NamedTuple):
-    """The identity of a file that several checkpoints share."""
-
     written_for: str
     name: str
     size_bytes: int
@@ -453,8 +429,8 @@ class Sharing:
             self._folders.setdefault(file, []).append(folder)
 
     def freed_bytes(self, folders: Iterable[str]) -> int:
-        """Return the bytes that deleting all of these folders frees. A shared file is freed only
-        when the last folder that contains it is deleted."""
+        """Return the bytes that deleting all of these folders frees; a shared file only with the
+        last one. Less than is freed if a copy turned hard links into files."""
         chosen = set(folders)
         names = Counter(file for folder in chosen for file in self._files[folder])
         kept = sum(

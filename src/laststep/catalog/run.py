@@ -1,10 +1,8 @@
 """A run: its checkpoints, the writer that adds to it, and its cleanup.
 
 Connects `terms`, `listing`, `attempt` and `retention` to one store and defines only the order of
-their operations. Knows nothing of tensors, data files, messages or processes. It caches only what
-never changes on disk, so all methods of `Run` are thread-safe.
-
-A run is identified by the id in `run.json` or, without that file, in its manifests.
+their operations. It caches only what never changes on disk, so all methods of `Run` are
+thread-safe. A run is identified by the id in `run.json` or, without that file, in its manifests.
 """
 
 from __future__ import annotations
@@ -20,33 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from laststep.catalog import attempt as attempts
 from laststep.catalog import listing, retention, terms
-from laststep.catalog.attempt import (
-    PIN_NAME,
-    RUN_NAME,
-    Attempt,
-    AttemptName,
-    abort,
-    by_point,
-    exists,
-    looks,
-    parse_folder,
-    read_decision,
-)
-from laststep.catalog.listing import Listed, OpenAttempt, Scanner, remedy_for_no_run
-from laststep.catalog.terms import (
-    RECORD_LIMIT_BYTES,
-    Format,
-    Seen,
-    TermRecord,
-    Terms,
-    decode_record,
-    shares_pids,
-    term_lock_name,
-    term_record_name,
-    this_writer,
-    trainer_is_gone,
-)
+from laststep.catalog.attempt import Attempt, AttemptName
 from laststep.constants import FORMAT_VERSION
 from laststep.errors import (
     AbortedError,
@@ -62,9 +36,7 @@ from laststep.format.manifest import Abort, Commit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from laststep.catalog.listing import ScannedAttempt
-    from laststep.catalog.retention import Orphan
-    from laststep.catalog.terms import Chain, Point, Trainer
+    from laststep.catalog.listing import Listed, ScannedAttempt
     from laststep.storage.store import Lock, Store, StoreEntry
 
 _log = logging.getLogger(__name__)
@@ -75,7 +47,7 @@ _ID = re.compile("[0-9a-f]{32}")
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `run.json`, which identifies a run."""
 
-    format: Format
+    format: terms.Format
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     created_s: float
 
@@ -87,13 +59,13 @@ def run_id(store: Store) -> str:
 
 def read_record(store: Store) -> RunRecord | None:
     """Return the content of `run.json`, if it exists. Raise `CorruptError` if it is damaged."""
-    where = f"{store.url}/{RUN_NAME}"
+    where = f"{store.url}/{attempts.RUN_NAME}"
     try:
-        data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
+        data = store.read(attempts.RUN_NAME, limit_bytes=terms.RECORD_LIMIT_BYTES)
     except NotFoundError:
         return None
     try:
-        return decode_record(data, RunRecord, what="run", where=where)
+        return terms.decode_record(data, RunRecord, what="run", where=where)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptError(
             "the record of the run is damaged",
@@ -114,7 +86,6 @@ class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
     shares_pids: bool
     """True if `pid` refers to the same process here."""
     trainer_is_gone: bool
-    """True if the trainer is known to be dead."""
     attempts: tuple[str, ...]
 
 
@@ -124,8 +95,8 @@ class Run:
     def __init__(self, store: Store, record: RunRecord | None) -> None:
         self.store = store
         self.record = record
-        self._terms = Terms(store)
-        self._scanner = Scanner(store)
+        self._terms = terms.Terms(store)
+        self._scanner = listing.Scanner(store)
 
     @classmethod
     def open(cls, store: Store) -> Run:
@@ -136,8 +107,8 @@ class Run:
             raise NotFoundError(
                 "there is no run",
                 where=store.url,
-                expected=f"{RUN_NAME} or a folder named step-…",
-                remedy=remedy_for_no_run(store) or "check the path",
+                expected=f"{attempts.RUN_NAME} or a folder named step-…",
+                remedy=listing.remedy_for_no_run(store) or "check the path",
             )
         return run
 
@@ -150,7 +121,7 @@ class Run:
             known = cls(store, None).id or os.urandom(16).hex()
             fresh = RunRecord(format=FORMAT_VERSION, run=known, created_s=time.time())
             try:
-                store.create(RUN_NAME, msgspec.json.encode(fresh))
+                store.create(attempts.RUN_NAME, msgspec.json.encode(fresh))
                 record = fresh
             except AlreadyExistsError:
                 record = read_record(store)
@@ -161,9 +132,9 @@ class Run:
         """The random id of the run; "" if neither `run.json` nor a readable manifest has one."""
         if self.record is not None:
             return self.record.run
-        for name in sorted(self._scanner.names(), key=by_point, reverse=True):
+        for name in sorted(self._scanner.names(), key=attempts.by_point, reverse=True):
             try:
-                decided = read_decision(self.store, name.folder)
+                decided = attempts.read_decision(self.store, name.folder)
             except StorageError:
                 raise
             except LaststepError:
@@ -191,7 +162,7 @@ class Run:
 
     def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
-    ) -> Chain:
+    ) -> terms.Chain:
         """Return the terms that the newest term with a commit descends from. `names` are the
         attempts that exist.
 
@@ -201,11 +172,9 @@ class Run:
         """
         numbers = self._terms.numbers()
         recorded, is_told = frozenset(numbers), not numbers
-        for name in sorted(names, key=by_point, reverse=True):
+        for name in sorted(names, key=attempts.by_point, reverse=True):
             if name.term in recorded:
                 if is_committed(name):
-                    if name.term < numbers[-1]:
-                        self._tell_undecided(numbers[-1], name)
                     return self._terms.chain(name.term)
             elif not is_told and name.term > numbers[-1] and is_committed(name):
                 self._tell_unrecorded(name)
@@ -215,37 +184,19 @@ class Run:
     def _tell_unrecorded(self, name: AttemptName) -> None:
         """Warn about a checkpoint that is newer than every recorded term. Raise `StorageError` if
         its record exists and was only missing from the listing."""
-        if exists(self.store, term_record_name(name.term)):
-            error = StorageError(
-                "a listing omits the record of a term",
-                where=self.store.url,
-                expected=term_record_name(name.term),
-                remedy="try again",
-            )
+        record = terms.term_record_name(name.term)
+        if attempts.exists(self.store, record):
+            error = StorageError("a listing omits a file", where=self.store.url, expected=record)
             error.transient = True
             raise error
         why = "is ignored because the record of its term is missing; restore(%d) restores it"
         _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
-    def _tell_undecided(self, term: int, last: AttemptName) -> None:
-        """Warn if the newest term has no commit and does not continue from the last checkpoint."""
-        with contextlib.suppress(CorruptError):
-            record = self._terms.read(term)
-            if record is not None and record.continues != last.point:
-                _log.warning(
-                    "term %d of %s continues from %s and has committed nothing: %s is still the "
-                    "last checkpoint",
-                    term,
-                    self.store.url,
-                    record.continues,
-                    last.folder,
-                )
-
-    def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
+    def look(self) -> tuple[tuple[Listed, ...], tuple[listing.OpenAttempt, ...]]:
         """Scan all folders once, and return the committed checkpoints and the undecided attempts.
         For display, or before a deletion."""
         scanned = self._scanner.scan(deep=True)
-        return self._listed(scanned), listing.attempts(scanned, self._terms)
+        return self._listed(scanned), listing.open_attempts(scanned, self._terms)
 
     def lineage(self) -> tuple[Listed, ...]:
         """Return the checkpoints that the present state descends from, oldest first, including
@@ -261,7 +212,7 @@ class Run:
         """Return the last checkpoint of the lineage that is complete by its manifest and file
         sizes, or None. Scans few folders."""
         newest = None
-        for _ in looks():
+        for _ in attempts.looks():
             folders = self._scanner.folders()
             looked: dict[AttemptName, ScannedAttempt] = {}
             newest = self._newest_of(folders, looked)
@@ -287,10 +238,10 @@ class Run:
                     return listed
         return None
 
-    def attempts(self) -> tuple[OpenAttempt, ...]:
-        return listing.attempts(self._scanner.scan_undecided(), self._terms)
+    def attempts(self) -> tuple[listing.OpenAttempt, ...]:
+        return listing.open_attempts(self._scanner.scan_undecided(), self._terms)
 
-    def term(self, number: int) -> TermRecord | None:
+    def term(self, number: int) -> terms.TermRecord | None:
         return self._terms.read(number)
 
     def live_writer(self, *, below: int | None = None) -> LiveWriter | None:
@@ -307,25 +258,25 @@ class Run:
                     term=number,
                     host="" if record is None else record.host,
                     pid=0 if record is None else record.pid,
-                    shares_pids=record is not None and shares_pids(record),
-                    trainer_is_gone=record is not None and trainer_is_gone(record),
+                    shares_pids=record is not None and terms.shares_pids(record),
+                    trainer_is_gone=record is not None and terms.trainer_is_gone(record),
                     attempts=pending,
                 )
         return None
 
     # Writing
 
-    def newest_point(self) -> Seen:
+    def newest_point(self) -> terms.Seen:
         """Return the newest term and the last commit. A listing made after this call contains that
         commit or a newer one."""
         return newest_point(self.store)
 
     def claim_term(
         self,
-        continues: Point | None,
+        continues: terms.Point | None,
         *,
-        seen: Seen | None = None,
-        writer: Trainer | None = None,
+        seen: terms.Seen | None = None,
+        writer: terms.Trainer | None = None,
         orphan: bool = False,
     ) -> int:
         """Become the writer: claim the next term, then abort the undecided attempts of older
@@ -337,10 +288,10 @@ class Run:
         see `terms`. `writer` is the trainer on whose behalf the term is claimed; by default this
         process. The lock of the term MUST be taken (`lock_term`) before the first attempt begins.
         """
-        seen, writer = seen or self.newest_point(), writer or this_writer()
+        seen, writer = seen or self.newest_point(), writer or terms.this_writer()
         if continues is not None:
             # A writer has seen the commit that it continues from, even if it came after `seen`.
-            seen = Seen(term=max(seen.term, continues[0]), commit=max(seen.commit, continues))
+            seen = terms.Seen(term=max(seen.term, continues[0]), commit=max(seen.commit, continues))
         self._check_missed_nothing(seen.commit, writer)
         claim = functools.partial(
             self._terms.claim, continues, seen=seen.term, writer=writer, orphan=orphan
@@ -381,9 +332,9 @@ class Run:
         """Abort an attempt of an older term, unless it has been committed."""
         reason = f"the run was taken over by {self._terms.described(successor)}"
         try:
-            decided = abort(self.store, folder, reason)
+            decided = attempts.abort(self.store, folder, reason)
         except LaststepError as error:
-            if read_decision(self.store, folder) is not None:
+            if attempts.read_decision(self.store, folder) is not None:
                 return
             raise StorageError(
                 "cannot take over the run: cannot abort a save of another job, which may still be "
@@ -396,11 +347,11 @@ class Run:
         if isinstance(decided, Abort):
             _log.warning("aborted %s, which was in progress in an older term", folder)
 
-    def _check_missed_nothing(self, seen: Point, writer: Trainer) -> None:
+    def _check_missed_nothing(self, seen: terms.Point, writer: terms.Trainer) -> None:
         """Raise `AbortedError` if another job instance has committed anything after `seen`.
         Continuing from `seen` would abandon that commit, and `seen` itself may have been pruned by
         now."""
-        for name in sorted(self._scanner.names(), key=by_point, reverse=True):
+        for name in sorted(self._scanner.names(), key=attempts.by_point, reverse=True):
             if name.point <= seen:
                 return
             if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
@@ -419,7 +370,7 @@ class Run:
 
     def lock_term(self, number: int) -> Lock:
         """Lock a term, to show that its writer is alive."""
-        return self.store.lock(term_lock_name(number))
+        return self.store.lock(terms.term_lock_name(number))
 
     def check_step_free(self, step: int, *, term: int | None = None) -> None:
         """Raise `AlreadyExistsError` if the step is committed and complete on the lineage of the
@@ -451,7 +402,7 @@ class Run:
                 remedy="move it back to this path, or create a new Checkpointer",
             )
         name = AttemptName(step=step, term=term, attempt=attempt)
-        if parse_folder(name.folder) != name:
+        if attempts.parse_folder(name.folder) != name:
             raise UsageError("cannot name a checkpoint", found=name.folder)
         begun = Attempt(self.store, name, functools.partial(self.check_newest, term))
         begun.begin()
@@ -459,13 +410,13 @@ class Run:
 
     # Removing
 
-    def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
+    def orphans(self, *, now_s: float | None = None) -> tuple[retention.Orphan, ...]:
         """Return the files and folders that crashes left behind and that no live writer needs."""
         now = time.time() if now_s is None else now_s
-        scanned = self._scanner.scan(undecided=True)
+        scanned = self._scanner.scan(deep=True)
         return retention.orphans(self.store, self._terms, scanned, now_s=now)
 
-    def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
+    def clean(self, *, now_s: float | None = None) -> tuple[retention.Orphan, ...]:
         """Remove the orphans and return those that were removed. A failure only costs disk space,
         so it is logged and not raised; the next writer tries again."""
         try:
@@ -474,7 +425,7 @@ class Run:
             _log.warning("cannot look for orphaned snapshots: %s", error)
             return ()
 
-    def _remove(self, orphans: Iterable[Orphan]) -> tuple[Orphan, ...]:
+    def _remove(self, orphans: Iterable[retention.Orphan]) -> tuple[retention.Orphan, ...]:
         """Remove as many of these as possible, and return them."""
         gone = []
         for orphan in orphans:
@@ -487,33 +438,33 @@ class Run:
 
     def pin(self, folder: str) -> None:
         """Protect a checkpoint from retention. Raise `NotFoundError` if it does not exist."""
-        if not isinstance(read_decision(self.store, folder), Commit):
+        if not isinstance(attempts.read_decision(self.store, folder), Commit):
             raise NotFoundError(
                 "cannot pin: the checkpoint does not exist", where=f"{self.store.url}/{folder}"
             )
         try:
-            self.store.create(f"{folder}/{PIN_NAME}", b"")
+            self.store.create(f"{folder}/{attempts.PIN_NAME}", b"")
         except AlreadyExistsError:
             self.store.sync_folder(folder)  # its creator may have failed to sync it
 
     def unpin(self, folder: str) -> None:
-        self.store.delete(f"{folder}/{PIN_NAME}")
+        self.store.delete(f"{folder}/{attempts.PIN_NAME}")
 
 
-def newest_point(store: Store) -> Seen:
-    names = sorted(Scanner(store).names(), key=by_point, reverse=True)
-    newest = max((names[0].term if names else 0, *Terms(store).numbers()))
+def newest_point(store: Store) -> terms.Seen:
+    names = sorted(listing.Scanner(store).names(), key=attempts.by_point, reverse=True)
+    newest = max((names[0].term if names else 0, *terms.Terms(store).numbers()))
     for name in names:
         if _is_committed(store, name):
-            return Seen(term=newest, commit=name.point)
-    return Seen(term=newest)
+            return terms.Seen(term=newest, commit=name.point)
+    return terms.Seen(term=newest)
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:
     """Return True if an attempt counts as a checkpoint. An unreadable manifest counts as committed,
     as in a listing."""
     try:
-        return isinstance(read_decision(store, name.folder), Commit)
+        return isinstance(attempts.read_decision(store, name.folder), Commit)
     except StorageError:
         raise
     except LaststepError:
@@ -529,14 +480,17 @@ class RunWriter:
     """
 
     def __init__(
-        self, store: Store, trainer: Trainer, trainer_is_dead: Callable[[], bool] = lambda: False
+        self,
+        store: Store,
+        trainer: terms.Trainer,
+        trainer_is_dead: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store = store
         self._trainer = trainer
         self._trainer_is_dead = trainer_is_dead
         self._run: Run | None = None
         self._after: AttemptName | None = None
-        self._seen = Seen()
+        self._seen = terms.Seen()
         self.term: int | None = None
         """None before the first attempt, and after a restore."""
         self._lock: Lock | None = None
@@ -559,10 +513,13 @@ class RunWriter:
         record = None if self.term is None else self.run.term(self.term)
         if record is None or self.run.record is None:
             return ()
-        name = term_record_name(record.term)
-        return (RUN_NAME, msgspec.json.encode(self.run.record)), (name, terms.encode(record))
+        name = terms.term_record_name(record.term)
+        return (attempts.RUN_NAME, msgspec.json.encode(self.run.record)), (
+            name,
+            terms.encode(record),
+        )
 
-    def continue_from(self, after: AttemptName | None, seen: Seen) -> None:
+    def continue_from(self, after: AttemptName | None, seen: terms.Seen) -> None:
         """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
         the run when this was decided."""
         self._after, self._seen = after, seen

@@ -1,9 +1,9 @@
 """Terms: the writers of a run, the point that each continues from, and the lineage.
 
 Each job instance takes the next number by creating a record that is never changed or deleted, so
-records can be cached. This module knows nothing of manifests; `run` aborts the attempts of older
-terms. Host, process and boot identify the trainer rather than its flusher, because people know the
-trainer; they also decide whether a lock can be trusted.
+records can be cached. `run` aborts the attempts of older terms. Host, process and boot identify the
+trainer rather than its flusher, because people know the trainer; they also decide whether a lock
+can be trusted.
 
 The invariant: **a term is claimed only if the newest term is the one that this job instance has
 seen** when it restored or, without a restore, when it began to save. These newer terms are ignored:
@@ -17,7 +17,7 @@ nothing while the writer of the newest term is alive, because that would stop a 
 
 The lineage is the ordered commits that the present state of the run descends from. It follows from
 the points (term, attempt) from which terms continue and from the names of the committed
-checkpoints. Commits are ordered by their points; in a run without any record, by step.
+checkpoints. In a run without any record, commits are ordered by step.
 """
 
 from __future__ import annotations
@@ -89,8 +89,19 @@ def parse_liveness_lock(name: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
+class Trainer(msgspec.Struct, frozen=True, kw_only=True):
+    """The identity of a training process, for other processes."""
+
+    host: str
+    pid: int
+    boot: str
+    process_started: str
+    start: str = ""
+    """A random name of this job instance. Each Checkpointer of a process has its own."""
+
+
 class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The record of a term: its number, the (term, attempt) it continues from, and its trainer."""
+    """The record of a term: its number, the point it continues from, and its `Trainer`."""
 
     format: Format
     term: _Number
@@ -101,8 +112,6 @@ class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     process_started: str
     created_s: float
     start: str = ""
-    """The name of the job instance that claimed the term. Each Checkpointer of a process has its
-    own."""
     orphan: bool = False
     """True if the trainer was dead when the term was claimed; its flusher only finishes the saves
     that it had received."""
@@ -111,17 +120,6 @@ class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     digest: str
     term: msgspec.Raw
-
-
-class Trainer(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of a training process, for other processes."""
-
-    host: str
-    pid: int
-    boot: str
-    process_started: str
-    start: str = ""
-    """A random name of this job instance; "" if none was assigned."""
 
 
 def new_start() -> Trainer:
@@ -199,7 +197,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
     """The newest term, by its record or by its attempts."""
     commit: Point = (0, 0)
-    """The last commit of the run, which may belong to an older term."""
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +251,7 @@ class Terms(msgspec.Struct, eq=False):
     _known: dict[int, TermRecord] = {}
 
     def numbers(self, kind: str = "json") -> tuple[int, ...]:
-        """Return all terms that have a record (or a lock, for the kind "lock"), ascending."""
+        """Return all terms that have a record (or a lock), ascending."""
         files = self._store.file_names(TERMS_FOLDER)
         if self._store.same_everywhere and not any(parse_term(f, "json") for f in files):
             first = term_record_name(1).rpartition("/")[2]

@@ -24,25 +24,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from laststep.catalog import attempt as attempts
 from laststep.catalog import run, terms
-from laststep.catalog.attempt import (
-    COPYING_NAME,
-    PIN_NAME,
-    RUN_NAME,
-    Attempt,
-    copying_name,
-    deleted,
-    inner_folders,
-    parse_folder,
-    read_decision,
-    read_index_bytes,
-    read_indexes,
-    read_manifest,
-)
 from laststep.catalog.instances import ending_name
 from laststep.catalog.listing import Scanner
 from laststep.catalog.retention import FileId, file_id
-from laststep.catalog.terms import RECORD_LIMIT_BYTES, TERMS_FOLDER, Terms, term_record_name
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
 from laststep.errors import (
     AbortedError,
@@ -55,8 +41,6 @@ from laststep.errors import (
 )
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.index import index_name
-from laststep.format.manifest import Abort, Commit, WrittenIndexes
 from laststep.plan.files import is_partial, omitted_items_of, only_items, partial_of
 from laststep.process.threads import WorkerPool
 from laststep.read.blocks import BlockReader, file_ranges, refuse
@@ -64,7 +48,6 @@ from laststep.read.blocks import BlockReader, file_ranges, refuse
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from laststep.format.index import Index, StoredFile
     from laststep.read.blocks import FileRanges, StoredRange
     from laststep.storage.store import FileReading, FileWriting, Lock, Store
 
@@ -143,7 +126,7 @@ class Copier:
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
-            gone = deleted(self.source, folder)
+            gone = attempts.deleted(self.source, folder)
             if gone is not None:
                 raise gone from error
             raise
@@ -157,16 +140,16 @@ class Copier:
     def is_there(self, folder: str) -> bool:
         """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
         different one of that name."""
-        there = read_decision(self.target, folder)
-        if not isinstance(there, Commit):
+        there = attempts.read_decision(self.target, folder)
+        if not isinstance(there, manifest.Commit):
             return False
         omitted: tuple[str, ...] = ()
         commit = None if self._items is None else self._commit(folder)
         if commit is not None and (omitted := self._omitted_items(commit)) != commit.omitted_items:
             same = is_partial(there, commit, omitted)
         else:
-            original = read_manifest(self.source, folder)
-            same = original == read_manifest(self.target, folder)
+            original = attempts.read_manifest(self.source, folder)
+            same = original == attempts.read_manifest(self.target, folder)
         if not same:
             raise AlreadyExistsError(
                 "a different checkpoint has this name",
@@ -191,10 +174,10 @@ class Copier:
         indexes = [original.part for original in originals.values()]
         self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
-            if isinstance(read_decision(self.target, folder), Commit):
+            if isinstance(attempts.read_decision(self.target, folder), manifest.Commit):
                 return Moved()  # another process was faster
             names = [file.name for index in indexes for file in index.files]
-            names += [index_name(rank, commit.ranks) for rank in wanted]
+            names += [index_format.index_name(rank, commit.ranks) for rank in wanted]
             self._attempt(folder).make_folders(names)
             there = self._sizes(folder, names)
             for original in originals.values():  # remains of an interrupted copy of other items
@@ -202,7 +185,7 @@ class Copier:
                     self.target.delete(f"{folder}/{name}")
             moved = _FileCopies(self, folder, there, progress).bring(indexes)
             for rank, original in originals.items():
-                name, data = index_name(rank, commit.ranks), original.data
+                name, data = index_format.index_name(rank, commit.ranks), original.data
                 path = f"{folder}/{name}"
                 is_same_size = there.get(name) == len(data)
                 if is_same_size and self.target.read(path, limit_bytes=len(data)) == data:
@@ -219,9 +202,9 @@ class Copier:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
         commit, data = self._manifest(folder)
-        names = [index_name(rank, commit.ranks) for rank in range(commit.index_count)]
+        names = [index_format.index_name(rank, commit.ranks) for rank in range(commit.index_count)]
         self._check_whole(folder, dict.fromkeys(names))
-        indexes = read_indexes(self.target, folder, commit)
+        indexes = attempts.read_indexes(self.target, folder, commit)
         sizes = {file.name: file.size_bytes for index in indexes for file in index.files}
         self._check_whole(folder, sizes)
         attempt = self._attempt(folder)
@@ -229,10 +212,10 @@ class Copier:
         attempt.publish(data)
         for index in indexes:
             self.shared.add(folder, index.files)
-        if PIN_NAME in self.source.file_names(folder):
+        if attempts.PIN_NAME in self.source.file_names(folder):
             with contextlib.suppress(AlreadyExistsError):
-                self.target.create(f"{folder}/{PIN_NAME}", b"")
-        for name in filter(COPYING_NAME.fullmatch, self.target.file_names(folder)):
+                self.target.create(f"{folder}/{attempts.PIN_NAME}", b"")
+        for name in filter(attempts.COPYING_NAME.fullmatch, self.target.file_names(folder)):
             self.target.delete(f"{folder}/{name}")
         _log.info(
             "copied %s from %s to %s (%d bytes)",
@@ -244,30 +227,30 @@ class Copier:
 
     # The checkpoint as the target will have it
 
-    def _commit(self, folder: str) -> Commit:
-        commit = read_decision(self.source, folder)
-        if not isinstance(commit, Commit):
+    def _commit(self, folder: str) -> manifest.Commit:
+        commit = attempts.read_decision(self.source, folder)
+        if not isinstance(commit, manifest.Commit):
             raise NotFoundError("there is no such checkpoint", where=f"{self.source.url}/{folder}")
         return commit
 
-    def _omitted_items(self, commit: Commit) -> tuple[str, ...]:
+    def _omitted_items(self, commit: manifest.Commit) -> tuple[str, ...]:
         if self._items is None:
             return commit.omitted_items
         return omitted_items_of(commit, self._items)
 
-    def _manifest(self, folder: str) -> tuple[Commit, bytes]:
+    def _manifest(self, folder: str) -> tuple[manifest.Commit, bytes]:
         commit = self._commit(folder)
         if self._omitted_items(commit) == commit.omitted_items:
-            return commit, read_manifest(self.source, folder)
-        written = WrittenIndexes()
+            return commit, attempts.read_manifest(self.source, folder)
+        written = manifest.WrittenIndexes()
         for rank in range(commit.index_count):
             original = self._original(folder, commit, rank)
             written = written.plus(index_format.written_of(original.part, original.data))
         commit = partial_of(commit, self._items or (), written)
         return commit, manifest.encode(commit)
 
-    def _original(self, folder: str, commit: Commit, rank: int) -> _CopiedIndex:
-        data, where = read_index_bytes(self.source, folder, commit, rank)
+    def _original(self, folder: str, commit: manifest.Commit, rank: int) -> _CopiedIndex:
+        data, where = attempts.read_index_bytes(self.source, folder, commit, rank)
         index = index_format.decode(data, where=where)
         if self._omitted_items(commit) == commit.omitted_items:
             return _CopiedIndex(index, data)
@@ -277,12 +260,12 @@ class Copier:
 
     # The target
 
-    def _attempt(self, folder: str) -> Attempt:
+    def _attempt(self, folder: str) -> attempts.Attempt:
         """Return the attempt, which can be committed only while the target is the same run."""
-        name = parse_folder(folder)
+        name = attempts.parse_folder(folder)
         if name is None:
             raise NotFoundError("there is no such checkpoint", where=f"{self.source.url}/{folder}")
-        return Attempt(self.target, name, self._records.check)
+        return attempts.Attempt(self.target, name, self._records.check)
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
         """Create the folder, or resume that of an interrupted copy, and lock it.
@@ -290,11 +273,11 @@ class Copier:
         Processes may copy different ranks at the same time, but a copy of the whole checkpoint
         excludes every other one. Raise `AlreadyExistsError` if another process is in the way.
         """
-        if isinstance(read_decision(self.target, folder), Abort):
+        if isinstance(attempts.read_decision(self.target, folder), manifest.Abort):
             self.target.delete_folder(folder)
         with contextlib.suppress(AlreadyExistsError):
             self.target.make_folder(folder)
-        own, whole = copying_name(first_rank), copying_name(None)
+        own, whole = attempts.copying_name(first_rank), attempts.copying_name(None)
         try:
             lock = self.target.lock(f"{folder}/{own}")
         except AlreadyExistsError:
@@ -307,7 +290,7 @@ class Copier:
 
     def _locked(self, folder: str) -> list[str]:
         """Return the locks that are held by processes copying this checkpoint now."""
-        names = filter(COPYING_NAME.fullmatch, self.target.file_names(folder))
+        names = filter(attempts.COPYING_NAME.fullmatch, self.target.file_names(folder))
         return [name for name in names if self.target.is_locked(f"{folder}/{name}")]
 
     def _busy(self, folder: str, name: str) -> AlreadyExistsError:
@@ -335,7 +318,7 @@ class Copier:
     def _sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files in a folder at the target and in subfolders of `names`."""
         listed = {"": self.target.list(folder)}
-        for inner in inner_folders(names):
+        for inner in attempts.inner_folders(names):
             listed[f"{inner}/"] = self.target.list(f"{folder}/{inner}")
         return {
             place + entry.name: entry.size_bytes
@@ -348,7 +331,7 @@ class Copier:
 class _CopiedIndex(NamedTuple):
     """A rank's index as the target will have it, its bytes, and the files that are left out."""
 
-    part: Index
+    part: index_format.Index
     data: bytes
     dropped: frozenset[str] = frozenset()
 
@@ -367,7 +350,7 @@ class TargetFiles:
         self._is_listed = False
         self._has_links = True
 
-    def link(self, file: StoredFile, folder: str) -> bool:
+    def link(self, file: index_format.StoredFile, folder: str) -> bool:
         """Link a file of the target into this folder. Return False if that is impossible."""
         if not self._is_listed:  # checkpoints that share files
             self._is_listed = True
@@ -385,16 +368,16 @@ class TargetFiles:
             return False
         return self._has_links
 
-    def add(self, folder: str, files: Iterable[StoredFile]) -> None:
+    def add(self, folder: str, files: Iterable[index_format.StoredFile]) -> None:
         self._read.add(folder)
         for file in files:
             self._places.setdefault(file_id(file, folder), f"{folder}/{file.name}")
 
     def _add_stored(self, folder: str, *, only_sharing: bool) -> None:
         with contextlib.suppress(LaststepError):  # unreadable checkpoints share nothing
-            decided = read_decision(self._store, folder)
-            if isinstance(decided, Commit) and (decided.shared_bytes or not only_sharing):
-                for index in read_indexes(self._store, folder, decided):
+            decided = attempts.read_decision(self._store, folder)
+            if isinstance(decided, manifest.Commit) and (decided.shared_bytes or not only_sharing):
+                for index in attempts.read_indexes(self._store, folder, decided):
                     self.add(folder, index.files)
 
 
@@ -411,7 +394,7 @@ class _FileCopies:
     _done_bytes: int = field(default=0, init=False)
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def bring(self, indexes: Sequence[Index]) -> Moved:
+    def bring(self, indexes: Sequence[index_format.Index]) -> Moved:
         moved = Moved()
         self._total_bytes = sum(index.size_bytes for index in indexes)
         for index in indexes:
@@ -594,19 +577,19 @@ class Records:
         endings of their job instances. Raise `UsageError` if the target is a different run."""
         self.check()
         self.bring_run()
-        known = Terms(self._source)
+        known = terms.Terms(self._source)
         if numbers := [n for n in known.numbers() if term is None or n <= term]:
             terms.make_folder(self._target)
-        folder = TERMS_FOLDER
+        folder = terms.TERMS_FOLDER
         there = {f"{folder}/{name}" for name in self._target.file_names(folder)} if numbers else ()
         for number in numbers:
             record = known.read(number)
-            wanted = [term_record_name(number)]
+            wanted = [terms.term_record_name(number)]
             if record is not None and record.start:
                 wanted.append(ending_name(record.start))
             for name in (name for name in wanted if name not in there):
                 try:
-                    data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+                    data = self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES)
                     self._target.create(name, data)
                 except NotFoundError:
                     continue  # the job instance did not end well
@@ -622,24 +605,26 @@ class Records:
         instance, so if the places had diverged earlier, this record would differ too.
         """
         self._check_run()
-        here, there = (frozenset(Terms(store).numbers()) for store in (self._source, self._target))
+        here, there = (
+            frozenset(terms.Terms(store).numbers()) for store in (self._source, self._target)
+        )
         wrong = [] if self._may_be_ahead else sorted(there - here)
         wrong += [
             number
             for number in sorted(here & there)[-1:]
-            if not self._is_same(term_record_name(number))
+            if not self._is_same(terms.term_record_name(number))
         ]
         if wrong:
-            who = Terms(self._target).described(wrong[0])
+            who = terms.Terms(self._target).described(wrong[0])
             raise self._other(f"another job saved there separately: {who}")
 
     def bring_run(self) -> None:
-        is_same, name = self._check_run(), RUN_NAME
+        is_same, name = self._check_run(), attempts.RUN_NAME
         if name in self._same:
             return
         has_record = name in self._target.file_names("")
         try:
-            data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+            data = self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES)
         except NotFoundError:  # folders without run.json are also a run
             if has_record and not is_same:
                 raise self._other("the other has a record, this one has none") from None
@@ -655,7 +640,7 @@ class Records:
     def _check_run(self) -> bool:
         """Return True if the two places have the same run id. Raise `UsageError` if they differ. If
         one has lost `run.json`, its manifests provide the id."""
-        if RUN_NAME in self._same:
+        if attempts.RUN_NAME in self._same:
             return True
         expected, found = (run.run_id(store) for store in (self._source, self._target))
         if expected and found and expected != found:
@@ -665,7 +650,9 @@ class Records:
     def _is_same(self, name: str) -> bool:
         if name not in self._same:
             places = (self._source, self._target)
-            one, other = (store.read(name, limit_bytes=RECORD_LIMIT_BYTES) for store in places)
+            one, other = (
+                store.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES) for store in places
+            )
             if one == other:
                 self._same.add(name)
         return name in self._same

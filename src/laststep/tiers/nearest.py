@@ -26,8 +26,6 @@ from laststep.process.threads import WorkerPool
 from laststep.storage.registry import open_store, real_place
 from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
-from laststep.tiers.recovery import Standing
-from laststep.tiers.snapshots import MemorySnapshot, NodePart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
-    from laststep.tiers.snapshots import Readers
     from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -58,8 +55,8 @@ class NearestStore(Store):
         self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
-        self._snapshots: dict[str, MemorySnapshot] | None = None
-        self._readers: dict[str, Readers] = {}
+        self._snapshots: dict[str, snapshots.MemorySnapshot] | None = None
+        self._readers: dict[str, snapshots.Readers] = {}
         self._lock = threading.Lock()
 
     @property
@@ -71,7 +68,7 @@ class NearestStore(Store):
             snapshot.close()
         self._snapshots = None
 
-    def look(self) -> dict[str, MemorySnapshot]:
+    def look(self) -> dict[str, snapshots.MemorySnapshot]:
         """Return the snapshots in memory by folder, which are searched for on the first call."""
         with self._lock:
             if self._snapshots is None:
@@ -91,7 +88,7 @@ class NearestStore(Store):
                 with contextlib.suppress(StorageError, NotFoundError):  # it is on another node
                     for parts in snapshots.complete(map(segments.opened, places)):
                         if parts[0][1].at.folder == folder:
-                            self._snapshots[folder] = MemorySnapshot(parts)
+                            self._snapshots[folder] = snapshots.MemorySnapshot(parts)
 
     @property
     def node(self) -> str:
@@ -102,18 +99,20 @@ class NearestStore(Store):
             return f"{boot()}/none"
         return f"{boot()}/{place.st_dev}/{place.st_ino}"
 
-    def left_here(self) -> tuple[NodePart, ...]:
+    def left_here(self) -> tuple[snapshots.NodePart, ...]:
         """Return the parts of snapshots that dead processes have left on this node."""
         there = segments.found(self._base, real_place(self.url)) if self._base else []
         recovery.wait_for_flushers(there)
         return tuple(
-            NodePart(segment.folder, segment.owner.rank, segment.owner.ranks, record)
+            snapshots.NodePart(segment.folder, segment.owner.rank, segment.owner.ranks, record)
             for segment in there
             if not segment.is_alive()
             for record in snapshots.records_in(segment)
         )
 
-    def open_parts(self, nodes: Sequence[str], parts: Mapping[str, Sequence[NodePart]]) -> None:
+    def open_parts(
+        self, nodes: Sequence[str], parts: Mapping[str, Sequence[snapshots.NodePart]]
+    ) -> None:
         """Use exactly the snapshots that are complete over all nodes together."""
         with self._lock:
             self._snapshots = {}
@@ -129,10 +128,10 @@ class NearestStore(Store):
             folder
             for folder, snapshot in self.look().items()
             if snapshot.record.run == run
-            and recovery.standing_of(self.primary, snapshot.record) is Standing.COMMITTED
+            and recovery.standing_of(self.primary, snapshot.record) is recovery.Standing.COMMITTED
         ]
 
-    def readers(self, folder: str) -> Readers | None:
+    def readers(self, folder: str) -> snapshots.Readers | None:
         """Return the ranks that can read each part of a snapshot that is spread over nodes."""
         return self._readers.get(folder) if folder in self.look() else None
 

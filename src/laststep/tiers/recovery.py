@@ -22,11 +22,9 @@ import msgspec
 from laststep.catalog import terms
 from laststep.catalog.attempt import RUN_NAME, Attempt, read_decision
 from laststep.catalog.run import Run, newest_point, run_id
-from laststep.catalog.terms import Terms, order, term_record_name
 from laststep.constants import CHUNK_BYTES, align_up
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, UsageError
 from laststep.format import index as index_format
-from laststep.format.index import index_name, plain_index, written_of
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.memory import segments
 from laststep.process import signals
@@ -36,7 +34,6 @@ from laststep.storage.registry import open_store, real_place
 from laststep.storage.shared_memory import BASE
 from laststep.storage.store import write_aligned
 from laststep.tiers import snapshots
-from laststep.tiers.snapshots import records_in
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 
     from laststep.memory.segments import Segment
     from laststep.storage.store import Store
-    from laststep.tiers.snapshots import MemorySnapshot, SnapshotRecord
 
 __all__ = ["OrphanedSegment", "OrphanedSnapshot", "RecoverReport", "SnapshotState", "recover"]
 
@@ -55,7 +51,7 @@ _POLL_S = 0.02
 
 def snapshots_of(
     store: Store, base: str, own: Segment | None = None, flusher_of: Segment | None = None
-) -> list[MemorySnapshot]:
+) -> list[snapshots.MemorySnapshot]:
     """Return the snapshots of the run in a store, oldest first. The caller closes them.
 
     They come from segments whose processes are dead and from those of this job instance, one of
@@ -87,11 +83,11 @@ def snapshots_of(
     return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
 
 
-def check_records(store: Store, snapshot: MemorySnapshot) -> None:
+def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
     """Raise `UsageError` if the store has lost the run of a snapshot, or the record of its term,
     without which the lineage does not contain it."""
     at = snapshot.record.at
-    is_recorded = bool(run_id(store)) and at.term in Terms(store).numbers()
+    is_recorded = bool(run_id(store)) and at.term in terms.Terms(store).numbers()
     if not is_recorded and standing_of(store, snapshot.record) is Standing.OPEN:
         raise UsageError(
             f"step {at.step} is in shared memory, but its run was deleted or replaced",
@@ -127,22 +123,22 @@ class Standing(enum.Enum):
     continued since; or the last commit of the run does not descend from it."""
 
 
-def standing_of(store: Store, record: SnapshotRecord) -> Standing:
-    at, own = record.at, dict(record.records).get(term_record_name(record.at.term))
+def standing_of(store: Store, record: snapshots.SnapshotRecord) -> Standing:
+    at, own = record.at, dict(record.records).get(terms.term_record_name(record.at.term))
     with contextlib.suppress(CorruptError):  # a damaged record is no evidence
-        there = None if own is None else Terms(store).read(at.term)
+        there = None if own is None else terms.Terms(store).read(at.term)
         if own is not None and there not in (None, terms.decode(own, term=at.term, where="memory")):
             return Standing.LEFT_BEHIND
     with contextlib.suppress(CorruptError):  # a damaged manifest is no commit
         if isinstance(read_decision(store, at.folder), Commit):
             return Standing.COMMITTED
     last = newest_point(store).commit
-    if at.point < last and not order([at], Terms(store).chain(last[0])):
+    if at.point < last and not terms.order([at], terms.Terms(store).chain(last[0])):
         return Standing.LEFT_BEHIND
     return Standing.OPEN
 
 
-def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
+def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
     """Store and commit a snapshot in its run. Return False if it is already committed. Raise
     `AbortedError` if another job instance has continued without it, `UsageError` if the run is
     gone."""
@@ -154,7 +150,7 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
 
     def check() -> None:
         """Raise `AbortedError` if another job instance has continued, or is alive and may."""
-        known, living = Terms(store), run.live_writer()
+        known, living = terms.Terms(store), run.live_writer()
         is_left_behind = standing_of(store, record) is Standing.LEFT_BEHIND
         if is_left_behind or (living is not None and living.term > at.term):
             raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
@@ -166,8 +162,8 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
         store.delete_folder(at.folder)  # its writer left it incomplete
         attempt = Attempt(store, at, check)
         attempt.begin()
-        indexes = [plain_index(index) for index in snapshot.indexes]
-        names = [index_name(rank, len(indexes)) for rank in range(len(indexes))]
+        indexes = [index_format.plain_index(index) for index in snapshot.indexes]
+        names = [index_format.index_name(rank, len(indexes)) for rank in range(len(indexes))]
         names += [file.name for index in indexes for file in index.files]
         attempt.make_folders(names)
         written = WrittenIndexes()
@@ -175,14 +171,14 @@ def store_snapshot(store: Store, snapshot: MemorySnapshot) -> bool:
             _write_layouts(attempt, snapshot, rank)
             data = index_format.encode(index)
             attempt.put(names[rank], data)
-            written = written.plus(written_of(index, data))
+            written = written.plus(index_format.written_of(index, data))
         attempt.sync(names)
         attempt.commit(msgspec.structs.replace(snapshot.commit, written=written))
     log.warning("step %d was stored out of shared memory, as %s", at.step, at.folder)
     return True
 
 
-def _write_layouts(attempt: Attempt, snapshot: MemorySnapshot, rank: int) -> None:
+def _write_layouts(attempt: Attempt, snapshot: snapshots.MemorySnapshot, rank: int) -> None:
     """Write a rank's layouts as plain data files; `CorruptError` if the memory has changed."""
     # Imported late: a flusher needs it only after a job has died.
     from laststep.read.blocks import BlockReader, refuse
@@ -356,7 +352,7 @@ class _RunInMemory:
 
     def describe(self, segment: Segment, *, is_alive: bool) -> OrphanedSegment:
         owner, saves = segment.owner, []
-        records = records_in(segment)
+        records = snapshots.records_in(segment)
         for save in records:
             fate, error = self._fate(save, owner.ranks)
             if is_alive and fate is SnapshotState.NOT_STORED:
@@ -385,7 +381,7 @@ class _RunInMemory:
             unreadable=max(len(segment.records()) - len(records), 0),
         )
 
-    def _fate(self, save: SnapshotRecord, ranks: int) -> tuple[SnapshotState, str | None]:
+    def _fate(self, save: snapshots.SnapshotRecord, ranks: int) -> tuple[SnapshotState, str | None]:
         """Return the state of a snapshot, and the reason if it could not be stored."""
         folder, run = save.at.folder, self._run
         if run is None:

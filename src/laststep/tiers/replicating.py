@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from laststep.catalog.attempt import (
-    AttemptName,
-    copying_name,
-    deleted,
-    exists,
-    parse_folder,
-    read_decision,
-)
+from laststep.catalog import attempt as attempts
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
@@ -71,7 +64,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[str, ...] | None = None
     """The items to copy; None: all."""
 
-    def is_due(self, at: AttemptName) -> bool:
+    def is_due(self, at: attempts.AttemptName) -> bool:
         """Return True if this checkpoint is copied to the replica. All ranks get the same
         answer."""
         return (at.attempt - 1) % self.every == 0
@@ -80,7 +73,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The progress of a checkpoint on its way to a tier, as the flusher sends it to the trainer."""
 
-    at: AttemptName
+    at: attempts.AttemptName
     tier: str
     state: _State
     reason: str = ""
@@ -139,11 +132,11 @@ class Replicator:
         self.rank, self.ranks = rank, ranks
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._due: deque[AttemptName] = deque(maxlen=1 if self.rank == 0 else _REMEMBERED)
+        self._due: deque[attempts.AttemptName] = deque(maxlen=1 if self.rank == 0 else _REMEMBERED)
         """Committed checkpoints that are not copied yet. Rank 0 copies only the newest; the others
         remember several, because rank 0 may have started with an older one."""
-        self._current: AttemptName | None = None
-        self._left: AttemptName | None = None
+        self._current: attempts.AttemptName | None = None
+        self._left: attempts.AttemptName | None = None
         """The checkpoint that an earlier job instance did not finish copying."""
         self._ends = False
         self._is_clean = False
@@ -153,7 +146,7 @@ class Replicator:
     def start(self) -> None:
         self._thread.start()
 
-    def committed(self, at: AttemptName, *, is_last: bool = False) -> None:
+    def committed(self, at: attempts.AttemptName, *, is_last: bool = False) -> None:
         """Schedule a committed checkpoint. The last one of a job is copied in any case."""
         if is_last or self.order.is_due(at):
             with self._changed:
@@ -206,11 +199,11 @@ class Replicator:
                 if any(one.folder == newest.folder for one in there):
                     return
             with self._changed:
-                if not self._due and (name := parse_folder(newest.folder)) is not None:
+                if not self._due and (name := attempts.parse_folder(newest.folder)) is not None:
                     self._left = name
                     self._due.append(name)
 
-    def _next(self, pause_s: float) -> AttemptName | None:
+    def _next(self, pause_s: float) -> attempts.AttemptName | None:
         """Wait until a checkpoint is due and return it; None if there will be no more."""
         with self._changed:
             self._current = None
@@ -225,7 +218,7 @@ class Replicator:
                 self._changed.wait(left_s if self._due else None)
             return None
 
-    def _tries(self, at: AttemptName) -> bool:
+    def _tries(self, at: attempts.AttemptName) -> bool:
         """Copy one checkpoint. Return False if the copy has to be retried."""
         try:
             if self.rank == 0:
@@ -246,7 +239,7 @@ class Replicator:
                 self._due.popleft()
         return True
 
-    def _is_lost(self, at: AttemptName, error: Exception) -> bool:
+    def _is_lost(self, at: attempts.AttemptName, error: Exception) -> bool:
         """Return True if the primary has lost the checkpoint or has it damaged, so that a retry is
         useless. Damage elsewhere, such as in the replica's run.json, can be repaired."""
         if isinstance(error, CorruptError):
@@ -254,10 +247,10 @@ class Replicator:
         if not isinstance(error, NotFoundError):
             return False
         with contextlib.suppress(StorageError):
-            return deleted(self.primary, at.folder) is not None
+            return attempts.deleted(self.primary, at.folder) is not None
         return False
 
-    def _lead(self, at: AttemptName) -> None:
+    def _lead(self, at: attempts.AttemptName) -> None:
         """On rank 0: copy one checkpoint, together with other ranks, and commit it."""
         copier = self._copier()
         if not copier.is_there(at.folder):
@@ -270,7 +263,7 @@ class Replicator:
         _note_replicas(self.primary, self.urls)
         self._retain()
 
-    def _commit_when_whole(self, copier: Copier, at: AttemptName) -> None:
+    def _commit_when_whole(self, copier: Copier, at: attempts.AttemptName) -> None:
         waited_s = 0.0
         while True:
             try:
@@ -285,7 +278,7 @@ class Replicator:
             self._rest()
             waited_s += _LOOK_S
 
-    def _follow(self, newest: AttemptName) -> AttemptName:
+    def _follow(self, newest: attempts.AttemptName) -> attempts.AttemptName:
         """On other ranks: wait until rank 0 has begun one of the due checkpoints and copy this
         rank's files of it, or find that rank 0 has finished it. Return that checkpoint; all before
         it are done too."""
@@ -294,10 +287,10 @@ class Replicator:
             with self._changed:
                 due = list(self._due)
             for at in reversed(due):
-                if exists(self._replica(), f"{at.folder}/{copying_name(0)}"):
+                if attempts.exists(self._replica(), f"{at.folder}/{attempts.copying_name(0)}"):
                     self._copier().bring(at.folder, [self.rank], self._progress_of(at))
                     return at
-                if read_decision(self._replica(), at.folder) is not None:
+                if attempts.read_decision(self._replica(), at.folder) is not None:
                     return at
             if self._ends and waited_s > _LAST_PATIENCE_S:
                 return newest  # the next job instance copies it
@@ -322,7 +315,7 @@ class Replicator:
         except (LaststepError, OSError) as error:
             log.warning("retention at %s failed: %s", self.order.url, error)
 
-    def _report(self, at: AttemptName, state: _State, reason: str = "") -> None:
+    def _report(self, at: attempts.AttemptName, state: _State, reason: str = "") -> None:
         self.tell(TierStatus(at=at, tier=self.order.url, state=state, reason=reason))
 
     def _replica(self) -> Store:
@@ -335,7 +328,7 @@ class Replicator:
         pacing = Pacing(bytes_per_s=self.order.bytes_per_s, stop=self._stop)
         return Copier(self.primary, self._replica(), self.order.items, pacing=pacing)
 
-    def _progress_of(self, at: AttemptName) -> Progress:
+    def _progress_of(self, at: attempts.AttemptName) -> Progress:
         """Return a function that reports the progress of a copy, once a second."""
         reported_s = 0.0
 

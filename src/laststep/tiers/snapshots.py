@@ -29,8 +29,6 @@ from laststep.constants import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout, index_name, written_of
-from laststep.format.manifest import Commit, ItemRecord, LayoutGroupRecord, WrittenIndexes, spans_of
 from laststep.memory import segments
 from laststep.plan.files import LAYOUT_NAME
 from laststep.process.system import warn_once
@@ -57,7 +55,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     created_s: float
     index: bytes
     """The encoded index of the rank; its only file is the pool of the segment."""
-    items: tuple[ItemRecord, ...]
+    items: tuple[manifest.ItemRecord, ...]
     metrics: bytes
     metadata: bytes
     continues: str | None
@@ -82,30 +80,34 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     def tensor_bytes(self) -> int:
         return sum(stored.layout.tensor_bytes for stored in self.decode_index().layouts)
 
-    def decode_index(self) -> Index:
+    def decode_index(self) -> index_format.Index:
         """Decode and validate the index. Raise `CorruptError` if it is damaged."""
         return index_format.decode(self.index, where=f"{self.at.folder} in shared memory")
 
 
-def pool_index(rank: int, layouts: Iterable[StoredLayout], values: Mapping[str, bytes]) -> bytes:
+def pool_index(
+    rank: int, layouts: Iterable[index_format.StoredLayout], values: Mapping[str, bytes]
+) -> bytes:
     """Encode the index of a snapshot whose layouts are stored in the pool (see `in_slots`)."""
     stored = tuple(layouts)
     stop = max((run.offset for layout in stored for run in layout.runs), default=-CHUNK_BYTES)
-    pool = StoredFile(name=f"pool-r{rank:05d}.pack", size_bytes=stop + CHUNK_BYTES)
+    pool = index_format.StoredFile(name=f"pool-r{rank:05d}.pack", size_bytes=stop + CHUNK_BYTES)
     files = (pool,) if pool.size_bytes else ()
-    return index_format.encode(Index(rank=rank, files=files, layouts=stored, values=dict(values)))
+    return index_format.encode(
+        index_format.Index(rank=rank, files=files, layouts=stored, values=dict(values))
+    )
 
 
 def in_slots(
     layout: FileLayout, slots: Sequence[int], digests: bytes, lossy: dict[str, str]
-) -> StoredLayout:
+) -> index_format.StoredLayout:
     """Return the stored layout whose chunks are, in order, in these slots of the pool."""
     each = CHUNK_BYTES // BLOCK_BYTES
     runs = tuple(
-        BlockRun(min(each, layout.block_count - number * each), 0, slot * CHUNK_BYTES)
+        index_format.BlockRun(min(each, layout.block_count - number * each), 0, slot * CHUNK_BYTES)
         for number, slot in enumerate(slots)
     )
-    return StoredLayout(layout=layout, digests=digests, runs=runs, lossy=lossy)
+    return index_format.StoredLayout(layout=layout, digests=digests, runs=runs, lossy=lossy)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -146,13 +148,13 @@ class MemorySnapshot:
         """The record of rank 0, which would have committed the save."""
         self.folder = self.record.at.folder
         self.indexes = [record.decode_index() for _, record in parts]
-        written = WrittenIndexes()
+        written = manifest.WrittenIndexes()
         self._data: dict[str, bytes] = {}
         self._pools: dict[str, tuple[_SharedMemory | None, int]] = {}
         for rank, (segment, record) in enumerate(parts):
             index = self.indexes[rank]
-            written = written.plus(written_of(index, record.index))
-            self._data[index_name(rank, len(parts))] = record.index
+            written = written.plus(index_format.written_of(index, record.index))
+            self._data[index_format.index_name(rank, len(parts))] = record.index
             pool = None if segment is None else _SharedMemory(segment)
             for file in index.files:
                 self._pools[file.name] = pool, file.size_bytes
@@ -181,11 +183,11 @@ class MemorySnapshot:
         return _PoolReader(*self._pools[file])
 
 
-def _commit(records: Sequence[SnapshotRecord], written: WrittenIndexes) -> Commit:
+def _commit(records: Sequence[SnapshotRecord], written: manifest.WrittenIndexes) -> manifest.Commit:
     """Return the manifest that rank 0 would have written."""
     first = records[0]
     items, layout_groups = (first.items, ()) if len(records) == 1 else _agreed(records)
-    return Commit(
+    return manifest.Commit(
         run=first.run,
         step=first.at.step,
         term=first.at.term,
@@ -204,7 +206,7 @@ def _commit(records: Sequence[SnapshotRecord], written: WrittenIndexes) -> Commi
 
 def _agreed(
     records: Sequence[SnapshotRecord],
-) -> tuple[tuple[ItemRecord, ...], tuple[LayoutGroupRecord, ...]]:
+) -> tuple[tuple[manifest.ItemRecord, ...], tuple[manifest.LayoutGroupRecord, ...]]:
     """Return items and layout groups, from the receipts that rank 0 would have gathered."""
     # Imported late: a flusher needs these only after a job has died.
     from laststep.codecs.digests import digest
@@ -220,7 +222,9 @@ def _agreed(
     firsts = [records[ranks[0]].decode_index() for ranks in members.values()]
     local_layouts = [index.values.get(LAYOUT_NAME, b"") for index in firsts]
     layout_groups = [
-        LayoutGroupRecord(local_layout=digest(local_layout).hex(), spans=spans_of(ranks))
+        manifest.LayoutGroupRecord(
+            local_layout=digest(local_layout).hex(), spans=manifest.spans_of(ranks)
+        )
         for local_layout, ranks in zip(local_layouts, members.values(), strict=True)
     ]
     global_layout = global_layout_of(local_layouts, layout_groups, len(records), folder)
