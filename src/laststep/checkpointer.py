@@ -196,12 +196,8 @@ class Checkpointer(single.OnlyOne):
             self._saves.take_over()
             if self._team is None:  # else ranks learn of it at different saves, but must all save
                 self._saves.raise_failed()
-            try:
-                asked = arguments.save_request(step, metrics, metadata, overwrite, streams)
-                handle = self._begin_save(asked, began)
-            except BaseException:
-                self._schedule.refused()
-                raise
+            asked = arguments.save_request(step, metrics, metadata, overwrite, streams)
+            handle = self._begin_save(asked, began)
         if self._ending is not None and self._team is not None:
             self._ending.reached(handle.step, self._meet_to_stop)
         return handle
@@ -230,7 +226,6 @@ class Checkpointer(single.OnlyOne):
             self._context.bus.emit(SaveSkipped(step=save.step, reason=obstacle))
             if self._team is not None:
                 self._team.stay_out(save.step, f"skipped the save: {obstacle}")
-            self._schedule.give_up_due()
         self._saves.raise_failed()
         return save.handle
 
@@ -238,7 +233,8 @@ class Checkpointer(single.OnlyOne):
         """Take the state and hand it to the capture thread."""
         self._capturer.join(asked.streams)
         early, last = None, self._preparer.last
-        if last is not None and self._context.is_passive:
+        passive = all(provider.passive for provider in self._context.providers.values())
+        if last is not None and passive:
             early = self._capturer.start_early(last.copies)
         try:
             self._resuming.saves()
@@ -295,27 +291,23 @@ class Checkpointer(single.OnlyOne):
         not decrease, except after a `restore()`.
 
         If an earlier save failed, its error is raised here: by the next call or, with several
-        ranks, together with the next save. If that prevents the save of a single rank, the next
-        call saves. With `preemption`, raises `Preempted` after the last save of a preempted job.
+        ranks, together with the next save. The next call of a single rank then saves what was due.
+        With `preemption`, raises `Preempted` after the last save of a preempted job.
         """
         self._check_usable("step")
         number, last = arguments.plain_step(step), arguments.true_or_false("last", last)
-        due = self._schedule.due(number, self._meet, last=last)
         save = functools.partial(
             self.save, number, metrics=metrics, metadata=metadata, streams=streams
         )
-        if self._ending is not None:
-            if self._ending.reached(number, self._meet_to_stop):
-                self._schedule.give_up_due()
-                return self._ending.carry_out(number, save, self._work)
-            if due:
-                return self._ending.bound(number, save, self._work)
-        elif due:
-            return save()
+        ending = self._ending
+        if ending is not None and ending.reached(number, self._meet_to_stop):
+            return ending.carry_out(number, save, self._work)
         if self._team is None and any(save.over for save in self._saves.all()):
             with signals.defer_signals(), self._turn.of("step"):
-                self._raise_failed()
-        return None
+                self._raise_failed()  # before the schedule sees this step: it stays due
+        if not self._schedule.due(number, self._meet, last=last):
+            return None
+        return save() if ending is None else ending.bound(number, save, self._work)
 
     def _meet(self) -> scheduling.Notes:
         """Connect the ranks for `step()`, at its first call and after a restore. Collective."""

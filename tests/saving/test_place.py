@@ -61,7 +61,7 @@ def test_a_folder_of_something_else_is_suspicious(
     with make(run_folder) as checkpointer:
         (warning,) = said(caplog, logging.WARNING)
         assert str(run_folder) in warning
-        assert "a.txt, b.txt, c.txt, …" in warning
+        assert "a.txt, b.txt, c.txt" in warning
         checkpointer.save(0).wait()
     caplog.clear()
     with make(run_folder):
@@ -100,10 +100,6 @@ def name_too_long(folder: Path) -> Path:
     return folder / ("x" * 300)
 
 
-def name_too_long_in_a_folder_that_is_not_there(folder: Path) -> Path:
-    return folder / "new" / ("x" * 300) / "run"
-
-
 def path_too_long(folder: Path) -> Path:
     return folder.joinpath(*["x" * 200] * 30)
 
@@ -117,9 +113,8 @@ USELESS = {
     in_place_of_the_run: "run",
     above_the_run: "/file",
     name_too_long: "File name too long",
-    name_too_long_in_a_folder_that_is_not_there: "300",
     path_too_long: "File name too long",
-    link_to_nowhere: "gone",
+    link_to_nowhere: "a link to nothing",
 }
 
 
@@ -214,7 +209,7 @@ def test_a_checkpoint_is_not_taken_for_a_run(run_folder: Path, tmp_path: Path) -
     with raises(laststep.UsageError, where=run_folder / folder) as caught:
         make(run_folder / folder)
     assert caught.value.where == str(run_folder / folder)
-    assert names(caught.value.remedy, run_folder, "restore(step=7)")
+    assert "laststep.load(" in caught.value.remedy
     laststep.save({"a": 1}, tmp_path / "one")
     with raises(laststep.UsageError, where=tmp_path / "one", remedy="laststep.load("):
         make(tmp_path / "one")

@@ -1,9 +1,7 @@
 """Check the run of a Checkpointer before anything is saved: location, memory and disk.
 
-`RunContext` holds the objects that all parts of a Checkpointer share. `look_at` only reads and
-creates nothing: a process that only restores needs no write permission, so an existing read-only
-run is just logged as a warning (docs/decisions/0008). Memory needs are estimated at construction;
-disk needs are reported before the first save.
+`look_at` only reads and creates nothing: a process that only restores needs no write permission, so
+an existing read-only run is just logged as a warning (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import errno
 import logging
 import os
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +17,7 @@ from laststep.catalog.attempt import is_checkpoint
 from laststep.catalog.listing import remedy_for_no_run
 from laststep.catalog.run import Run
 from laststep.catalog.terms import TERMS_FOLDER
-from laststep.constants import CHUNK_BYTES
+from laststep.constants import CHUNK_BYTES, listed
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.memory.segments import available_bytes
 from laststep.ranks.group import ranks_on_this_node
@@ -29,7 +26,7 @@ from laststep.state.items import make_deferred
 from laststep.state.modules import TrainableProvider
 from laststep.state.tensors import expected_bytes
 from laststep.storage.directory import TEMPORARY
-from laststep.storage.registry import local_path, open_parent
+from laststep.storage.registry import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,13 +53,6 @@ class RunContext:
     rank: Rank
     bus: Bus
 
-    @property
-    def is_passive(self) -> bool:
-        return all(map(attrgetter("passive"), self.providers.values()))
-
-
-_ELSEWHERE = "choose another path for the run"
-
 
 def look_at(store: Store) -> None:
     """Check that a run exists or can be created, and log if it is new. Raises `StorageError` if
@@ -71,7 +61,15 @@ def look_at(store: Store) -> None:
     path = None if local is None else Path(local)
     there = None if path is None else _nearest(path)
     if there == path:
-        _refuse_checkpoint(store)
+        if is_checkpoint(store):
+            # Retention of the outer run would delete a run inside of a checkpoint with it.
+            raise UsageError(
+                "this is not the folder of a run",
+                where=store.url,
+                expected="a run, or a place for one",
+                found="one checkpoint",
+                remedy=f"laststep.load({store.url!r}) reads it; pass the folder of its run",
+            )
         try:
             Run.open(store)
         except NotFoundError:
@@ -82,54 +80,63 @@ def look_at(store: Store) -> None:
             return  # a damaged run: restore() reports the details
         else:
             if path is not None and (why := _why_not_written(path)) is not None:
-                problem = os.strerror(why)
-                log.warning("%s can be restored, but saves to it will fail: %s", path, problem)
+                log.warning("%s can be restored, but saves to it will fail: %s", path, why)
             return
-    if path is not None and there is not None:
-        _check_can_be_made(path, there)
+    if path is not None:
+        check_new_folder(path)
     # A run whose first save has only begun holds nothing but this folder.
     strangers = [entry.name for entry in store.list("") if entry.name != TERMS_FOLDER]
     if strangers:
-        shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
         log.warning(
             "%s is not empty and holds no run (found %s): starting a new run there; %s",
             store.url,
-            shown,
+            listed(strangers),
             remedy_for_no_run(store) or "check the path if you meant to resume one",
         )
     elif path is None or TEMPORARY not in path.name:  # laststep.save's temporary is no run
         log.info("new run at %s", store.url)
 
 
-def _why_not_written(folder: Path) -> int | None:
-    """Return the errno that explains why nothing can be created in a folder, or None."""
+def _why_not_written(folder: Path) -> str | None:
+    """Return the reason why nothing can be created in a folder, or None."""
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         return None
-    return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+    is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if is_read_only else errno.EACCES)
 
 
-def _refuse_checkpoint(store: Store) -> None:
-    """Raise `UsageError` if the path is a checkpoint: a run inside it would be deleted with it by
-    the retention of the outer run."""
-    if not is_checkpoint(store):
-        return
-    try:
-        parent, name = open_parent(store.url)
-        Run.open(parent)
-    except NotFoundError:
-        remedy = f"laststep.load({store.url!r}) reads it; {_ELSEWHERE}"
-    except LaststepError:
-        remedy = _ELSEWHERE
-    else:
-        step = name.removeprefix("step-").partition(".")[0]
-        named = f"step={int(step)}" if step.isdecimal() else "step=…"
-        remedy = f"its run is {parent.url}: pass that, and restore({named})"
-    raise UsageError(
-        "this is not the folder of a run",
-        where=store.url,
-        expected="a run, or a place for one",
-        found="one checkpoint",
-        remedy=remedy,
+def check_new_folder(path: Path) -> None:
+    """Raise `StorageError` if no folder can be created there."""
+    there = _nearest(path)
+    if (why := _why_not_written(there)) is not None:
+        raise _unusable(path, f"{why} in {there}")
+
+
+def _nearest(path: Path) -> Path:
+    """Return the folder at a path or its nearest parent. Raise `StorageError` if it is none."""
+    for place in (path, *path.parents):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if place.is_symlink():
+                raise _unusable(path, f"{place}, a link to nothing") from None
+            continue
+        except OSError as error:
+            code = errno.errorcode.get(error.errno or 0, str(error.errno))
+            raise _unusable(path, f"{error.strerror} ({code})") from error
+        if not place.is_dir():
+            raise _unusable(path, f"{place}, which is not a folder")
+        return place
+    return Path("/")
+
+
+def _unusable(path: Path, found: str) -> StorageError:
+    return StorageError(
+        "cannot keep a run",
+        where=str(path),
+        expected="a folder that can be written",
+        found=found,
+        remedy="give this user the right to write there, or choose another path",
     )
 
 
@@ -146,55 +153,6 @@ def refuse_to_leave(newest: Listed | None, run: str) -> None:
                 "lineage, or choose another path"
             ),
         )
-
-
-def check_new_folder(path: Path) -> None:
-    _check_can_be_made(path, _nearest(path))
-
-
-def _nearest(path: Path) -> Path:
-    """Return the folder at a path or its nearest parent. Raise `StorageError` if it is none."""
-    for place in (path, *path.parents):
-        try:
-            place.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            if place.is_symlink():
-                raise _unusable(
-                    path,
-                    f"{place} is a link to {place.readlink()}, which is not there",
-                    f"remove the link, or {_ELSEWHERE}",
-                ) from None
-            continue
-        except OSError as error:
-            code = errno.errorcode.get(error.errno or 0, str(error.errno))
-            raise _unusable(path, f"{error.strerror} ({code})", _ELSEWHERE) from error
-        if not place.is_dir():
-            raise _unusable(path, f"{place} is not a folder", f"remove it, or {_ELSEWHERE}")
-        return place
-    return Path("/")
-
-
-def _check_can_be_made(path: Path, there: Path) -> None:
-    longest = os.pathconf(there, "PC_NAME_MAX")
-    for part in path.relative_to(there).parts:
-        if 0 < longest < len(os.fsencode(part)):
-            found = f"a name of {len(os.fsencode(part))} bytes where {longest} are the most"
-            raise _unusable(path, found, "choose a shorter name")
-    if (number := _why_not_written(there)) is not None:
-        remedy = "give this user the right to write there"
-        if number == errno.EROFS:
-            remedy = "mount it writable"
-        raise _unusable(path, f"{os.strerror(number)} in {there}", f"{remedy}, or {_ELSEWHERE}")
-
-
-def _unusable(path: Path, found: str, remedy: str) -> StorageError:
-    return StorageError(
-        "cannot keep a run",
-        where=str(path),
-        expected="a folder that can be written",
-        found=found,
-        remedy=remedy,
-    )
 
 
 def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:

@@ -268,11 +268,6 @@ class Schedule:
         self._resumed_s = 0.0
         self._last_step: int | None = None
         self._saved_step: int | None = None
-        self._wanted_step: int | None = None
-        """The step that `step()` wants to save, until a save begins."""
-        self._was_refused = False
-        """True if that save itself was refused, False if the failure of an earlier save was raised
-        instead."""
         self._notes: Notes | None = None
         self._said: SyncPoint | None = None
         """The decision for the next sync point, while it could not be published yet."""
@@ -280,7 +275,7 @@ class Schedule:
 
     def anew(self) -> None:
         """Reset after a restore: steps may go back, and ranks have to meet again."""
-        self._last_step = self._saved_step = self._wanted_step = None
+        self._last_step = self._saved_step = None
         self._notes = self._said = None
         if self._timer is not None:
             self._timer.anew()
@@ -288,26 +283,9 @@ class Schedule:
     def due(self, step: int, meet: Callable[[], Notes], *, last: bool = False) -> bool:
         """Return True if all ranks save at this call. The `last` step is always saved, and no step
         twice. Takes microseconds except at a sync point. `meet` is the collective that connects all
-        ranks, called at the first call after a start or a restore.
-
-        If a due save did not begin because the failure of an earlier save was raised, it is due
-        again at the next call; if it was refused itself, when the same step is tried again. With
-        several ranks neither applies, because the save began on the other ranks.
-        """
-        is_owed = self._ranks == 1 and self._wanted_step is not None
-        is_owed = is_owed and (not self._was_refused or step == self._wanted_step)
+        ranks, called at the first call after a start or a restore."""
         is_time = self._is_time(step, meet)
-        due = (is_time or last or is_owed) and step != self._saved_step
-        self._wanted_step, self._was_refused = step if due else None, False
-        return due
-
-    def refused(self) -> None:
-        """Record that the due save cannot be made with the present state."""
-        self._was_refused = True
-
-    def give_up_due(self) -> None:
-        """Do not retry the due save: it was skipped, or the job ends."""
-        self._wanted_step = None
+        return (is_time or last) and step != self._saved_step
 
     def _is_time(self, step: int, meet: Callable[[], Notes]) -> bool:
         before = self._last_step
@@ -342,24 +320,19 @@ class Schedule:
         """Record the start of a save, requested by `step()` or by the user."""
         self._saved_step = handle.step
         if self._timer is not None:
-            if handle.step == self._wanted_step and (estimate := self.estimate) is not None:
+            if (estimate := self.estimate) is not None:
                 handle.report.estimate = estimate
                 log.info("step %d: %s", handle.step, estimate)
             self._timer.began(handle, self._clock())
-        self._wanted_step = None
 
     def end(self) -> bool:
         """End the schedule and warn if the last step was not saved. Returns True if later runs need
         to know that this one ended normally (with every="auto", on rank 0)."""
-        if self._last_step is not None and self._last_step != self._saved_step:
-            saved = "none"
-            if self._saved_step is not None:
-                saved = f"step {self._saved_step} is the last that"
+        saved = -1 if self._saved_step is None else self._saved_step
+        if self._last_step is not None and self._last_step > saved:
             log.warning(
-                "training ends with step %d, which is not saved (%s was): step(…, last=True) saves "
-                "the last step in any case",
+                "training ends with step %d, which is not saved: step(…, last=True) saves it",
                 self._last_step,
-                saved,
             )
         return self._timer is not None and self._fixed_s is None
 
