@@ -73,47 +73,34 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from laststep.tiers.runs import copy as copy
     from laststep.tiers.tier import Tier as Tier
 
-_WHERE = {
-    "laststep.checkpointer": ("Checkpointer",),
-    "laststep.catalog.retention": ("Keep",),
-    "laststep.oneoff": ("load", "save"),
-    "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
-    "laststep.plan.frequency": ("IntervalEstimate",),
-    "laststep.restoring.choose": ("Skipped",),
-    "laststep.restoring.restore": ("Peeked", "Restored"),
-    "laststep.saving.preempting": ("Preempted",),
-    "laststep.settings": (
-        "Capture",
-        "CompareReplicas",
-        "FlushIn",
-        "OnBusy",
-        "Options",
-        "Preemption",
-    ),
-    "laststep.flush.saves": ("SaveHandle", "SaveReport"),
-    "laststep.errors": (
-        "AbortedError",
-        "CorruptError",
-        "AlreadyExistsError",
-        "LaststepError",
-        "MismatchError",
-        "NotFoundError",
-        "Problems",
-        "StorageError",
-        "TornCaptureError",
-        "UsageError",
-    ),
-    "laststep.state.provider": ("ABSENT", "RNG", "PerRank", "State", "StateProvider"),
-    "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
-    "laststep.state.tensors": ("LocalShard", "register_tensor_type"),
-    "laststep.state.items": ("Deferred",),
-    "laststep.state.modules": ("trainable",),
-    "laststep.storage.registry": ("register_store",),
-    "laststep.tiers.recovery": ("RecoverReport", "recover"),
-    "laststep.tiers.runs": ("CopyReport", "copy"),
-    "laststep.tiers.tier": ("Tier",),
+_HOME = {
+    name: f"laststep.{module}"
+    for module, names in (
+        ("browse", "Catalog Checkpoint StoredTensor open"),
+        ("catalog.retention", "Keep"),
+        ("checkpointer", "Checkpointer"),
+        ("errors", "AbortedError AlreadyExistsError CorruptError LaststepError MismatchError"),
+        ("errors", "NotFoundError Problems StorageError TornCaptureError UsageError"),
+        ("flush.saves", "SaveHandle SaveReport"),
+        ("oneoff", "load save"),
+        ("plan.frequency", "IntervalEstimate"),
+        ("restoring.choose", "Skipped"),
+        ("restoring.restore", "Peeked Restored"),
+        ("saving.preempting", "Preempted"),
+        ("settings", "Capture CompareReplicas FlushIn OnBusy Options Preemption"),
+        ("state.items", "Deferred"),
+        ("state.layouts", "Flat Mesh Replicate Shard Sharded"),
+        ("state.modules", "trainable"),
+        ("state.provider", "ABSENT RNG PerRank State StateProvider"),
+        ("state.tensors", "LocalShard register_tensor_type"),
+        ("storage.registry", "register_store"),
+        ("tiers.recovery", "RecoverReport recover"),
+        ("tiers.runs", "CopyReport copy"),
+        ("tiers.tier", "Tier"),
+    )
+    for name in names.split()
 }
-_HOME = {name: module for module, names in _WHERE.items() for name in names}
+"""The module of each public name. Type checkers read the imports above instead."""
 _ADAPTERS = frozenset(
     {"accelerate", "dcp", "deepspeed", "fsdp1", "hf", "lightning", "megatron", "ray", "torchtitan"}
 )

@@ -54,7 +54,7 @@ class LaststepError(Exception):
         return f"the save of step {self.step} failed: {text}"
 
     def without_remedy(self) -> str:
-        """Return the message without remedy and step, for readers who know or cannot apply them."""
+        """Return the message without remedy and step, for readers who cannot apply them."""
         return self._message(with_remedy=False)
 
     def of_save(self, step: int) -> Self:

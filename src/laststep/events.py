@@ -1,9 +1,8 @@
 """The events of a Checkpointer, as typed values for subscribers; the log and the progress bar.
 
-A subscriber is called on the thread where the event occurs and MUST return quickly. An exception in
-a subscriber is logged and otherwise ignored, because a display must never cost a checkpoint. Only
-exceptions that end the user's own thread (Ctrl-C, `sys.exit()`) propagate there. The library never
-configures a log handler.
+A subscriber is called on the thread where the event occurs and MUST return quickly. Its exceptions
+are only logged, because a display must never cost a checkpoint; those that end the user's own
+thread (Ctrl-C, `sys.exit()`) propagate there. The library never configures a log handler.
 """
 
 from __future__ import annotations
@@ -71,23 +70,20 @@ class Preflight(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStarted(Event):
-    """A save has begun: its state is described and will be captured."""
-
     step: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierHolds(Event):
-    """A tier has received a checkpoint: work up to this step survives the loss of all nearer
-    tiers."""
+    """A tier has a checkpoint: work up to this step survives the loss of all nearer tiers."""
 
     step: int
     tier: str
     seconds: float
     """Time since the call of save()."""
     items: tuple[str, ...] | None = None
-    """The items that the tier stores, and that alone are safe there; None means all."""
+    """The items that the tier stores; None means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +141,6 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Event):
-    """A save failed, for this reason."""
-
     step: int
     reason: str
 
@@ -161,8 +155,6 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored(Event):
-    """A checkpoint was restored."""
-
     step: int
     folder: str
     size_bytes: int
@@ -180,8 +172,6 @@ class PassedOver(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned(Event):
-    """Retention deleted a checkpoint."""
-
     step: int
     folder: str
 
@@ -240,8 +230,6 @@ Subscriber = Callable[[Event], None]
 
 
 class Bus:
-    """Calls every subscriber with every event, in the order of subscription."""
-
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
 
@@ -275,12 +263,23 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
         bus.subscribe(ProgressBar())
 
 
-def log_event(event: Event) -> None:  # noqa: C901 (one case per kind of event)
+def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
     """Log one line per change of state, with step, bytes and seconds."""
     level = logging.INFO
     match event:
         case Preflight():
-            text = _about_preflight(event)
+            needed, free = human(event.needed_disk_bytes), "unknown"
+            if event.free_disk_bytes is not None:
+                free = human(event.free_disk_bytes)
+                if event.free_disk_bytes < event.needed_disk_bytes:
+                    level, free = logging.WARNING, f"only {free}"
+            kept = event.kept_checkpoints
+            room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
+            took = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
+            text = (
+                f"every save: {human(event.state_bytes)}; host memory up to "
+                f"{human(event.host_memory_bytes)}; free disk space: {free}, needed: {room}{took}"
+            )
         case SaveStarted():
             text = f"step {event.step}: saving {human(event.size_bytes)}"
         case Captured():
@@ -341,59 +340,27 @@ def log_event(event: Event) -> None:  # noqa: C901 (one case per kind of event)
     log.log(level, "%s", text)
 
 
-def _about_preflight(event: Preflight) -> str:
-    """Return a line about all saves; log a warning first if the disk is short."""
-    kept, needed = event.kept_checkpoints, human(event.needed_disk_bytes)
-    free = "free room unknown"
-    if event.free_disk_bytes is not None:
-        free = f"{human(event.free_disk_bytes)} free"
-        if event.free_disk_bytes < event.needed_disk_bytes:
-            count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
-            log.warning(
-                "the disk is short: %s, %s needed for %s and one on its way", free, needed, count
-            )
-    room = "stored bytes grow with the run" if kept is None else f"{needed} needed to keep {kept}"
-    estimated = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
-    return (
-        f"every save: {human(event.state_bytes)}; host memory up to "
-        f"{human(event.host_memory_bytes)}; disk: {free}, {room}{estimated}"
-    )
-
-
 class ProgressBar:
     """A rich progress bar on stderr while a save is flushed."""
 
     def __init__(self) -> None:
-        from rich import progress
         from rich.console import Console
+        from rich.progress import Progress
 
-        self._progress = progress.Progress(
-            progress.TextColumn("step {task.fields[step]}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TextColumn("{task.fields[state]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._progress = Progress(console=Console(stderr=True), transient=True)
         self._tasks: dict[int, TaskID] = {}
 
     def __call__(self, event: Event) -> None:
         match event:
             case SaveStarted():
-                if not self._tasks:
-                    self._progress.start()
+                self._progress.start()
                 self._tasks[event.step] = self._progress.add_task(
-                    "", total=max(event.size_bytes, 1), step=event.step, state="capturing"
+                    f"saving step {event.step}", total=max(event.size_bytes, 1)
                 )
             case Written() if event.step in self._tasks:
-                self._progress.update(
-                    self._tasks[event.step], completed=event.done_bytes, state="flushing"
-                )
-            case Committed() | SaveFailed():
-                task = self._tasks.pop(event.step, None)
-                if task is not None:
-                    self._progress.remove_task(task)
+                self._progress.update(self._tasks[event.step], completed=event.done_bytes)
+            case Committed() | SaveFailed() if event.step in self._tasks:
+                self._progress.remove_task(self._tasks.pop(event.step))
                 if not self._tasks:
                     self._progress.stop()
             case _:
