@@ -22,14 +22,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 
 from bench.state import GPT  # noqa: E402
-from laststep.codecs.blocks.registry import codec_named  # noqa: E402
+from laststep.codecs.blocks import codec_named  # noqa: E402
 from laststep.constants import BLOCK_BYTES  # noqa: E402
 from laststep.flush.encoder import to_bf16, to_int8  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.codecs.blocks.codec import BlockCodec
+    from laststep.codecs.blocks import BlockCodec
 
     State = dict[str, torch.Tensor]
 

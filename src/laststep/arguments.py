@@ -18,7 +18,7 @@ from msgspec import Meta, structs
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, did_you_mean, plain, shown
-from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere
+from laststep.codecs.blocks import codec_named
 from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.flush.encoder import ROUNDERS
@@ -26,7 +26,6 @@ from laststep.settings import (
     ALL_ITEMS,
     OWN_KEYWORDS,
     Compression,
-    FlushIn,
     Options,
     Preemption,
     Settings,
@@ -208,7 +207,7 @@ def all_settings(options: object, items: Iterable[str], **own: object) -> Settin
             ),
         )
     rare = options or Options()
-    modes = compression(own.pop("compression"), items, here=rare.flush is FlushIn.THREAD)
+    modes = compression(own.pop("compression"), items)
     _check_rounding(rare.lossy or {}, items)
     return Settings(**structs.asdict(rare), **own, compression=modes)  # type: ignore[arg-type]
 
@@ -219,9 +218,8 @@ _CompressionModes = Annotated[
 ]
 
 
-def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dict[str, str]:
-    """Return the compression per item, or for all items. `here` tells that this process encodes,
-    and not the flusher, which knows only codecs of entry points."""
+def compression(asked: object, items: Iterable[str]) -> str | dict[str, str]:
+    """Return the compression per item, or for all items."""
     modes: str | dict[str, str] = checked(
         "compression", asked, _CompressionModes, remedy="see docs/guides/smaller.md"
     )
@@ -229,7 +227,7 @@ def compression(asked: object, items: Iterable[str], *, here: bool) -> str | dic
     for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
         if item not in names:
             raise _unknown(f"compression names an unknown item: {item!r}", item, names)
-        _check_mode(word, here=here)
+        _check_mode(word)
     return modes
 
 
@@ -249,38 +247,17 @@ def _check_rounding(rounded: Mapping[str, str], items: Iterable[str]) -> None:
         codec_named("planes")  # rounded tensors need this codec to become smaller
 
 
-def _check_mode(word: str, *, here: bool) -> None:
+def _check_mode(word: str) -> None:
+    if word not in {*Compression}:
+        raise _unknown("unknown compression", word, list(Compression))
     if word == Compression.NONE:
         return
-    if word == Compression.ADAPTIVE:
-        try:
-            codec_named("planes")
-        except UsageError as error:
-            log.warning("compression='adaptive' stores everything as it is: %s", error)
-        return
-    name = "planes" if word == Compression.MAX else word
     try:
-        codec = codec_named(name)
+        codec_named("planes")
     except UsageError as error:
-        if name == word and word not in OURS:
-            words = [*Compression, *sorted(OURS)]
-            raise _unknown("unknown compression", word, words) from error
-        raise
-    if not here and not is_known_everywhere(name):
-        raise UsageError(
-            "the flusher process does not have this codec",
-            found=repr(name),
-            expected="one that a package brings by an entry point of 'laststep.codecs'",
-            remedy="pass options=laststep.Options(flush='thread') for one that is registered in "
-            "this process only",
-        )
-    if not codec.lossless:
-        raise UsageError(
-            "compression does not change values",
-            expected="a codec that is lossless",
-            found=f"the codec {word!r}, which is not",
-            remedy="pass lossy={…} to round values",
-        )
+        if word != Compression.ADAPTIVE:
+            raise
+        log.warning("compression='adaptive' stores everything as it is: %s", error)
 
 
 def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller") -> UsageError:

@@ -61,7 +61,7 @@ class OnBusy(StrEnum):
 
 
 class Compression(StrEnum):
-    """The built-in ways to encode blocks; any other string is the name of a codec."""
+    """The ways to encode blocks."""
 
     NONE = "none"
     """Store blocks as they are."""
@@ -69,6 +69,8 @@ class Compression(StrEnum):
     """Encode each block in the way that makes the save durable soonest, using only idle cores."""
     MAX = "max"
     """Make blocks as small as possible."""
+    PLANES = "planes"
+    """Store the bytes of elements by their position, which shrinks the exponents of floats."""
 
 
 ALL_ITEMS = "*"

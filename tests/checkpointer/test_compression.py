@@ -13,8 +13,6 @@ import torch
 
 import laststep
 from cases import long
-from laststep.codecs.blocks import registry
-from laststep.codecs.blocks.codec import Raw
 from laststep.constants import BLOCK_BYTES
 from laststep.flush import base as flush_base
 from laststep.flush import writer
@@ -205,51 +203,10 @@ def test_an_encoded_checkpoint_is_exported(training: CodedTraining, tmp_path: Pa
     assert torch.equal(load_file(file)["w"], training.saved[1])
 
 
-class Twice(Raw):
-    """A codec of a user's own."""
-
-    name = "max2"
-
-
-@pytest.fixture
-def own_codec(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(registry, "_registered", {})
-    registry.register(Twice())
-    return "max2"
-
-
-def test_a_codec_that_is_registered_is_one_whatever_its_name_is_like(
-    own_codec: str, tmp_path: Path
-) -> None:
-    training = CodedTraining(tmp_path / "run", compression=own_codec)
-    training.save(0)
-    training.ckpt.close()
-    training.check()
-
-
-def test_a_codec_that_only_this_process_knows_is_refused_where_a_helper_encodes(
-    own_codec: str, tmp_path: Path
-) -> None:
-    with pytest.raises(laststep.UsageError, match="flush='thread'"):
-        CodedTraining(tmp_path / "run", compression=own_codec, flush="process")
-
-
-def test_a_codec_that_needs_nothing_saves_again_and_again_without_zstandard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    training = CodedTraining(tmp_path / "run", compression="raw")
-    for step in range(3):
-        training.touch(1)
-        training.save(step)
-    training.ckpt.close()
-    training.check()
-
-
 def test_what_is_adaptive_saves_as_it_is_without_zstandard_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "laststep.codecs.planes", None)
     training = CodedTraining(tmp_path / "run", compression="adaptive")
     for step in range(2):
         training.touch(1)
@@ -264,7 +221,7 @@ def test_what_is_adaptive_saves_as_it_is_without_zstandard_and_says_why(
 def test_max_is_refused_at_once_without_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "laststep.codecs.planes", None)
     with pytest.raises(laststep.UsageError, match=r"zstandard.*laststep\[compress\]"):
         CodedTraining(tmp_path / "run", compression="max")
 
@@ -283,7 +240,7 @@ def test_without_zstandard_a_reader_names_the_codec_and_what_to_install(
 ) -> None:
     training.save(0)
     training.ckpt.close()
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "laststep.codecs.planes", None)
     with pytest.raises(
         laststep.UsageError, match=r"'planes' needs .*zstandard.*laststep\[compress\]"
     ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from laststep.codecs.blocks.registry import codec_named
+from laststep.codecs.blocks import codec_named
 from laststep.codecs.digests import digest
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import UsageError
@@ -110,7 +110,7 @@ class TestAdaptive:
     def test_without_zstandard_nothing_is_encoded_and_the_reason_is_told(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(sys.modules, "zstandard", None)
+        monkeypatch.setitem(sys.modules, "laststep.codecs.planes", None)
         found = self.judged(compressor())
         assert not found.encodes
         assert "pip install 'laststep[compress]'" in found.report().why
@@ -146,7 +146,7 @@ def test_each_item_is_encoded_as_it_is_asked() -> None:
 def test_a_codec_that_cannot_be_had_is_an_error_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "laststep.codecs.planes", None)
     with pytest.raises(UsageError, match="zstandard"):
         compressor("max").encoder(BF16, 0, weights(), known=True)
 

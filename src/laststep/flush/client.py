@@ -90,7 +90,7 @@ class HelperProcess:
         trainer_pidfd = os.pidfd_open(os.getpid())
         opener, orders = import_path(setup.run), setup.orders
         foreign = any(tier.opener is not None for tier in orders.replicas)
-        places = _places(foreign=opener is not None or orders.encodes or foreign)
+        places = _places(encodes=orders.encodes, foreign=opener is not None or foreign)
         setup = msgspec.structs.replace(
             setup,
             opener=opener,
@@ -174,13 +174,13 @@ Helper = HelperProcess | HelperThread
 Launch = Callable[[socket.socket], Helper]
 
 
-def _places(*, foreign: bool) -> list[str]:
+def _places(*, encodes: bool, foreign: bool) -> list[str]:
     """Return the import paths for the helper: this package and its dependencies, from the locations
-    that the trainer uses; with a third-party store or codec, also the trainer's whole
-    `sys.path`."""
+    that the trainer uses; with a third-party store, also the trainer's whole `sys.path`."""
     files = [module.__file__ or "" for module in (msgspec, xxhash)]
-    numpy = importlib.util.find_spec("numpy")  # not imported: only some saves need it
-    files += [] if numpy is None or numpy.origin is None else [numpy.origin]
+    # Not imported: only saves that encode or round need them.
+    for spec in map(importlib.util.find_spec, ("numpy", "zstandard") if encodes else ()):
+        files += [] if spec is None or spec.origin is None else [spec.origin]
     needed = [str(Path(file).resolve().parents[1]) for file in files]
     needed += [str(Path(place).resolve()) for place in sys.path] if foreign else []
     return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.codecs.blocks.registry import codec_named
+from laststep.codecs.blocks import codec_named
 from laststep.constants import BLOCK_BYTES, DTYPES
 from laststep.errors import UsageError
 from laststep.flush.protocol import CodingReport
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy import float32, uint16
     from numpy.typing import NDArray
 
-    from laststep.codecs.blocks.codec import BlockCodec
+    from laststep.codecs.blocks import BlockCodec
     from laststep.flush.protocol import Orders
     from laststep.format.index import BaseRef
     from laststep.format.layout import FileLayout

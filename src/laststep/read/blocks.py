@@ -471,7 +471,7 @@ class Extent:
         """Decode a piece. If that fails, return bytes that do not match its digest."""
         if piece.ref.encoding == RAW:
             return stored
-        from laststep.codecs.blocks.registry import codec_named  # late: plain checkpoints need none
+        from laststep.codecs.blocks import codec_named  # late: plain checkpoints need none
 
         number, ref = self.first + piece.at // BLOCK_BYTES, piece.ref
         try:

@@ -30,17 +30,18 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+import zstandard
 
-from laststep.codecs.blocks.codec import BlockCodec, broken, check_declared, joined, takes
 from laststep.constants import BLOCK_BYTES
+from laststep.errors import CorruptError
 
 if TYPE_CHECKING:
-    import zstandard
     from numpy import int64, uint8, unsignedinteger
     from numpy.typing import NDArray
 
-    from laststep.codecs.blocks.codec import Part
+    from laststep.codecs.blocks import BlockCodec
 
+    Part = bytes | memoryview
     Elements = NDArray[unsignedinteger]
 
 _of_thread = threading.local()
@@ -60,22 +61,17 @@ result of `subtract`, and faster to encode and decode. Also limits the memory fo
 
 class Planes:
     name = "planes"
-    lossless = True
-    needs = "zstandard"
 
     def encode(
         self, data: memoryview, element_bytes: int, before: memoryview | None
     ) -> bytes | None:
-        if not takes(data.nbytes, element_bytes):
-            return None
         elements, tail = _elements_of(data, element_bytes)
         planes = _packed_planes(elements.view(np.uint8), element_bytes)
-        return joined([*planes, tail], below_bytes=data.nbytes)
+        return _joined([*planes, tail], data)
 
     def decode(
         self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
     ) -> bytes:
-        check_declared(size_bytes, element_bytes)
         count, tail_bytes = divmod(size_bytes, element_bytes)
         elements, tail = _unpacked_planes(data, count, element_bytes)
         return _with_tail(elements, tail, tail_bytes)
@@ -83,26 +79,24 @@ class Planes:
 
 class Subtract:
     name = "subtract"
-    lossless = True
-    needs = "zstandard"
 
     def encode(
         self, data: memoryview, element_bytes: int, before: memoryview | None
     ) -> bytes | None:
-        if before is None or not _comparable(data, before, element_bytes):
+        if before is None or before.nbytes != data.nbytes:
             return None
         width = min(element_bytes, _WIDEST_BYTES)
         new, tail = _elements_of(data, width)
         old, _ = _elements_of(before, width)
         differences = np.subtract(new, old, out=_scratch("differences", len(new), width))
         planes = _packed_planes(_fold(differences).view(np.uint8), width)
-        return joined([*planes, tail], below_bytes=data.nbytes)
+        return _joined([*planes, tail], data)
 
     def decode(
         self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
     ) -> bytes:
         width = min(element_bytes, _WIDEST_BYTES)
-        old = _earlier(before, size_bytes, element_bytes, width)
+        old = _earlier(before, size_bytes, width)
         folded, tail = _unpacked_planes(data, len(old), width)
         new = _unfold(folded.view(f"<u{width}"))
         new += old
@@ -111,13 +105,11 @@ class Subtract:
 
 class Patches:
     name = "patches"
-    lossless = True
-    needs = "zstandard"
 
     def encode(
         self, data: memoryview, element_bytes: int, before: memoryview | None
     ) -> bytes | None:
-        if before is None or not _comparable(data, before, element_bytes):
+        if before is None or before.nbytes != data.nbytes:
             return None
         width = min(element_bytes, _WIDEST_BYTES)
         new, tail = _elements_of(data, width)
@@ -130,48 +122,46 @@ class Patches:
         stored = _pack(gaps.data)
         head = _HEAD.pack(len(indices), len(gaps), len(stored))
         planes = _packed_planes(_fold(new[indices] - old[indices]).view(np.uint8), width)
-        return joined([head, stored, *planes, tail], below_bytes=data.nbytes)
+        return _joined([head, stored, *planes, tail], data)
 
     def decode(
         self, data: memoryview, size_bytes: int, element_bytes: int, before: memoryview | None
     ) -> bytes:
         width = min(element_bytes, _WIDEST_BYTES)
-        old = _earlier(before, size_bytes, element_bytes, width)
+        old = _earlier(before, size_bytes, width)
         new = _scratch("new", len(old), width)
         np.copyto(new, old)
         if len(data) < _HEAD.size:
-            raise broken(f"a head of {_HEAD.size} bytes", f"{len(data)}")
+            raise _broken(f"a head of {_HEAD.size} bytes", f"{len(data)}")
         count, gap_bytes, stored_bytes = _HEAD.unpack_from(data)
         behind = _HEAD.size + stored_bytes
         if count * ONE_IN > len(new) or not count <= gap_bytes <= count * _GAP_BYTES:
             found = f"{count} in gaps of {gap_bytes} bytes"
-            raise broken(f"patches of {len(new)} elements", found)
+            raise _broken(f"patches of {len(new)} elements", found)
         gaps = np.frombuffer(_unpack(data[_HEAD.size : behind], gap_bytes), np.uint8)
         indices = np.cumsum(_gaps_from_bytes(gaps, count) + 1) - 1
         if count and indices[-1] >= len(new):
-            raise broken(f"patches of {len(new)} elements", f"one at {indices[-1]}")
+            raise _broken(f"patches of {len(new)} elements", f"one at {indices[-1]}")
         folded, tail = _unpacked_planes(data[behind:], count, width)
         new[indices] += _unfold(folded.view(f"<u{width}"))
         return _with_tail(new, tail, size_bytes % width)
 
 
-CODECS: dict[str, BlockCodec] = {codec.name: codec for codec in (Planes(), Subtract(), Patches())}
+def _broken(expected: str, found: str) -> CorruptError:
+    return CorruptError("cannot decode a block", expected=expected, found=found)
 
 
-def _comparable(data: memoryview, before: memoryview, element_bytes: int) -> bool:
-    """Return True if a block can be encoded by its differences from `before`."""
-    return takes(data.nbytes, element_bytes) and data.nbytes == before.nbytes
+def _joined(parts: list[Part], block: memoryview) -> bytes | None:
+    """Concatenate the parts; return None unless the result is shorter than the block."""
+    return b"".join(parts) if sum(map(len, parts)) < block.nbytes else None
 
 
-def _earlier(
-    before: memoryview | None, size_bytes: int, element_bytes: int, width: int
-) -> Elements:
+def _earlier(before: memoryview | None, size_bytes: int, width: int) -> Elements:
     """Return the elements of the earlier block. Raise `CorruptError` if it is missing or not
     `size_bytes` long."""
-    check_declared(size_bytes, element_bytes)
     if before is None or before.nbytes != size_bytes:
         found = "none" if before is None else f"one of {before.nbytes}"
-        raise broken(f"an earlier block of {size_bytes} bytes", found)
+        raise _broken(f"an earlier block of {size_bytes} bytes", found)
     return _elements_of(before, width)[0]
 
 
@@ -187,7 +177,7 @@ def _elements_of(data: memoryview, width: int) -> tuple[Elements, memoryview]:
 def _with_tail(elements: Elements, tail: memoryview, tail_bytes: int) -> bytes:
     """Return the whole block. Raise `CorruptError` if the tail is not exactly `tail_bytes` long."""
     if len(tail) != tail_bytes:
-        raise broken(f"{tail_bytes} bytes behind all else", f"{len(tail)}")
+        raise _broken(f"{tail_bytes} bytes behind all else", f"{len(tail)}")
     return elements.tobytes() + tail if tail_bytes else elements.tobytes()
 
 
@@ -203,10 +193,10 @@ def _unpacked_planes(
     """Return the bytes of `count` elements, and the stored bytes after their planes."""
     at = 4 * element_bytes
     if len(stored) < at:
-        raise broken(f"sizes of {element_bytes} planes", f"{len(stored)} bytes")
+        raise _broken(f"sizes of {element_bytes} planes", f"{len(stored)} bytes")
     sizes = struct.unpack_from(f"<{element_bytes}I", stored)
     if max(sizes) > count or at + sum(sizes) > len(stored):
-        raise broken(f"planes of at most {count} bytes in {len(stored)}", f"planes of {sizes}")
+        raise _broken(f"planes of at most {count} bytes in {len(stored)}", f"planes of {sizes}")
     planes = []
     for size in sizes:
         plane = _unpack(stored[at : at + size], count)
@@ -271,18 +261,16 @@ def _unpack(stored: memoryview, size_bytes: int) -> Part:
     not packed and returned unchanged."""
     if len(stored) == size_bytes:
         return stored
-    import zstandard
-
     try:
         # Decompression allocates the size that the frame declares: check that first.
         content_bytes = zstandard.frame_content_size(stored)
         if content_bytes != size_bytes:
-            raise broken(f"a frame of {size_bytes} bytes", f"one of {content_bytes}")
+            raise _broken(f"a frame of {size_bytes} bytes", f"one of {content_bytes}")
         content = _decompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise broken("a frame of zstandard", str(error)) from None
+        raise _broken("a frame of zstandard", str(error)) from None
     if len(content) != size_bytes:
-        raise broken(f"a frame of {size_bytes} bytes", f"one of {len(content)}")
+        raise _broken(f"a frame of {size_bytes} bytes", f"one of {len(content)}")
     return content
 
 
@@ -290,8 +278,6 @@ def _compressor() -> zstandard.ZstdCompressor:
     try:
         mine: zstandard.ZstdCompressor = _of_thread.compressor
     except AttributeError:
-        import zstandard
-
         parameters = zstandard.ZstdCompressionParameters(
             compression_level=1,
             strategy=zstandard.STRATEGY_FAST,
@@ -311,10 +297,7 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     try:
         mine: zstandard.ZstdDecompressor = _of_thread.decompressor
     except AttributeError:
-        import zstandard
-
-        mine = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
-        _of_thread.decompressor = mine
+        mine = _of_thread.decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
     return mine
 
 
@@ -358,10 +341,13 @@ def _gaps_from_bytes(stored: NDArray[uint8], count: int) -> NDArray[int64]:
         return stored.astype(np.int64)
     sizes = np.diff(ends, prepend=-1)
     if len(ends) != count or ends[-1] + 1 != len(stored) or sizes.max() > _GAP_BYTES:
-        raise broken(f"{count} gaps of at most {_GAP_BYTES} bytes", f"{len(ends)} that end")
+        raise _broken(f"{count} gaps of at most {_GAP_BYTES} bytes", f"{len(ends)} that end")
     starts = ends - sizes + 1
     gaps = np.zeros(count, np.int64)
     for place in range(_GAP_BYTES):
         here = sizes > place
         gaps[here] |= (stored[starts[here] + place].astype(np.int64) & 0x7F) << 7 * place
     return gaps
+
+
+CODECS: dict[str, BlockCodec] = {codec.name: codec for codec in (Planes(), Subtract(), Patches())}

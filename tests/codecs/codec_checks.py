@@ -1,4 +1,4 @@
-"""The checks that every block codec must pass: call `check_codec(MyCodec())` in a test.
+"""The checks that every block codec must pass.
 
 The blocks cover every element size and all short lengths, special float values, all kinds of data,
 and a base block that is equal, similar, unrelated or absent. Then the stored bytes are damaged in
@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from laststep.codecs.blocks.codec import ELEMENT_BYTES
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
-from laststep.testing.stores import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from laststep.codecs.blocks.codec import BlockCodec
+    from laststep.codecs.blocks import BlockCodec
 
-__all__ = ["check_codec"]
+ELEMENT_BYTES = (1, 2, 4, 8, 16)
 
 _SPECIAL = {
     2: (0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0x7F81, 0xFFFF, 0x7C00, 0x7E01, 0x03FF),
@@ -54,7 +52,6 @@ class _Case(NamedTuple):
 
 def check_codec(codec: BlockCodec) -> None:
     """Raise AssertionError unless the codec fulfils every MUST of the protocol."""
-    check(codec.name and codec.name == codec.name.lower(), f"its name is {codec.name!r}")
     cases = list(_cases())
     stored = [_check_round_trip(codec, case) for case in cases]
     check(any(one is not None for one in stored), "it never encodes a block")
@@ -72,6 +69,11 @@ def check_codec(codec: BlockCodec) -> None:
             _check_damaged(codec, case, one, rng)
     finally:
         tracemalloc.stop()
+
+
+def check(condition: object, found: str) -> None:
+    if not condition:
+        raise AssertionError(found)
 
 
 def _cases() -> Iterator[_Case]:
@@ -135,7 +137,7 @@ def _check_round_trip(codec: BlockCodec, case: _Case) -> bytes | None:
     found = case.decode(codec, stored)
     check(type(found) is bytes, f"{about}: decoded as {type(found)}")
     check(len(found) == len(case.data), f"{about}: decoded as {len(found)} bytes")
-    check(found == case.data or not codec.lossless, f"{about}: decoded as other bytes")
+    check(found == case.data, f"{about}: decoded as other bytes")
     return stored
 
 
@@ -161,12 +163,16 @@ def _check_threads(codec: BlockCodec, cases: list[_Case], expected: list[bytes |
 def _check_damaged(codec: BlockCodec, case: _Case, stored: bytes, rng: np.random.Generator) -> None:
     size, width = len(case.data), case.element_bytes
     cuts = {cut for cut in (0, 1, len(stored) // 2, len(stored) - 1) if 0 <= cut < len(stored)}
-    wrong = {size + 1, size + width, size - 1, size - width, 2 * size, 0, -1, 1 << 31, 1 << 60}
+    wrong = {size + 1, size + width, max(size - 1, 0), max(size - width, 0), 2 * size, 0}
     damaged = [
         *((stored[:cut], size, f"cut to {cut}") for cut in cuts),
         (stored + b"\0", size, "lengthened by a byte"),
         (stored + stored[:40] + b"\0", size, "lengthened by itself"),
-        *((stored, other, f"declared as {other}") for other in wrong - {size}),
+        *(
+            (stored, other, f"declared as {other}")
+            for other in wrong - {size}
+            if other <= BLOCK_BYTES
+        ),
     ]
     for data, declared, how in damaged:
         found = _decode(codec, case, data, declared, how)
@@ -178,7 +184,7 @@ def _check_damaged(codec: BlockCodec, case: _Case, stored: bytes, rng: np.random
             flipped[at] ^= 1 << int(rng.integers(8))
             _decode(codec, case, bytes(flipped), size, f"byte {at} flipped")
     _decode(codec, case, rng.bytes(len(stored)), size, "replaced by noise")
-    for other in (*ELEMENT_BYTES, 0, 3, -1, 1 << 40):
+    for other in ELEMENT_BYTES:
         _decode(codec, case._replace(element_bytes=other), stored, size, f"elements of {other}")
     for before in (None, case.data[:-1], bytes(size)):
         _decode(codec, case._replace(before=before), stored, size, "a different base block")
