@@ -27,7 +27,13 @@ def test_the_helper_starts_without_what_takes_long_to_import() -> None:
     imports = starting._CODE.replace("main(sys.argv[1])", show)
     assert show in imports
     done = subprocess.run(
-        [sys.executable, *starting._BARE, imports, "", *starting._places(encodes=False, foreign=False)],
+        [
+            sys.executable,
+            *starting._BARE,
+            imports,
+            "",
+            *starting._places(encodes=False, foreign=False),
+        ],
         capture_output=True,
         text=True,
         check=True,
