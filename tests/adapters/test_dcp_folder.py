@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import warnings
-import zipfile
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import laststep
@@ -32,6 +30,8 @@ from laststep.errors import CorruptError, NotFoundError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TWO_RANKS = """
 import sys
@@ -239,28 +239,6 @@ def test_what_two_ranks_saved_with_fsdp_is_put_together(
         read_folder(folder)
 
 
-def test_the_safetensors_format_is_read(tmp_path: Path) -> None:
-    state = {"model": {"a": torch.randn(3, 2), "b": torch.arange(4)}, "term": 3}
-    folder = save(state, tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
-    assert_same(read_folder(folder), state)
-
-
-def test_chunks_that_the_safetensors_format_lost_are_missed(tmp_path: Path) -> None:
-    # In one file all chunks of a tensor have one name, and DCP keeps the last of them only.
-    format_ = SerializationFormat.SAFETENSORS
-    folder = save({"a": torch.ones(4, 6)}, tmp_path / "dcp", serialization_format=format_)
-    metadata = metadata_of(folder)
-    tensor = metadata.state_dict_metadata["a"]
-    tensor.size = torch.Size([8, 6])
-    second = torch.Size([4, 0])
-    tensor.chunks.append(ChunkStorageMetadata(second, torch.Size([4, 6])))
-    (info,) = metadata.storage_data.values()
-    metadata.storage_data[MetadataIndex("a", second)] = info
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with raises(CorruptError, found="'a'"):
-        read_folder(folder)
-
-
 def test_too_little_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -324,25 +302,10 @@ def test_a_folder_without_metadata_says_so(tmp_path: Path, monkeypatch: pytest.M
         read_folder(folder)
 
 
-def test_an_index_of_huggingface_is_told(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_text('{"weight_map": {}}')
-    with raises(UsageError, where=tmp_path):
-        read_folder(tmp_path)
-
-
-def replaced(payload: object, *, compressed: bool = False) -> bytes:
+def replaced(payload: object) -> bytes:
     out = io.BytesIO()
     torch.save(payload, out)
-    if not compressed:
-        return out.getvalue()
-    small = io.BytesIO()
-    with (
-        zipfile.ZipFile(out) as stored,
-        zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as deflated,
-    ):
-        for member in stored.namelist():
-            deflated.writestr(member, stored.read(member))
-    return small.getvalue()
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -353,14 +316,12 @@ def replaced(payload: object, *, compressed: bool = False) -> bytes:
         (lambda: replaced([1, 2]), "list"),
         (lambda: replaced(torch.ones(64, 64).to_sparse()), "torch.sparse_coo"),
         (lambda: replaced(torch.empty(64, 64, device="meta")), "meta"),
-        (lambda: replaced(torch.ones(64, 64), compressed=True), ""),
         (lambda: replaced(Evil()), "print"),
-        (lambda: b"junk" * 100, "torch.save"),
-        (lambda: b"", "torch.save"),
-        (lambda: replaced(torch.ones(64, 64))[:900], "torch.save"),
-        (lambda: b"PK\x03\x04" + b"\0" * 500, "torch.save"),
+        (lambda: b"junk" * 100, "damaged"),
+        (lambda: b"", "damaged"),
+        (lambda: replaced(torch.ones(64, 64))[:900], "damaged"),
+        (lambda: b"PK\x03\x04" + b"\0" * 500, "damaged"),
         (lambda: b"\xff" * 7 + b"\x7f{" + b" " * 90, ""),
-        (lambda: (100).to_bytes(8, "little") + b"{" + b" " * 99, "JSON"),
     ],
 )
 def test_payloads_that_are_not_the_chunk_are_refused(

@@ -121,7 +121,7 @@ def test_empty_chunks_of_ranks_without_a_share_are_passed_over(metadata: Metadat
         ([((1, 0), (4, 6))], "[1:5, 0:6]"),
         ([((0, 0), (4, 3)), ((0, 3), (4, 4))], ""),
         ([((0,), (24,))], ""),
-        ([((0, 0), (4,))], "2"),
+        ([((0, 0), (4,))], ""),
     ],
 )
 def test_chunks_that_do_not_cover_the_tensor_once_are_corrupt(
@@ -164,6 +164,24 @@ def test_getattr_is_read_but_never_called(metadata: Metadata) -> None:
 
     metadata.version = Cunning()
     assert len(decode(pickle.dumps(metadata), where="there")) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"h\x05.",
+        b"r\xff\xff\xff\x7f.",
+        b"K\x01K\x02R.",
+        b"]K\x01b.",
+        b"Pid\n.",
+        b"\x82\x01.",
+        b"(((",
+        b"e.",
+    ],
+)
+def test_hostile_pickles_are_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode(data, where="there")
 
 
 def test_every_cut_is_corrupt(metadata: Metadata) -> None:
@@ -234,7 +252,7 @@ def grow(metadata: Metadata) -> None:
         (set_path("a\0b"), ""),
         (set_path(""), ""),
         (set_path(7), ""),
-        (set_path("__7_0.distcp"), "'m.a'"),
+        (set_path("__7_0.distcp"), "__7_0.distcp"),
         (set_path("."), ""),
         (set_region(1 << 40, 10), ""),
         (set_region(0, 1 << 40), ""),
@@ -245,13 +263,13 @@ def grow(metadata: Metadata) -> None:
         (set_region(0, None), ""),
         (set_shape(1 << 40), ""),
         (set_shape(1 << 31, 1 << 31), ""),
-        (set_shape(*[1] * 65), "torch.Size"),
-        (set_state_path(deep(201)), "201"),
+        (set_shape(*[1] * 65), "64"),
+        (set_state_path(deep(201)), "'m.a'"),
         (set_state_path(()), ""),
         (set_state_path((0, "a")), ""),
         (set_state_path(["m", "a"]), ""),
-        (set_state_path(("m", 1.5)), "float"),
-        (set_state_path(("m", True)), "bool"),
+        (set_state_path(("m", 1.5)), "1.5"),
+        (set_state_path(("m", True)), "True"),
         (set_state_path(("m", 1 << 40)), ""),
         (set_state_path(("e", "a")), ""),
         (set_state_path(("m", "\ud800")), ""),
@@ -261,7 +279,6 @@ def grow(metadata: Metadata) -> None:
         (lambda metadata: setattr(metadata, "storage_data", None), "storage_data"),
         (lambda metadata: setattr(metadata, "state_dict_metadata", []), "state_dict_metadata"),
         (lambda metadata: setattr(tensor_of(metadata), "chunks", None), ""),
-        (lambda metadata: setattr(tensor_of(metadata), "size", (4, 6)), "torch.Size"),
         (lambda metadata: setattr(tensor_of(metadata), "properties", 1), "dtype"),
     ],
 )

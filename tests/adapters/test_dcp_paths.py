@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -22,7 +21,6 @@ import laststep
 from expect import raises
 from laststep.catalog.attempt import Attempt
 from laststep.dcp import Reader, Writer
-from laststep.dcp import writer as dcp_writer
 from laststep.errors import AlreadyExistsError, CorruptError, StorageError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,31 +146,20 @@ def test_a_run_with_steps_is_not_taken_for_one_checkpoint(tmp_path: Path) -> Non
 # --- the arguments of torch's own storage
 
 
-def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dcp_writer, "_told", set())
-    for number in range(2):
-        writer = Writer(
-            tmp_path / str(number),
-            single_file_per_rank=False,
-            sync_files=False,
-            thread_count=3,
-            per_thread_copy_ahead=5,
-            cache_staged_state_dict=True,
-            overwrite=True,
-            serialization_format=SerializationFormat.TORCH_SAVE,
-            _extensions=None,
-        )
-        dcp.save(state_of(1), storage_writer=writer)
-        assert same(loaded(Reader(tmp_path / str(number))), state_of(1))
-    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(told) == 5
-    assert all("no effect" in text for text in told)
-    caplog.clear()
-    monkeypatch.setattr(dcp_writer, "_told", set())
-    Writer(tmp_path, single_file_per_rank=True, sync_files=True)  # as it is here
-    assert caplog.records == []
+def test_arguments_of_torchs_own_writer_are_taken(tmp_path: Path) -> None:
+    writer = Writer(
+        tmp_path,
+        single_file_per_rank=False,
+        sync_files=False,
+        thread_count=3,
+        per_thread_copy_ahead=5,
+        cache_staged_state_dict=True,
+        overwrite=True,
+        serialization_format=SerializationFormat.TORCH_SAVE,
+        _extensions=None,
+    )
+    dcp.save(state_of(1), storage_writer=writer)
+    assert same(loaded(Reader(tmp_path)), state_of(1))
 
 
 def test_arguments_that_cannot_be_ignored_are_refused(tmp_path: Path) -> None:
@@ -206,14 +193,13 @@ def test_plans_that_were_kept_for_another_storage_are_not_used(tmp_path: Path) -
 # --- folders that torch's own storage has written
 
 
-@pytest.mark.parametrize("written", list(SerializationFormat))
-def test_a_folder_of_torchs_own_is_read(tmp_path: Path, written: SerializationFormat) -> None:
+def test_a_folder_of_torchs_own_is_read(tmp_path: Path) -> None:
     state = {
         "model": {"w": torch.randn(40, 3), "b": torch.arange(3)},
         "list": [1, {"x": "y"}],
         "empty": torch.empty(0, 2),
     }
-    writer = dcp.FileSystemWriter(tmp_path, thread_count=2, serialization_format=written)
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=2)
     dcp.save(state, storage_writer=writer)
     into: dict[str, Any] = {
         "model": {"w": torch.zeros(40, 3), "b": torch.zeros(3, dtype=torch.int64)},

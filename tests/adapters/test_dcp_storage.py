@@ -395,11 +395,11 @@ def test_a_step_is_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_process_that_saves_to_many_runs_lets_go_of_those_that_it_is_done_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "_writers", attempts._Writers())
+    monkeypatch.setattr(attempts, "_writers", {})
     monkeypatch.setattr(attempts, "_MOST_WRITERS", 2)
     runs = [tmp_path / name for name in "abcd"]
     for step in (1, 2):
         for run in runs:
             save({"w": torch.full((2,), step)}, run, step=step)
     assert [steps(run) for run in runs] == [[1, 2]] * 4
-    assert len(attempts._writers.known) == 2
+    assert len(attempts._writers) == 2

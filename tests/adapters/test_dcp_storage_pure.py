@@ -77,8 +77,7 @@ def test_a_record_comes_back(
     record = dcp_record.DcpRecord(
         entries=tuple(entries), planner_data=planner_data, save_id=save_id
     )
-    data = dcp_record.encode(record, allow_pickle=False)
-    assert dcp_record.decode(data, where="here", allow_pickle=False) == record
+    assert dcp_record.decode(dcp_record.encode(record), where="here") == record
 
 
 @pytest.mark.parametrize(
@@ -114,15 +113,15 @@ def test_a_record_comes_back(
 )
 def test_a_malformed_record_is_corrupt(told: object) -> None:
     with raises(CorruptError, where="here", found=True):
-        dcp_record.decode(objects.encode(told), where="here", allow_pickle=False)
+        dcp_record.decode(objects.encode(told), where="here")
 
 
 def test_a_record_without_the_id_of_its_save_is_read() -> None:
     data = objects.encode({"version": 1, "planner_data": None, "entries": []})
-    found = dcp_record.decode(data, where="here", allow_pickle=False)
+    found = dcp_record.decode(data, where="here")
     assert found == dcp_record.DcpRecord(entries=(), planner_data=None, save_id=None)
 
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:
     with raises(UsageError, where="here", found="3", remedy="upgrade"):
-        dcp_record.decode(objects.encode({"version": 3}), where="here", allow_pickle=True)
+        dcp_record.decode(objects.encode({"version": 3}), where="here")

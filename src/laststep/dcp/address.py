@@ -113,7 +113,7 @@ def found_own_path(path: str) -> str | None:
 def stock_saved_s(path: str) -> float | None:
     """Return the time at which torch's own storage has finished a save there, if it has."""
     folder = local_path(path)
-    metadata = None if folder is None else dcp_folder.metadata_in(Path(folder))
+    metadata = None if folder is None else dcp_folder.metadata_in(Path(folder), 0)
     return None if metadata is None else metadata.stat().st_mtime
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from laststep.catalog.attempt import RUN_NAME, read_decision
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run, RunWriter
-from laststep.catalog.terms import Terms
+from laststep.catalog.terms import Terms, Trainer
 from laststep.constants import listed
 from laststep.dcp.address import is_own_path, own_paths_there, remove_stock, stock_saved_s
 from laststep.errors import AbortedError, AlreadyExistsError, LaststepError, UsageError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from laststep.catalog.attempt import Attempt
-    from laststep.catalog.terms import Trainer
     from laststep.format.manifest import Commit
     from laststep.storage.store import Store
 
@@ -178,48 +177,33 @@ def _check_sole(run: Run, step: int) -> None:
 
 def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
     """Raise `AlreadyExistsError`, with DCP's wording, if the step exists."""
-    if sole and stock_saved_s(run.store.url) is not None:
-        raise AlreadyExistsError(
-            "Checkpoint already exists: torch's own storage has saved here",
-            where=run.store.url,
-            remedy="leave overwrite=False out to replace it, or save elsewhere",
-        )
-    try:
-        run.check_step_free(step)
-    except AlreadyExistsError as error:
-        raise AlreadyExistsError(
-            f"Checkpoint already exists: {error.what}",
-            where=error.where,
-            remedy="pass overwrite=True to the Writer to replace it, or save another step",
-        ) from error
+    what, where = "torch's own storage has saved here", run.store.url
+    if not sole or stock_saved_s(where) is None:
+        try:
+            run.check_step_free(step)
+            return
+        except AlreadyExistsError as error:
+            what, where = error.what, error.where or where
+    raise AlreadyExistsError(
+        f"Checkpoint already exists: {what}",
+        where=where,
+        remedy="pass overwrite=True to the Writer to replace it, or save elsewhere",
+    )
 
 
 _PROCESS = operator.attrgetter("host", "pid", "boot", "process_started")
 
-
-class _Writers:
-    """The writers of this process, by run and trainer. A forked child starts with none."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.mutex = threading.Lock()
-        self.known: dict[tuple[str, Trainer], DcpWriter] = {}
-
-
 _MOST_WRITERS = 64
-_writers = _Writers()
-os.register_at_fork(after_in_child=_writers.reset)
+_writers: dict[tuple[int, str, Trainer], DcpWriter] = {}
+"""The writers by process, run and trainer: a forked child starts with none."""
 
 
 def writer_of(path: str, trainer: Trainer) -> DcpWriter:
     """Return the writer of this process for the run at a path or URL."""
-    with _writers.mutex:
-        known = _writers.known.pop((path, trainer), None) or DcpWriter(path, trainer)
-        if len(_writers.known) >= _MOST_WRITERS:
-            # Drop the least recently used idle one; its next save claims a new term.
-            for key in [key for key, writer in _writers.known.items() if not writer.under_way][:1]:
-                del _writers.known[key]
-        _writers.known[path, trainer] = known
-        return known
+    key = os.getpid(), path, trainer
+    writer = _writers.setdefault(key, DcpWriter(path, trainer))
+    # Drop the oldest idle ones; their next saves claim new terms.
+    for old, known in tuple(_writers.items())[:-_MOST_WRITERS]:
+        if old != key and not known.under_way:
+            _writers.pop(old, None)
+    return writer

@@ -21,14 +21,14 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from laststep.adapters.export.dcp import add_chunks, add_value, leaves_by_item, new_metadata
-from laststep.adapters.importing import dcp_folder, dcp_metadata
+from laststep.adapters.importing import dcp_folder
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.dcp import record as dcp_record
 from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
-from laststep.errors import CorruptError, NotFoundError, UsageError
+from laststep.errors import CorruptError, UsageError
 from laststep.memory.pool import SLOT_BYTES
 from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads, requested_ranges
 from laststep.read.blocks import close_files, refuse
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from laststep.adapters.importing.dcp_metadata import StoredPart
-    from laststep.dcp.record import Kind
     from laststep.format.manifest import Commit
     from laststep.read.blocks import LayoutBlocks
     from laststep.storage.store import Store
@@ -146,19 +145,9 @@ class DcpContent:
     """A checkpoint, open for reading. `close` closes its files."""
 
     def __init__(
-        self,
-        store: Store,
-        folder: str,
-        commit: Commit,
-        *,
-        rank: int,
-        allow_pickle: bool,
-        types: Sequence[type] = (),
+        self, store: Store, folder: str, commit: Commit, *, rank: int, allow_pickle: bool
     ) -> None:
-        """Open a checkpoint. Of per-rank items, those of `rank` are shown. Objects of user classes
-        are created only if the class is in `types` or occurs in the state to load into."""
-        self._classes = dcp_values.classes_in(types)
-        self.folder = folder
+        """Open a checkpoint. Of per-rank items, those of `rank` are shown."""
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
         self._content = Content(store, folder, commit, rank=rank)
@@ -205,7 +194,7 @@ class DcpContent:
 
     def _find_entries(self) -> Iterator[tuple[RecordEntry, object]]:
         for data, where in self._content.values(dcp_record.OBJECT_NAME):
-            record = dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
+            record = dcp_record.decode(data, where=where)
             self._planner_data, self.save_id = record.planner_data, record.save_id
             for entry in record.entries:
                 yield entry, self._node_of(entry)
@@ -217,8 +206,7 @@ class DcpContent:
         leaves = list(chain.from_iterable(by_item.values()))
         self._planner_data = {leaf.name: leaf.path for leaf in leaves}
         for leaf in leaves:
-            kind: Kind = "tensor" if leaf.is_tensor else "value"
-            yield RecordEntry(leaf.name, leaf.path, kind), leaf.node
+            yield RecordEntry(leaf.name, leaf.path, leaf.kind), leaf.node
 
     def _node_of(self, entry: RecordEntry) -> object:
         """Return the node of an entry. Raise CorruptError if the trees contradict the record."""
@@ -248,9 +236,7 @@ class DcpContent:
         for request in plan.items:
             item, name, box = stored[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
-                live = getattr(planner, "state_dict", {}).get(request.dest_index.fqn)
-                entry, node = self._values[request.storage_index.fqn]
-                planner.load_bytes(request, self._bytes(entry, node, dcp_values.classes_in(live)))
+                planner.load_bytes(request, self._bytes(*self._values[request.storage_index.fqn]))
             elif box is None:
                 raise UsageError(
                     f"cannot load {request.storage_index.fqn} into a tensor: it is a plain value"
@@ -267,8 +253,8 @@ class DcpContent:
                 wanted.append(_ChunkRead(request, chunk, TORCH_DTYPES[dtype], part))
         _copy_chunks(self._content.files, wanted, planner)
 
-    def _bytes(self, entry: RecordEntry, node: object, classes: dict[str, type]) -> BytesIO:
-        """Return a value as the bytes that a planner loads; it may have objects of `classes`."""
+    def _bytes(self, entry: RecordEntry, node: object) -> BytesIO:
+        """Return a value as the bytes that a planner loads."""
         item, where = str(entry.location[0]), f"{self._where}, {entry.fqn}"
         value = rebuild(
             node,
@@ -277,8 +263,6 @@ class DcpContent:
         )
         if entry.kind == "raw" and isinstance(value, bytes):
             return dcp_values.raw_bytes(value, fqn=entry.fqn, allow_pickle=self._allow_pickle)
-        if entry.kind == "typed":
-            value = dcp_values.rebuilt(value, {**self._classes, **classes}, fqn=entry.fqn)
         return dcp_values.put_together(value)
 
     def _whole(self, item: str, name: str) -> torch.Tensor:
@@ -301,17 +285,7 @@ class StockFolder:
     def __init__(self, path: str, *, rank: int, allow_pickle: bool) -> None:
         self._folder = Path(local_path(path) or path)
         self._allow_pickle = allow_pickle
-        told = dcp_folder.metadata_in(self._folder, rank)
-        if told is None:
-            raise NotFoundError(
-                f"rank {rank} has not saved anything here",
-                where=path,
-                found="ranks that saved separately",
-                remedy="load with as many ranks as have saved",
-            )
-        in_parts = told.name != dcp_folder.METADATA_NAME
-        data = told.read_bytes()
-        self._entries = dcp_metadata.decode(data, where=str(told), in_parts=in_parts)
+        self._entries = dcp_folder.read_metadata(self._folder, rank)
         self._dtypes = {
             entry.name: TORCH_DTYPES[entry.dtype] for entry in self._entries if entry.dtype
         }
@@ -337,14 +311,12 @@ class StockFolder:
         requests: dict[StoredPart, list[ReadItem]] = {}
         for request in plan.items:
             requests.setdefault(stored[request.storage_index], []).append(request)
-        for part, reader in dcp_folder.read_parts(self._folder, requests):
-            if part.box is not None:
-                tensor = reader.chunk(part, self._dtypes[part.name])
-                for request in requests[part]:
-                    put_whole(tensor, request, planner)
-                continue
-            reader.file.seek(part.offset)
-            data = reader.file.read(part.size_bytes)
+        for part, data, where in dcp_folder.read_parts(self._folder, requests):
             for request in requests[part]:
-                safe = dcp_values.raw_bytes(data, fqn=part.name, allow_pickle=self._allow_pickle)
-                planner.load_bytes(request, safe)
+                if part.box is None:
+                    fqn, allow_pickle = part.name, self._allow_pickle
+                    safe = dcp_values.raw_bytes(data, fqn=fqn, allow_pickle=allow_pickle)
+                    planner.load_bytes(request, safe)
+                else:
+                    tensor = dcp_folder.chunk(part, data, self._dtypes[part.name], where=where)
+                    put_whole(tensor, request, planner)

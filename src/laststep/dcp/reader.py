@@ -33,7 +33,6 @@ from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -64,8 +63,7 @@ class Reader(StorageReader):
     whether a Checkpointer or DCP saved it. Also loads what torch's own storage wrote to the path.
 
     A checkpoint that a Checkpointer saved appears as one state: its items by name. Pickled objects
-    raise `UsageError` unless `allow_pickle` is set. Enums and dataclasses are created only if their
-    class is in `types` or occurs in the state to load into.
+    raise `UsageError` unless `allow_pickle` is set.
     """
 
     def __init__(
@@ -74,10 +72,8 @@ class Reader(StorageReader):
         step: int | None = None,
         *,
         allow_pickle: bool = False,
-        types: Sequence[type] = (),
         _extension_registry: object = None,  # for torch's FileSystemReader; unused here
     ) -> None:
-        self._types = tuple(types)
         self._address = Address.of(path, step)
         self._allow_pickle = allow_pickle
         self._found: _FoundCheckpoint | None = None
@@ -207,7 +203,6 @@ class Reader(StorageReader):
             decided,
             rank=0 if found.own else rank,
             allow_pickle=self._allow_pickle,
-            types=self._types,
         )
         return self._content
 

@@ -6,13 +6,12 @@ any other state becomes the item `model`. If the planner reports no paths, or co
 the names themselves are the keys.
 
 The value `~dcp` is typed JSON in the coordinator's index. The kind of an entry is a tensor, a
-value, a described value (`typed`), unchanged bytes (`raw`), or the `part` of a tensor that one rank
-saved separately. Sizes, dtypes and chunks are in the indexes instead. Knows nothing of stores.
+value, unchanged bytes (`raw`), or the `part` of a tensor that one rank saved separately. Sizes,
+dtypes and chunks are in the indexes instead. Knows nothing of stores.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,10 +20,8 @@ import msgspec
 
 from laststep.adapters.nesting import Path, nest
 from laststep.codecs import objects
-from laststep.codecs.objects import Tagged
 from laststep.constants import is_item_name
 from laststep.errors import CorruptError, UsageError
-from laststep.state.tensors import revive
 from laststep.state.tree import MAX_DEPTH, name_of
 
 if TYPE_CHECKING:
@@ -92,11 +89,7 @@ def tensor_name(location: Path) -> str:
 
 
 OBJECT_NAME = "~dcp"
-_VERSION = 2
-"""The version with all kinds of entries. Version 1 is written if it suffices."""
-
-Kind = Literal["tensor", "value", "raw", "part", "typed"]
-
+_VERSION: Literal[1] = 1
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -107,7 +100,7 @@ class RecordEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     fqn: str
     location: Annotated[tuple[str | _Count, ...], msgspec.Meta(min_length=1)]
-    kind: Kind
+    kind: Literal["tensor", "value", "raw", "part"]
     start: tuple[_Count, ...] = ()
     shape: tuple[_Count, ...] = ()
 
@@ -118,18 +111,17 @@ class DcpRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     entries: tuple[RecordEntry, ...]
     planner_data: Any
     save_id: str | None = None
+    version: Literal[1] = _VERSION
 
 
-def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
-    """Return the record as bytes. Raise `UsageError` if the planner's data must be pickled."""
+def encode(record: DcpRecord) -> bytes:
+    """Return the record as bytes. Raise `UsageError` if the planner's data are not plain."""
     entries: list[list[object]] = []
     for entry in record.entries:
         extent = [list(entry.start), list(entry.shape)] if entry.kind == "part" else []
         entries.append([entry.fqn, list(entry.location), entry.kind, *extent])
     document = {
-        "version": _VERSION
-        if any(entry.kind in ("part", "typed") for entry in record.entries)
-        else 1,
+        "version": record.version,
         "planner_data": record.planner_data,
         "save_id": record.save_id,
         "entries": entries,
@@ -137,19 +129,15 @@ def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     try:
         return objects.encode(document)
     except UsageError as error:
-        if not allow_pickle:
-            raise UsageError(
-                "cannot save the data of the planner, which is not plain",
-                found=error.found,
-                remedy="pass allow_pickle=True to both Writer and Reader",
-            ) from error
-    pickled = Tagged("pickle", pickle.dumps(record.planner_data, protocol=4))
-    return objects.encode({**document, "planner_data": pickled})
+        raise UsageError(
+            "cannot save the data of the planner, which are not plain", found=error.found
+        ) from error
 
 
-def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
+def decode(data: bytes, *, where: str) -> DcpRecord:
     """Decode a record. Raise `UsageError` if it has a later version."""
-    match objects.decode(data, where=where):
+    document = objects.decode(data, where=where)
+    match document:
         case {"version": int(version)} if version > _VERSION:
             raise UsageError(
                 "cannot read a checkpoint of a later version of the adapter",
@@ -158,22 +146,15 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
                 found=f"version {version}",
                 remedy="upgrade laststep",
             )
-        case {"version": 1 | 2, **content}:
-            pass
-        case _:
-            raise _corrupt(where, "no version")
     try:
-        record = msgspec.convert(content, DcpRecord)
+        record = msgspec.convert(document, DcpRecord)
     except msgspec.ValidationError as error:
         raise _corrupt(where, str(error)) from None
     for entry in record.entries:
         is_sound = entry.kind == "part" or not entry.shape
         if not is_sound or len(entry.start) != len(entry.shape) or type(entry.location[0]) is int:
             raise _corrupt(where, repr(entry)[:200])
-    if type(record.planner_data) is not Tagged:
-        return record
-    planner = revive(record.planner_data, where=where, allow_pickle=allow_pickle)
-    return msgspec.structs.replace(record, planner_data=planner)
+    return record
 
 
 def _corrupt(where: str, found: str) -> CorruptError:

@@ -285,12 +285,7 @@ def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def make_commit(
-    save: DcpSave,
-    metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
-    *,
-    save_id: str,
-    allow_pickle: bool,
+    save: DcpSave, metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, save_id: str
 ) -> Commit:
     """Write the remaining files. Raise `UsageError` if results and metadata differ."""
     attempt, at, ranks = save.attempt, save.attempt.name, len(results)
@@ -331,7 +326,7 @@ def make_commit(
         item: objects.encode({"tree": tree, "ties": {}, "views": {}})
         for item, tree in trees.items()
     }
-    values[dcp_record.OBJECT_NAME] = dcp_record.encode(record, allow_pickle=allow_pickle)
+    values[dcp_record.OBJECT_NAME] = dcp_record.encode(record)
     for rank in range(ranks):  # a rank without results has written nothing
         indexes[rank] = indexes.get(rank) or _write_index(attempt, (rank, ranks))
     # What belongs to no rank has an index of the coordinator, after those of the ranks.
@@ -367,34 +362,29 @@ def _item_records(written: Mapping[str, Sequence[WrittenEntry]]) -> tuple[ItemRe
 def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list[RecordEntry]:
     """Check that an entry was written completely and only once, and return its records: several if
     a rank saves the parts of a tensor separately."""
-    if not written:
-        raise UsageError(f"no rank has written {fqn}, which is in the planner's metadata")
-    first, records = written[0], [entry.record for entry in written]
-    if isinstance(content, TensorStorageMetadata) and all(
-        record.kind == "part" for record in records
-    ):
-        return records
-    if any(record.location != first.record.location for record in records):
-        raise UsageError(
-            f"the ranks disagree about the place of {fqn}",
-            found=", ".join(sorted({str(record.location) for record in records})),
-            remedy="save without the plan caching of the planner",
-        )
-    if not isinstance(content, TensorStorageMetadata):
-        if len(written) > 1 or first.tree is None:
-            raise UsageError(f"{fqn} was written {len(written)} times, or as a tensor")
-        return records
+    records = [entry.record for entry in written]
     boxes = [entry.box for entry in written if entry.box is not None]
-    shape = tuple(content.size)
-    alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1
-    if not alike or not covers_once(shape, [box for box in boxes if box.volume]):
-        raise UsageError(
-            f"the chunks of {fqn} do not cover it",
-            expected=f"every element of {list(shape)} once, of one dtype",
-            found=listed(f"[{box.text}]" for box in boxes),
-            remedy="save on all ranks that hold a shard of it, without no_dist",
+    is_at_one_place = len({(entry.record.location, entry.dtype) for entry in written}) == 1
+    if isinstance(content, TensorStorageMetadata):
+        if records and all(record.kind == "part" for record in records):
+            return records
+        is_whole = len(boxes) == len(written) and covers_once(
+            tuple(content.size), [box for box in boxes if box.volume]
         )
-    return [first.record]
+    else:
+        is_whole = len(written) == 1 and not boxes
+    if is_at_one_place and is_whole:
+        return records[:1]
+    raise UsageError(
+        f"the ranks have not written {fqn} as a whole and once",
+        expected=f"what the planner's metadata says: {content}"[:200],
+        found=listed(
+            f"{'.'.join(map(str, entry.record.location))} {entry.dtype}"
+            f"{'' if entry.box is None else f'[{entry.box.text}]'}"
+            for entry in written
+        ),
+        remedy="save on all ranks that hold a shard of it, without no_dist",
+    )
 
 
 def _empty_tensors(

@@ -14,22 +14,16 @@ import dataclasses
 import logging
 import uuid
 import weakref
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    SerializationFormat,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from laststep.catalog.attempt import Attempt, abort
-from laststep.catalog.run import Run
 from laststep.catalog.terms import this_writer
 from laststep.dcp.address import SOLE_STEP, Address, is_address, is_alone, own_path, this_rank
 from laststep.dcp.attempts import only_logged, writer_of
@@ -40,7 +34,7 @@ from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.distributed.checkpoint._extension import StreamTransformExtension
     from torch.distributed.checkpoint.metadata import Metadata
@@ -54,18 +48,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-_NO_EFFECT = {
-    "single_file_per_rank": "a rank writes a file for each item, of small ones one for all",
-    "sync_files": "what is committed is always on the disk",
-    "per_thread_copy_ahead": "tensors are copied through a few buffers of 16 MiB",
-    "cache_staged_state_dict": "pass dcp.async_save(async_stager=DefaultStager(…)), and keep it",
-    "serialization_format": "all files are safetensors",
-}
-"""Arguments of torch's FileSystemWriter without effect, and what happens instead."""
-_told: set[str] = set()
-"""Those that were logged."""
-
-
 _CACHES = (
     "_cached_save_plan",
     "_cached_final_save_plan",
@@ -75,31 +57,24 @@ _CACHES = (
 )
 
 
-def _forget_other_plans(is_ours: Callable[[object], bool]) -> None:
-    """Remove the cached plans of other storages before a planner looks for its own. All ranks MUST
-    do so at the same point of a save, so that all of them have a cached plan or none has."""
-    finished = getattr(SavePlanner, "_cached_final_save_plan", {})
-    for key in [key for key, plan in finished.items() if not is_ours(plan.storage_data)]:
-        for cache in _CACHES:
-            getattr(SavePlanner, cache, {}).pop(key, None)
+def _forget_plans() -> None:
+    """Remove the plans that planners have cached: an earlier plan names an earlier attempt, or
+    another storage. All ranks MUST do so at the same points of a save."""
+    for cache in _CACHES:
+        getattr(SavePlanner, cache, {}).clear()
 
 
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
-class _WriteSlot(_StoragePrefix):
-    """The data that a rank finds in its plan: the attempt to write to, its rank, and the locations
-    of its entries. If a planner passes it to torch's own storage, it acts as a file name prefix."""
+class _WriteSlot(NamedTuple):
+    """The data that a rank finds in its plan: the attempt to write to, its rank, the number of
+    ranks, and the locations of its entries."""
 
     at: AttemptName
     rank: int
     ranks: int
     locations: dict[str, Path]
-    own: bool
-    """True if the rank saves separately."""
-    spent: bool = False
-    """True if a save has used it: a planner with a cache returns an earlier plan, with this."""
 
 
 class Writer(StorageWriter):
@@ -109,7 +84,8 @@ class Writer(StorageWriter):
     is committed. With `step`, the path is a run, and saving an existing step raises
     `AlreadyExistsError`. `overwrite` changes this in both cases. Each save may name its own path or
     step as `checkpoint_id`. Values that can only be pickled raise `UsageError` unless
-    `allow_pickle` is set. The other arguments are those of torch's FileSystemWriter.
+    `allow_pickle` is set. The other arguments are those of torch's FileSystemWriter; apart from
+    `thread_count` they have no effect.
     """
 
     def __init__(  # noqa: PLR0913 (torch's arguments)
@@ -143,16 +119,6 @@ class Writer(StorageWriter):
                 found=repr(_extensions)[:200],
                 remedy="leave _extensions out, or keep torch's FileSystemWriter",
             )
-        ignored = {
-            "single_file_per_rank": not single_file_per_rank,
-            "sync_files": not sync_files,
-            "per_thread_copy_ahead": per_thread_copy_ahead is not None,
-            "cache_staged_state_dict": cache_staged_state_dict,
-            "serialization_format": serialization_format is not SerializationFormat.SAFETENSORS,
-        }
-        for name in [name for name, given in ignored.items() if given and name not in _told]:
-            _told.add(name)
-            _log.warning("%s has no effect on a run: %s", name, _NO_EFFECT[name])
         self._own = False
         self._trainer = this_writer()  # torch's background process saves on its behalf
         self._giving_up: weakref.finalize[..., Writer] | None = None
@@ -181,7 +147,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         self._forget()
         self._own = not kwargs.get("use_collectives", True) and not is_alone()
-        _forget_other_plans(lambda told: isinstance(told, _WriteSlot) and told.own == self._own)
+        _forget_plans()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -201,12 +167,10 @@ class Writer(StorageWriter):
             dataclasses.replace(
                 plan,
                 storage_data=_WriteSlot(
-                    prefix=f"__{rank}_",
                     at=save.attempt.name,
                     rank=rank,
                     ranks=len(plans),
                     locations={item.index.fqn: locations[item.index.fqn] for item in plan.items},
-                    own=self._own,
                 ),
             )
             for rank, plan in enumerate(plans)
@@ -214,9 +178,10 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data. It is durable when this returns."""
+        _forget_plans()
         assigned: _WriteSlot = plan.storage_data
-        attempt = self._attempt(assigned)
-        assigned.spent = True
+        save = self._save
+        attempt = Attempt(open_store(self._path), assigned.at) if save is None else save.attempt
         try:
             with _folder_there(f"{self._path}/{attempt.folder}"):
                 results = write_items(
@@ -241,9 +206,7 @@ class Writer(StorageWriter):
             raise UsageError("cannot finish a save that was not begun", where=self._path)
         try:
             with _folder_there(f"{self._path}/{save.attempt.folder}"):
-                commit = make_commit(
-                    save, metadata, results, save_id=self._save_id, allow_pickle=self._allow_pickle
-                )
+                commit = make_commit(save, metadata, results, save_id=self._save_id)
             save.commit(commit)
         except BaseException as error:
             save.abort(f"the coordinator failed: {error!r}")
@@ -281,19 +244,6 @@ class Writer(StorageWriter):
     @property
     def _step(self) -> int:
         return SOLE_STEP if self._address.step is None else self._address.step
-
-    def _attempt(self, assigned: _WriteSlot) -> Attempt:
-        if self._save is not None:
-            return self._save.attempt
-        store = open_store(self._path)
-        if not assigned.spent:
-            return Attempt(store, assigned.at)
-        # The planner reuses a cached plan, which names an earlier attempt. The coordinator created
-        # the new folder before any rank was told to reuse its plan.
-        begun = [name for name in Run.open(store).attempts() if name.step == self._step]
-        if not begun:
-            raise AbortedError("the coordinator aborted the save", where=self._path)
-        return Attempt(store, max(begun, key=lambda name: name.point))
 
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         """Abort an attempt, which any rank may do. Other ranks may still be writing, so its files

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from itertools import chain
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -53,8 +53,8 @@ class Leaf(NamedTuple):
         return ".".join(map(str, self.path))
 
     @property
-    def is_tensor(self) -> bool:
-        return type(self.node) is TensorRef
+    def kind(self) -> Literal["tensor", "value"]:
+        return "tensor" if type(self.node) is TensorRef else "value"
 
 
 def export_dcp(
@@ -69,6 +69,7 @@ def export_dcp(
     )
     metadata = new_metadata({})
     files: list[WrittenFile] = []
+    values = 0
     with new_folder(target) as folder:
         for number, tensors in enumerate(sources):
             name = f"__0_{number}.distcp"
@@ -76,11 +77,12 @@ def export_dcp(
                 writer = _EntryAppender(file, name, tensors, metadata)
                 for leaf in leaves[tensors.item]:
                     writer.write(leaf)
-                count = sum(leaf.is_tensor for leaf in leaves[tensors.item])
+                kinds = [leaf.kind for leaf in leaves[tensors.item]]
+                values += kinds.count("value")
+                count = kinds.count("tensor")
                 files.append(WrittenFile(name=name, tensors=count, size_bytes=file.tell()))
         with new_file(folder / ".metadata") as file:
             pickle.dump(metadata, file)
-    values = sum(not leaf.is_tensor for of_item in leaves.values() for leaf in of_item)
     return Exported(files=tuple(files), values=values)
 
 

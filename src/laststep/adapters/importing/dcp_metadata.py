@@ -1,22 +1,23 @@
 """Decode the `.metadata` of torch.distributed.checkpoint (DCP): entries and their locations.
 
-Pure; knows nothing of files or torch. The pickle is read without calling anything in it, and every
+Pure; knows nothing of files or torch. `.metadata` is a pickle, but nothing in it is called: classes
+are stand-ins that only keep what was pickled, and any class but DCP's own is refused by name. Every
 part that is used is checked here: types, ranges, and that the chunks of a tensor cover it exactly
 once. Damage is a `CorruptError`; metadata that is intact but not supported is a `UsageError`.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from laststep.adapters.importing import inert_pickle
-from laststep.adapters.importing.inert_pickle import Global, PickledObject
-from laststep.constants import DTYPES, listed, with_article
-from laststep.errors import CorruptError, UsageError
+from laststep.constants import DTYPES, listed
+from laststep.errors import CorruptError, LaststepError, UsageError
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
 
@@ -39,7 +40,7 @@ _ADMITTED_NAMES = {
     "collections": "OrderedDict",
     "builtins": "getattr",  # members of enums in some versions of Python; never called
 }
-ADMITTED = frozenset(
+_ADMITTED = frozenset(
     (module, name) for module, names in _ADMITTED_NAMES.items() for name in names.split()
 )
 """All classes and functions that may occur in the metadata, by module and name."""
@@ -49,8 +50,53 @@ REMEDY = (
     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and save its parts"
 )
 
-_MAX_DIMS = 64
+
+class _Inert:
+    """A stand-in for an object of a class of this name, with its arguments and attributes."""
+
+    args: tuple[object, ...] = ()
+    state: object = None
+
+    def __new__(cls, *args: object) -> Self:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _InertUnpickler(pickle._Unpickler):  # noqa: SLF001
+    """The unpickler in Python: for a wrong memo index, that in C allocates gigabytes."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if (module, name) not in _ADMITTED:
+            raise UsageError(
+                "cannot import",
+                found=f"{module[:100]}.{name[:100]}, which is code and not allowed",
+                remedy=REMEDY,
+            )
+        plain = {"OrderedDict": dict, "Size": tuple}
+        return plain.get(name) or type(name, (_Inert,), {})
+
+
+def _unpickled(data: bytes, where: str) -> object:
+    try:
+        found: object = _InertUnpickler(io.BytesIO(data)).load()
+    except LaststepError as error:
+        error.where = where
+        raise
+    except Exception as error:  # invalid bytes raise anything
+        raise CorruptError(
+            "cannot read a pickle", where=where, found=f"damage: {str(error)[:200]}"
+        ) from error
+    return found
+
+
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Size = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
 
 
 # The attributes that are used of DCP's objects. `Any` is checked when it is used.
@@ -62,20 +108,20 @@ class Metadata(msgspec.Struct):
     planner_data: dict[Any, Any] | None = None
 
 
-class TensorStorageMetadata(msgspec.Struct):
-    size: Any
-    properties: Any
-    chunks: list[Any]
-
-
 class ChunkStorageMetadata(msgspec.Struct):
-    offsets: Any
-    sizes: Any
+    offsets: _Size
+    sizes: _Size
+
+
+class TensorStorageMetadata(msgspec.Struct):
+    size: _Size
+    properties: Any
+    chunks: list[ChunkStorageMetadata]
 
 
 class MetadataIndex(msgspec.Struct):
     fqn: str
-    offset: Any = None
+    offset: _Size | None = None
 
 
 class _StorageInfo(msgspec.Struct):
@@ -122,15 +168,7 @@ class MetadataEntry(NamedTuple):
 def decode(data: bytes, *, where: str, in_parts: bool = False) -> tuple[MetadataEntry, ...]:
     """Return all entries in the order of the metadata. With `in_parts`, for a rank that saved
     separately, the chunks need not cover a whole tensor."""
-    if data[:1] == b"{":
-        raise UsageError(
-            "cannot import",
-            where=where,
-            found="an index of HuggingFace storage, not of DCP's own",
-            remedy="import the safetensors files in the folder one by one",
-        )
-    metadata = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
-    return _MetadataDecoder(where, in_parts=in_parts).entries(metadata)
+    return _MetadataDecoder(where, in_parts=in_parts).entries(_unpickled(data, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,42 +178,49 @@ class _MetadataDecoder:
 
     def entries(self, raw: object) -> tuple[MetadataEntry, ...]:
         metadata = self._record(raw, Metadata)
-        places: dict[tuple[str, object], object] = {}
+        places: dict[tuple[str, tuple[int, ...] | None], object] = {}
         for key, info in metadata.storage_data.items():
             index = self._record(key, MetadataIndex)
-            at = None if index.offset is None else self._size(index.offset, "an index")
-            places[index.fqn, at] = info
+            places[index.fqn, index.offset] = info
         paths = metadata.planner_data or {}
         entries = []
-        for key, content in metadata.state_dict_metadata.items():
-            name = self._name(key)
-            path = self._path(name, paths.get(name, (name,)))
-            entries.append(self._entry(name, path, content, places))
+        for name, content in metadata.state_dict_metadata.items():
+            path = paths.get(name, (name,))
+            self._check_path(name, path)
+            if type(content).__name__ == "BytesStorageMetadata":
+                part = self._part(name, None, places.get((name, None)))
+                entries.append(MetadataEntry(name, path, (part,)))
+                continue
+            tensor = self._record(content, TensorStorageMetadata)
+            boxes = [box for chunk in tensor.chunks if (box := self._box(name, chunk)).volume]
+            self._check_boxes(name, tensor.size, boxes)
+            parts = tuple(self._part(name, box, places.get((name, box.start))) for box in boxes)
+            dtype = self._dtype(name, tensor.properties)
+            entries.append(MetadataEntry(name, path, parts, dtype, tensor.size))
         return tuple(entries)
 
-    def _entry(
-        self, name: str, path: Path, raw: object, places: dict[tuple[str, object], object]
-    ) -> MetadataEntry:
-        if isinstance(raw, PickledObject) and raw.kind.name == "BytesStorageMetadata":
-            part = self._part(name, None, places.get((name, None)))
-            return MetadataEntry(name=name, path=path, parts=(part,))
-        tensor = self._record(raw, TensorStorageMetadata)
-        shape = self._size(tensor.size, f"the shape of {name[:100]!r}")
-        boxes = [box for box in (self._box(name, chunk) for chunk in tensor.chunks) if box.volume]
-        self._check_boxes(name, shape, boxes)
-        parts = tuple(self._part(name, box, places.get((name, box.start))) for box in boxes)
-        dtype = self._dtype(name, tensor.properties)
-        return MetadataEntry(name=name, path=path, parts=parts, dtype=dtype, shape=shape)
+    def _check_path(self, name: object, path: object) -> None:
+        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and type(path[0]) is str
+        for part in (name, *path) if isinstance(path, tuple) else (name,):
+            is_path = is_path and (type(part) is int or (type(part) is str and _is_text(part)))
+        if not is_path or type(name) is not str:
+            raise self._corrupt(f"no path of text and numbers for {name!a:.100}: {path!a:.100}")
+
+    def _box(self, name: str, chunk: ChunkStorageMetadata) -> Box:
+        if len(chunk.offsets) != len(chunk.sizes):
+            raise self._corrupt(f"a chunk of {name[:100]!r} with other offsets than sizes")
+        return whole(chunk.sizes).moved(chunk.offsets)
 
     def _check_boxes(self, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-        title = f"{name[:100]!r} of shape {list(shape)}"
-        for box in boxes:
-            if len(box.start) != len(shape) or whole(shape).meet(box) != box:
-                raise self._corrupt(f"{title} with a chunk outside of it, [{box.text}]")
-        if self.in_parts or covers_once(shape, boxes):
-            return
-        shown = listed(f"[{box.text}]" for box in boxes)
-        raise self._corrupt(f"{title} with chunks that do not cover it once: {shown or 'none'}")
+        is_inside = all(
+            len(box.start) == len(shape) and whole(shape).meet(box) == box for box in boxes
+        )
+        if not is_inside or not (self.in_parts or covers_once(shape, boxes)):
+            shown = listed(f"[{box.text}]" for box in boxes)
+            raise self._corrupt(
+                f"{name[:100]!r} of shape {list(shape)} with chunks that do not cover it once: "
+                f"{shown or 'none'}"
+            )
 
     def _part(self, name: str, box: Box | None, raw: object) -> StoredPart:
         if raw is None:
@@ -185,78 +230,33 @@ class _MetadataDecoder:
         if file in ("", ".", "..") or set(file) & set("/\\\0"):
             raise self._corrupt(f"no name of a file for {name[:100]!r}: {file[:100]!r}")
         if info.transform_descriptors:
-            raise UsageError(
-                "cannot import",
-                where=self.where,
-                found=f"{name[:100]!r} behind stream transforms: "
-                + ", ".join(text[:50] for text in info.transform_descriptors[:4]),
-                remedy="load the folder with torch.distributed.checkpoint, and save it without "
-                "transforms",
-            )
+            transforms = ", ".join(text[:50] for text in info.transform_descriptors[:4])
+            raise self._unsupported(f"{name[:100]!r} behind stream transforms: {transforms}")
         return StoredPart(name=name, file=file, offset=info.offset, size_bytes=info.length, box=box)
 
     def _dtype(self, name: str, raw: object) -> str:
-        state = raw.state if isinstance(raw, PickledObject) else None
-        if not isinstance(state, tuple) or len(state) < 2:
-            raise self._corrupt(f"no dtype of {name[:100]!r}")
-        dtype, layout = state[:2]
-        if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
-            raise self._corrupt(f"no dtype of {name[:100]!r}")
-        if not isinstance(layout, PickledObject) or layout.args != ("torch.strided",):
-            raise UsageError(
-                "cannot import",
-                where=self.where,
-                found=f"{name[:100]!r}, which is a sparse tensor",
-                remedy=REMEDY,
-            )
-        return dtype.name
-
-    def _box(self, name: str, raw: object) -> Box:
-        title, chunk = f"a chunk of {name[:100]!r}", self._record(raw, ChunkStorageMetadata)
-        start, shape = self._size(chunk.offsets, title), self._size(chunk.sizes, title)
-        if len(start) != len(shape):
-            raise self._corrupt(f"{title} with {len(start)} offsets and {len(shape)} sizes")
-        return whole(shape).moved(start)
-
-    def _size(self, raw: object, title: str) -> tuple[int, ...]:
-        """Return the sizes of a pickled torch.Size."""
-        sizes = raw.args[0] if isinstance(raw, PickledObject) and len(raw.args) == 1 else None
-        try:
-            found = msgspec.convert(sizes, tuple[_Count, ...])
-        except msgspec.ValidationError as error:
-            raise self._corrupt(f"{title} that is not a torch.Size: {error}") from None
-        if len(found) > _MAX_DIMS:
-            raise self._corrupt(f"{title} that is a torch.Size of {len(found)} dimensions")
-        return found
-
-    def _path(self, name: str, raw: object) -> Path:
-        if not isinstance(raw, tuple) or not raw or not isinstance(raw[0], str):
-            raise self._corrupt(f"no path for {name[:100]!r}")
-        if len(raw) > MAX_DEPTH:
-            raise self._corrupt(f"{name[:100]!r} below {len(raw)} levels, of {MAX_DEPTH} at most")
-        for part in raw:
-            if type(part) is not int:
-                self._name(part)
-        return raw
+        match getattr(raw, "state", None):
+            case (type(__name__=dtype), _Inert(args=(layout,)), *_) if dtype in DTYPES:
+                if layout != "torch.strided":
+                    raise self._unsupported(f"{name[:100]!r}, which is a sparse tensor")
+                return str(dtype)
+        raise self._corrupt(f"no dtype of {name[:100]!r}")
 
     def _record(self, raw: object, kind: type[_T]) -> _T:
-        """Return the attributes of an object whose class has the name of `kind`."""
-        if not isinstance(raw, PickledObject) or raw.kind.name != kind.__name__:
-            other = raw.kind.name if isinstance(raw, PickledObject) else type(raw).__name__
-            raise self._corrupt(f"a {other} where a {kind.__name__} belongs")
         try:
-            return msgspec.convert(raw.state, kind)
+            return msgspec.convert(raw, kind, from_attributes=True)
         except msgspec.ValidationError as error:
             raise self._corrupt(f"a malformed {kind.__name__}: {error}") from None
 
-    def _name(self, name: object) -> str:
-        if not isinstance(name, str):
-            raise self._corrupt(f"{with_article(type(name))} as a name")
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise self._corrupt(f"the name {name[:100]!a}, which is not text") from None
-        return name
+    def _unsupported(self, found: str) -> UsageError:
+        return UsageError("cannot import", where=self.where, found=found, remedy=REMEDY)
 
     def _corrupt(self, found: str) -> CorruptError:
         return CorruptError("cannot import", where=self.where, found=found)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return bool(text.encode()) or not text
+    except UnicodeEncodeError:
+        return False
