@@ -106,7 +106,7 @@ def test_prune_removes_a_copy_that_nobody_goes_on_with(maker, laststep: Callable
     assert laststep("prune", maker.path, "--last", 9, "-y", "--json").json()["copies"] == []
     maker.save(2)
     dry = laststep("prune", maker.path, "--last", 9, "--dry-run")
-    assert ("1 copy" in dry.out, folder.exists()) == (True, True)
+    assert ("1 interrupted copy" in dry.out, folder.exists()) == (True, True)
     with closing(maker.run.store.lock(f"{folder.name}/copying.lock")):
         laststep("prune", maker.path, "--last", 9, "-y")
         assert folder.exists()

@@ -178,11 +178,6 @@ def test_load_reads_the_checkpoint_that_replaced_the_newest(live: Path) -> None:
     assert torch.equal(library.load(live)["model"]["weight"], torch.full((4,), 2.0))
 
 
-def test_show_reads_the_checkpoint_that_replaced_the_newest(replaced, laststep: Callable) -> None:
-    ended = laststep("show", replaced.path, "--json")
-    assert (ended.status, ended.json()["step"]) == (0, 200)
-
-
 def test_export_reads_the_checkpoint_that_replaced_the_newest(
     live: Path, laststep: Callable, tmp_path: Path
 ) -> None:
@@ -221,7 +216,7 @@ def test_prune_checks_the_checkpoint_that_replaced_the_newest(
 
 
 @pytest.mark.parametrize(
-    "command", [("show",), ("verify",), ("copy", "COPY"), ("export", "HF", "--format", "hf")]
+    "command", [("verify",), ("copy", "COPY"), ("export", "HF", "--format", "hf")]
 )
 def test_a_named_step_that_is_deleted_meanwhile_is_an_error(
     command: tuple[str, ...], replaced, laststep: Callable, tmp_path: Path

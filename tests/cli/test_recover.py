@@ -36,7 +36,7 @@ def test_what_the_dead_have_left_alone_is_stored_and_their_memory_freed(
     folder = maker.seal(segment, 7)
     told = laststep("recover", "--base", base)
     assert told.status == 0
-    assert "stored now, removed" in told.out
+    assert "recovered, removed" in told.out
     assert "3.15 MB" in told.out
     assert segments.found(base) == []
     assert library.open(maker.path).steps() == [7]
@@ -48,14 +48,14 @@ def test_a_dry_run_and_keep_remove_nothing(maker, own, laststep, base: str) -> N
     segment = own().die()
     maker.seal(segment, 7)
     told = laststep("recover", "--base", base, "--dry-run")
-    assert (told.status, "would be stored" in told.out) == (0, True)
+    assert (told.status, "  alone" in told.out) == (0, True)
     assert library.open(maker.path).steps() == []
     (one,) = laststep("recover", "--base", base, "--keep", "--json").json()["segments"]
     assert [save["fate"] for save in one["saves"]] == ["recovered"]
     assert (one["is_removed"], one["is_alive"], one["pid"]) == (False, False, segment.owner.pid)
     assert library.open(maker.path).steps() == [7]
     told = laststep("recover", maker.path, "--base", base)
-    assert "stored already" in told.out
+    assert "  stored, removed" in told.out
     assert segments.found(base) == []
 
 
@@ -66,7 +66,7 @@ def test_what_lives_is_listed_and_left_alone(maker, own, laststep, base: str) ->
     told = laststep("recover", "--base", base)
     assert told.status == 0
     assert f"pid {owner.process.pid}, alive" in told.out
-    assert "left alone" in told.out
+    assert "  alone" in told.out
     assert len(segments.found(base)) == 2
     assert library.open(maker.path).steps() == []
     empty.die()
@@ -89,8 +89,8 @@ def test_what_a_start_that_has_committed_nothing_went_on_from_is_stored(
 ) -> None:
     maker.seal(own().die(), 7)
     maker.start(continues)  # it dies before its first save is whole
-    assert "would be stored" in laststep("recover", "--base", base, "--dry-run").out
-    assert "stored now, removed" in laststep("recover", "--base", base).out
+    assert "  alone" in laststep("recover", "--base", base, "--dry-run").out
+    assert "recovered, removed" in laststep("recover", "--base", base).out
     assert library.open(maker.path).steps() == [7]
 
 
@@ -101,7 +101,7 @@ def test_beside_a_later_start_that_lives_nothing_is_stored_nor_removed(
     maker.seal(segment, 7)
     with closing(maker.run.lock_term(maker.start((1, 1)))):
         told = laststep("recover", "--base", base)
-    assert (told.status, "NOT STORED" in told.out) == (1, True)
+    assert (told.status, "  not stored" in told.out) == (1, True)
     assert f"process {os.getpid()}" in told.out
     assert [one.folder for one in segments.found(base)] == [segment.folder]
     assert laststep("recover", "--base", base).status == 0

@@ -42,13 +42,11 @@ def test_show_lists_whole_tensors_and_in_how_many_parts_they_lie(maker, laststep
     ]
     assert "3 ranks" in out
     [model], [place] = rows(out, "model  "), rows(out, "place  ")
-    assert model == ["model", "module", "1", "3.00", "MB", "3"]
-    assert names(" ".join(place[5:]), "3", "3 ranks")
+    assert model == ["model", "module", "1", "3.00", "MB"]
+    assert "3 ranks" in " ".join(place[5:])
 
 
-def test_what_each_rank_has_for_itself_is_listed_by_rank_and_once_if_alike(
-    maker, laststep: Callable
-) -> None:
+def test_what_each_rank_has_for_itself_is_listed_by_rank(maker, laststep: Callable) -> None:
     maker.save_by_ranks(1, ranks=3)
     out = laststep("show", maker.path).out
     found = [(row[0], row[3], " ".join(row[5:])) for row in rows(out, "place/")]
@@ -56,20 +54,8 @@ def test_what_each_rank_has_for_itself_is_listed_by_rank_and_once_if_alike(
         ("place/seen", "4", "of rank 0"),
         ("place/seen", "8", "of rank 1"),
         ("place/seen", "12", "of rank 2"),
-        ("place/alike", "40", "each of ranks 0, 1, 2"),
+        *(("place/alike", "40", f"of rank {rank}") for rank in range(3)),
     ]
-
-
-def test_with_parts_show_says_what_lies_in_which_file(maker, laststep: Callable) -> None:
-    maker.save_by_ranks(1)
-    lines = laststep("show", maker.path, "--parts").out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("model/weight"))
-    assert [line.split() for line in lines[at + 1 : at + 3]] == [
-        ["[0:375,", "0:1000]", "375×1000", "1,500,000", "model-r00000.safetensors"],  # noqa: RUF001
-        ["[375:750,", "0:1000]", "375×1000", "1,500,000", "model-r00001.safetensors"],  # noqa: RUF001
-    ]
-    alike = [row for row in map(str.split, lines) if row and row[0] == "place/alike"]
-    assert [row[5] for row in alike] == ["shared-r00000.safetensors,", "shared-r00001.safetensors,"]
 
 
 def test_the_document_of_show_has_whole_tensors_and_their_parts(maker, laststep: Callable) -> None:
@@ -78,8 +64,6 @@ def test_the_document_of_show_has_whole_tensors_and_their_parts(maker, laststep:
     assert document["ranks"] == 2
     model, place = document["items"]
     assert (model["per_rank"], place["per_rank"]) == (False, True)
-    assert model["files"] == ["model-r00000.safetensors", "model-r00001.safetensors"]
-    assert place["files"] == ["shared-r00000.safetensors", "shared-r00001.safetensors"]
     assert [file["rank"] for file in document["files"]] == [0, 0, 1, 1]
     weight, *places = document["tensors"]
     assert weight["shape"] == list(WEIGHT_SHAPE)
@@ -131,27 +115,22 @@ def test_a_tensor_of_which_an_index_is_lost_is_said_to_lack_bytes(
     assert len(rows(out, "damaged, ")) == 2
 
 
-def test_a_tensor_of_which_a_file_is_lost_is_listed_whole_beside_the_damaged_file(
-    maker, laststep: Callable
-) -> None:
+def test_a_tensor_of_which_a_file_is_lost_is_listed_whole(maker, laststep: Callable) -> None:
     folder = maker.save_by_ranks(1)
     (folder / "model-r00001.safetensors").unlink()
     out = laststep("show", maker.path).out
     [row] = rows(out, "model/weight")
     assert row[4:] == ["2"]
-    [file] = rows(out, "model-r00001.safetensors")
-    assert "damaged:" in file
+    [told] = rows(out, "incomplete")
+    assert "model-r00001.safetensors" in told
 
 
-def test_of_many_files_some_are_listed_and_every_damaged_one(maker, laststep: Callable) -> None:
-    folder = maker.save_by_ranks(1, ranks=15)
-    (folder / "model-r00013.safetensors").unlink()
+def test_of_many_files_some_are_listed(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1, ranks=15)
     out = laststep("show", maker.path).out
     files = [row[0] for row in rows(out, "model-r") + rows(out, "shared-r")]
-    assert len(files) == 21
-    assert "model-r00013.safetensors" in files
-    assert "model-r00014.safetensors" not in files
-    assert names(out, "9 more files", "--all")
+    assert len(files) == 20
+    assert names(out, "10 more files", "--all")
     every = laststep("show", maker.path, "--all").out
     assert len(rows(every, "model-r") + rows(every, "shared-r")) == 30
     assert "--all" not in every
@@ -161,9 +140,8 @@ def test_tensors_that_are_left_out_are_all_counted(maker, laststep: Callable) ->
     maker.save_by_ranks(1, ranks=25)
     out = laststep("show", maker.path).out
     assert len(rows(out, "model/") + rows(out, "place/")) == 20
-    # Of 25 `seen` 19 are listed, and `alike` is one line for 25.
     assert names(out, "31 more tensors", "--all")
-    assert len(rows(laststep("show", maker.path, "--all").out, "place/")) == 26
+    assert len(rows(laststep("show", maker.path, "--all").out, "place/")) == 50
 
 
 # verify
@@ -217,7 +195,6 @@ def test_what_a_short_file_has_lost_is_named_by_its_part(maker, laststep: Callab
     out = laststep("verify", maker.path).out
     assert names(out, "model-r00000.safetensors: size", "4096", "model/weight[0:375, 0:1000]")
     assert names(out, "model-r00001.safetensors: missing file", "1504096")
-    assert f"`laststep show {folder}`" in out.splitlines()[-1]
 
 
 # whose

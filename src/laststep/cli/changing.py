@@ -10,29 +10,13 @@ import typer
 from laststep import constants
 from laststep.catalog.attempt import read_newest
 from laststep.catalog.retention import Keep, RemovalReason, plan_prune, remove
-from laststep.cli import places
-from laststep.cli.output import (
-    DAMAGED,
-    FAILED,
-    AsJson,
-    DryRun,
-    Threads,
-    Yes,
-    bar,
-    confirm,
-    count_text,
-    fields,
-    print_json,
-    print_table,
-    say,
-    size_text,
-)
+from laststep.cli import output, places
+from laststep.cli.output import count_text, fields, print_json, print_table, say, size_text
 from laststep.constants import duration_text
 from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.shared_memory import BASE
 from laststep.tiers.copying import Moved, Pacing
-from laststep.tiers.recovery import SnapshotState
 from laststep.tiers.recovery import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
@@ -42,7 +26,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.catalog.retention import PrunePlan, Sharing
     from laststep.catalog.run import Run
-    from laststep.tiers.recovery import OrphanedSegment, OrphanedSnapshot, RecoverReport
+    from laststep.tiers.recovery import OrphanedSegment, RecoverReport
     from laststep.tiers.runs import CopyOutcome, CopyPlan
 
 
@@ -59,9 +43,9 @@ def copy(
     limit: Annotated[
         str | None, typer.Option(metavar="RATE", help="Go no faster than that, as in 200MB/s.")
     ] = None,
-    threads: Threads = 4,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    threads: output.Threads = 4,
+    dry_run: output.DryRun = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Copy a run, or one checkpoint, to another location.
 
@@ -78,7 +62,7 @@ def copy(
     report = plan.execute(
         threads=threads,
         pacing=Pacing(bytes_per_s=rate),
-        watch=lambda item: bar(item.folder),
+        watch=lambda item: output.bar(item.folder),
         ended=(lambda *_: None) if as_json else _say,
     )
     if as_json:
@@ -90,20 +74,20 @@ def copy(
         copied = count_text(len(report.copied), "checkpoint")
         say(f"copied {copied} to {plan.target.url}: {size_text(report.copied_bytes)} moved")
     if report.damaged:
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(output.DAMAGED)
 
 
 def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
     to_come = [item.folder for item in plan.checkpoints if item.folder not in plan.there]
+    there = sorted(plan.there)
     if as_json:
-        there = sorted(plan.there)
         document = {"dry_run": True, "copy": to_come, "there": there, "size_bytes": plan.size_bytes}
         print_json({**where, **document})
         return
     for folder in to_come:
         say(f"{folder}: would be copied")
-    count, size = count_text(len(to_come), "checkpoint"), size_text(plan.size_bytes)
-    say(f"would copy {count}, {size}; {len(plan.there):,} there already")
+    count = count_text(len(to_come), "checkpoint")
+    say(f"would copy {count}, {size_text(plan.size_bytes)}; {len(there):,} there already")
 
 
 def _say(item: Listed, outcome: CopyOutcome) -> None:
@@ -141,9 +125,9 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     abandoned: Annotated[
         bool, typer.Option("--abandoned", help="Also delete abandoned and broken ones.")
     ] = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
+    dry_run: output.DryRun = False,
+    yes: output.Yes = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Delete the checkpoints that no rule keeps."""
     if last is None and every is None and best is None and not abandoned:
@@ -165,7 +149,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if plan.deletions and not dry_run:
         if not yes:
             count = count_text(len(plan.deletions), "checkpoint")
-            confirm("delete", count, freed_bytes)
+            output.confirm("delete", count, freed_bytes)
         _check_what_stays(opened)
         deleted = plan.execute()
         freed_bytes = sharing.freed_bytes(deleted)
@@ -187,17 +171,14 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
                 "checkpoints": checkpoints,
             }
         )
-    elif not plan.deletions:
-        say("nothing to delete")
-    else:
-        done, folders = ("would delete", plan.deletions) if dry_run else ("deleted", deleted)
-        count = count_text(len(folders), "checkpoint")
-        say(f"{done} {count}, {size_text(freed_bytes)}")
-    if copies and not as_json:
-        count = count_text(len(copies), "copy", "copies")
+        return
+    would = "would be " if dry_run else ""
+    folders = plan.deletions if dry_run else deleted
+    say(f"{would}deleted: {count_text(len(folders), 'checkpoint')}, {size_text(freed_bytes)}")
+    if copies:
         size = size_text(sum(orphan.size_bytes for orphan in copies))
-        done = "would remove" if dry_run else "removed"
-        say(f"{done} {count} (abandoned), {size}")
+        count = count_text(len(copies), "interrupted copy", "interrupted copies")
+        say(f"{would}deleted: {count}, {size}")
 
 
 def _resumed_from(run: Run) -> str | None:
@@ -257,12 +238,12 @@ def _check_what_stays(run: Run) -> None:
 Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
 
 
-def pin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
+def pin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
     """Keep the checkpoint of a step, whatever the retention rules are."""
     _set_pinned(run, step, pinned=True, as_json=as_json)
 
 
-def unpin(run: places.RunPath, step: Step, *, as_json: AsJson = False) -> None:
+def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) -> None:
     """Let the retention rules apply to the checkpoint of a step again."""
     _set_pinned(run, step, pinned=False, as_json=as_json)
 
@@ -285,8 +266,8 @@ def recover(
     *,
     base: Annotated[str, typer.Option(metavar="DIR", help="Where shared memory lies.")] = BASE,
     keep: Annotated[bool, typer.Option("--keep", help="Store, and remove nothing.")] = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    dry_run: output.DryRun = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Store snapshots that dead processes have left in shared memory.
 
@@ -297,15 +278,15 @@ def recover(
     if as_json:
         print_json({"ok": report.ok, "segments": report.segments, "debris": report.debris})
     else:
-        _print_recovered(report, base, dry_run=dry_run)
+        _print_recovered(report, base)
     if not report.ok:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
 
 
-def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None:
+def _print_recovered(report: RecoverReport, base: str) -> None:
     if not report.segments:
         say(f"shared memory is empty ({base})")
-    print_table([row for one in report.segments for row in _rows(one, dry_run=dry_run)])
+    print_table([row for one in report.segments for row in _rows(one)])
     for one in report.segments:
         for save in one.saves:
             if save.error is not None:
@@ -320,11 +301,11 @@ def _print_recovered(report: RecoverReport, base: str, *, dry_run: bool) -> None
         say(f"removed {count} of dead processes, {size}")
 
 
-def _rows(one: OrphanedSegment, *, dry_run: bool) -> Iterator[dict[str, str]]:
+def _rows(one: OrphanedSegment) -> Iterator[dict[str, str]]:
     """Yield a row for each save in a segment, or one for a segment without saves."""
     for save in one.saves or (None,):
         sized = one if save is None else save
-        fate = "holds no save" if save is None else _fate(save, one, dry_run=dry_run)
+        fate = "holds no save" if save is None else save.fate.value
         yield {
             "run": one.run,
             "step": "" if save is None else str(save.step),
@@ -332,18 +313,5 @@ def _rows(one: OrphanedSegment, *, dry_run: bool) -> Iterator[dict[str, str]]:
             "size": size_text(sized.size_bytes),
             "owner": f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}",
             "age": duration_text(max(time.time() - sized.created_s, 0.0)),
-            "what became of it": fate + (", removed" if one.is_removed else ""),
+            "save": fate + (", removed" if one.is_removed else ""),
         }
-
-
-def _fate(save: OrphanedSnapshot, one: OrphanedSegment, *, dry_run: bool) -> str:
-    is_alone = save.fate is SnapshotState.ALONE
-    if one.is_alive:
-        return "left alone" if is_alone else "left alone, stored"
-    if is_alone and dry_run:
-        return "would be stored"
-    return {
-        SnapshotState.LEFT_BEHIND: "superseded by a later job instance",
-        SnapshotState.NOT_STORED: "NOT STORED",
-        SnapshotState.RECOVERED: "stored now",
-    }.get(save.fate, "stored already")

@@ -256,10 +256,8 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
     try:
         run.check_step_free(step)
     except AlreadyExistsError as error:
-        free = max((item.step for item in run.lineage()), default=0) + 1
-        raise AlreadyExistsError(
-            error.what, where=error.where, remedy=f"name another with --step, such as --step {free}"
-        ) from None
+        error.remedy = "name another with --step"
+        raise
 
 
 @system.translate_oom("import all of it")

@@ -10,22 +10,8 @@ import typer
 from laststep.catalog.attempt import looks
 from laststep.catalog.retention import sharing_of
 from laststep.catalog.run import Run
-from laststep.cli import places
-from laststep.cli.output import (
-    DAMAGED,
-    FAILED,
-    AsJson,
-    Threads,
-    bar,
-    count_text,
-    fields,
-    metrics_text,
-    print_json,
-    print_table,
-    say,
-    size_text,
-    time_text,
-)
+from laststep.cli import output, places
+from laststep.cli.output import bar, count_text, fields, print_json, print_table, say, size_text
 from laststep.constants import duration_text, listed
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.read.verify import VerifyReport, verify_checkpoint
@@ -47,7 +33,7 @@ def ls(
     ] = None,
     *,
     tiers: Annotated[bool, typer.Option("--tiers", help="How far each tier has come.")] = False,
-    as_json: AsJson = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """List the checkpoints of a run, newest last; or its tiers, nearest first."""
     if urls and not tiers:
@@ -83,38 +69,25 @@ def lineage_of(listed: Listed) -> str:
     return "abandoned" if listed.superseded_by is None else "superseded"
 
 
-def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
-    """Explain a folder without a manifest. The folder alone does not show whether it never had one
-    or has lost it, but deletion removes the manifest first.
-
-    A writer commits in the order of its attempts, and a new writer aborts the open attempts of dead
-    ones. So a later commit shows that the folder once had a manifest.
-    """
-    is_overtaken = any(
-        later.attempt > attempt.attempt
-        if later.term == attempt.term
-        else later.term > attempt.term and not attempt.alive
-        for later in checkpoints
-    )
-    if attempt.alive and (attempt.is_copy or not is_overtaken):
-        return "a save in progress"
+def attempt_text(attempt: OpenAttempt) -> str:
+    """Describe a folder without a manifest, which may never have had one or have lost it."""
     if attempt.is_copy:
-        return "an interrupted copy; `laststep copy` resumes it if the source still has it"
-    if is_overtaken:
-        return "a checkpoint that is partly deleted, or one whose manifest was lost"
-    return "an unfinished save, or one whose manifest was lost"
+        why = "an unfinished copy, which `laststep copy` resumes"
+    elif attempt.alive:
+        why = "a save in progress, or a checkpoint that is being deleted"
+    else:
+        why = "an unfinished save, or a checkpoint whose manifest was deleted or lost"
+    return f"no manifest: {why} ({attempt.folder}, {size_text(attempt.size_bytes)})"
 
 
 def _document(item: Listed) -> dict[str, object]:
-    unknown: dict[str, object] = {
-        "shared_bytes": None,
-        "lossy": (),
-        "omitted_items": (),
-        "metrics": {},
-    }
+    commit: dict[str, object] = {"shared_bytes": None, "lossy": (), "omitted_items": ()}
+    commit["metrics"] = {}
+    if item.commit is not None:
+        commit = fields(item.commit, " ".join(commit))
     return {
         **fields(item, "step folder created_s size_bytes superseded_by pinned term attempt"),
-        **(unknown if item.commit is None else fields(item.commit, " ".join(unknown))),
+        **commit,
         "lineage": lineage_of(item),
         "incomplete": item.incomplete,
         "error": None if item.error is None else str(item.error),
@@ -123,15 +96,15 @@ def _document(item: Listed) -> dict[str, object]:
 
 def _row(item: Listed, *, share: bool) -> dict[str, str]:
     """Return the table cells by column; with `share`, also the size of its new files."""
-    new = {"new": ""}
-    if item.commit is not None:
-        new["new"] = size_text(item.commit.size_bytes - item.commit.shared_bytes)
+    commit, new_bytes = item.commit, ""
+    if commit is not None:
+        new_bytes = size_text(commit.size_bytes - commit.shared_bytes)
     return {
         "step": str(item.step),
-        "when": time_text(item.created_s),
+        "when": output.time_text(item.created_s),
         "size": size_text(item.size_bytes),
-        **(new if share else {}),
-        "metrics": "" if item.commit is None else metrics_text(item.commit.metrics),
+        **({"new": new_bytes} if share else {}),
+        "metrics": "" if commit is None else output.metrics_text(commit.metrics),
         "status": _status(item),
         "pinned": "pinned" if item.pinned else "",
         "folder": item.folder,
@@ -163,8 +136,7 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttem
         elif item.incomplete is not None:
             say(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:
-        why, size = why_no_manifest(attempt, checkpoints), size_text(attempt.size_bytes)
-        say(f"step {attempt.step} has no manifest: {why} ({attempt.folder}, {size})")
+        say(f"step {attempt.step} has {attempt_text(attempt)}")
 
 
 def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
@@ -178,7 +150,7 @@ def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
             if tier.error is not None:
                 say(f"cannot read {tier.tier}: {tier.error}")
     if any(tier.error is not None for tier in found):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(output.FAILED)
 
 
 def _tier_document(tier: ReplicaStatus, now_s: float) -> dict[str, object]:
@@ -193,17 +165,20 @@ def _tier_document(tier: ReplicaStatus, now_s: float) -> dict[str, object]:
 
 
 def _tier_row(tier: ReplicaStatus, now_s: float) -> dict[str, str]:
-    step = age = ""
-    count, risk = ("?", "unknown") if tier.error else ("0", "everything")
-    if tier.newest is not None:
-        step = str(tier.newest.name.step)
-        age = duration_text(max(now_s - tier.newest.created_s, 0.0))
-        count, risk = f"{tier.checkpoints:,}", _at_risk(tier)
-    return {"tier": tier.tier, "step": step, "age": age, "checkpoints": count, "at risk": risk}
+    newest = tier.newest
+    return {
+        "tier": tier.tier,
+        "step": "" if newest is None else str(newest.name.step),
+        "age": "" if newest is None else duration_text(max(now_s - newest.created_s, 0.0)),
+        "checkpoints": "?" if tier.error else f"{tier.checkpoints:,}",
+        "at risk": _at_risk(tier),
+    }
 
 
 def _at_risk(tier: ReplicaStatus) -> str:
     """Describe the saved work that is lost if all nearer tiers are lost."""
+    if tier.newest is None:
+        return "unknown" if tier.error else "everything"
     text = ""
     if tier.behind_s or tier.behind_steps:
         steps = count_text(tier.behind_steps or 0, "step")
@@ -214,111 +189,105 @@ def _at_risk(tier: ReplicaStatus) -> str:
     return text or "nothing"
 
 
-def du(run: places.RunPath, *, as_json: AsJson = False) -> None:
+def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     """Show the disk space that checkpoints take, and how much of it they share."""
     opened = places.open_run(run)
     checkpoints = opened.checkpoints()
     sharing = sharing_of(opened.store, checkpoints)
     stored_bytes = sharing.stored_bytes()
     apart_bytes = sum(item.stored_bytes for item in checkpoints)
-    documents: list[dict[str, object]] = []
-    rows: list[dict[str, str]] = []
-    for item in checkpoints:
-        commit, others = item.commit, sharing.sharers(item.folder)
-        new_bytes = item.stored_bytes - (0 if commit is None else commit.shared_bytes)
-        alone_bytes = sharing.freed_bytes([item.folder])
-        documents.append(
-            {
-                **fields(item, "step folder"),
-                "size_bytes": item.stored_bytes,
-                "new_bytes": new_bytes,
-                "alone_bytes": alone_bytes,
-                "shared_with": others,
-                "files": None if commit is None else commit.written.files,
-                "error": None if item.error is None else str(item.error),
-            }
-        )
-        rows.append(
+    documents = [
+        {
+            **fields(item, "step folder"),
+            "size_bytes": item.stored_bytes,
+            "alone_bytes": sharing.freed_bytes([item.folder]),
+            "shared_with": sharing.sharers(item.folder),
+            "error": None if item.error is None else str(item.error),
+        }
+        for item in checkpoints
+    ]
+    if as_json:
+        totals = {"apart_bytes": apart_bytes, "stored_bytes": stored_bytes}
+        print_json({"run": opened.store.url, "checkpoints": documents, **totals})
+        return
+    if not checkpoints:
+        say(f"{run} has no checkpoint yet")
+        return
+    print_table(
+        [
             {
                 "step": str(item.step),
                 "size": size_text(item.stored_bytes),
-                "new": size_text(new_bytes),
-                "only here": size_text(alone_bytes),
-                "files": "" if commit is None else f"{commit.written.files:,}",
-                "shared with": count_text(len(others), "checkpoint") if others else "",
+                "only here": size_text(sharing.freed_bytes([item.folder])),
+                "shared with": ", ".join(sharing.sharers(item.folder)[:3]),
                 "folder": item.folder,
             }
-        )
-    saved_bytes = apart_bytes - stored_bytes
-    if as_json:
-        totals = {"apart_bytes": apart_bytes, "stored_bytes": stored_bytes}
-        totals["saved_bytes"] = saved_bytes
-        print_json({"run": opened.store.url, "checkpoints": documents, **totals})
-    elif not checkpoints:
-        say(f"{run} has no checkpoint yet")
-    else:
-        print_table(rows)
-        total = f"{count_text(len(checkpoints), 'checkpoint')}: "
-        if saved_bytes:
-            apart = size_text(apart_bytes)
-            total += f"{apart} if each stood alone, {size_text(saved_bytes)} saved, "
-        say(f"{total}{size_text(stored_bytes)} on the disk")
+            for item in checkpoints
+        ]
+    )
+    total = f"{count_text(len(checkpoints), 'checkpoint')}: "
+    if apart_bytes > stored_bytes:
+        total += f"{size_text(apart_bytes)} if each stood alone, "
+    say(f"{total}{size_text(stored_bytes)} on the disk")
 
 
 def verify(
     path: places.RunOrCheckpoint,
     *,
     step: places.StepOption = None,
-    threads: Threads = 4,
-    as_json: AsJson = False,
+    threads: output.Threads = 4,
+    as_json: output.AsJson = False,
 ) -> None:
     """Check every byte against its digest.
 
     Checks all checkpoints of a run, or one.
     """
     named = step is not None or places.is_checkpoint(path)
-    reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
-    deleted: list[str] = []
+    checked: dict[str, VerifyReport | None] = {}  # None: deleted in the meantime
+    documents: list[dict[str, object]] = []
     for _ in looks():
         # Retention deletes a checkpoint only after a newer commit: then check the new one too.
-        found = _find(path, step, named=named)
-        known = {*deleted, *(place.folder for place, _ in reports)}
-        gone_before = len(deleted)
+        found, was_deleted = _find(path, step, named=named), False
         for place in found.places:
-            if place.folder in known:
+            folder = place.folder
+            if folder in checked:
                 continue
+            report = None
             try:
-                with bar(place.folder) as show:
-                    report = verify_checkpoint(
-                        place.store, place.folder, threads=threads, progress=show
-                    )
+                with bar(folder) as show:
+                    report = verify_checkpoint(place.store, folder, threads=threads, progress=show)
             except NotFoundError:
                 if named:  # The requested checkpoint itself is gone: nothing was checked.
                     raise
-                deleted.append(place.folder)
-                if not as_json:
-                    say(f"{place.folder}: deleted in the meantime")
-                continue
-            reports.append((place, report))
+                was_deleted = True
+            checked[folder] = report
+            if report is not None:
+                documents.append(_report_document(place, report))
             if not as_json:
-                _print_report(place, report)
-        if len(deleted) == gone_before:
+                _print_report(folder, report)
+        if not was_deleted:
             break
-    sound = found.error is None and not any(report.damage for _, report in reports)
+    is_damaged = any(report is not None and report.damage for report in checked.values())
+    sound = found.error is None and not is_damaged
     if as_json:
         print_json(
             {
                 "sound": sound,
-                "checkpoints": [_report_document(place, report) for place, report in reports],
-                "deleted_meanwhile": deleted,
+                "checkpoints": documents,
+                "deleted_meanwhile": [folder for folder, report in checked.items() if not report],
                 "no_manifest": [attempt.folder for attempt in found.attempts],
                 "run_error": None if found.error is None else str(found.error),
             }
         )
     else:
-        _print_unchecked(path, found)
+        for attempt in found.attempts:
+            say(f"{attempt.folder}: not checked, it has {attempt_text(attempt)}")
+        if found.error is not None:
+            say(f"the run is DAMAGED: {found.error}")
+        elif not found.places:
+            say(f"{path} has no checkpoint yet")
     if not sound:
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(output.DAMAGED)
 
 
 class _ToVerify(NamedTuple):
@@ -347,18 +316,6 @@ def _find(path: str, step: int | None, *, named: bool) -> _ToVerify:
     return _ToVerify(found, [attempt for attempt in attempts if attempt.size_bytes], damage)
 
 
-def _print_unchecked(path: str, found: _ToVerify) -> None:
-    checkpoints = [place.listed for place in found.places if place.listed is not None]
-    for attempt in found.attempts:
-        why = why_no_manifest(attempt, checkpoints)
-        size = size_text(attempt.size_bytes)
-        say(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
-    if found.error is not None:
-        say(f"the run is DAMAGED: {found.error}")
-    elif not found.places:
-        say(f"{path} has no checkpoint yet")
-
-
 def _report_document(place: places.CheckpointPath, report: VerifyReport) -> dict[str, object]:
     return {
         "step": None if place.listed is None else place.listed.step,
@@ -371,29 +328,23 @@ def _report_document(place: places.CheckpointPath, report: VerifyReport) -> dict
     }
 
 
-def _print_report(place: places.CheckpointPath, report: VerifyReport) -> None:
+def _print_report(folder: str, report: VerifyReport | None) -> None:
+    if report is None:
+        say(f"{folder}: deleted in the meantime")
+        return
     checked = (
         f"{count_text(report.files, 'file')}, {count_text(report.blocks, 'block')}, "
         f"{size_text(report.bytes)}"
     )
     if not report.damage:
-        say(f"{place.folder}: sound ({checked})")
+        say(f"{folder}: sound ({checked})")
         return
-    say(f"{place.folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
+    say(f"{folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
     for damage in report.damage:
-        at = ""
-        if damage.stop > damage.start:
-            at = f", bytes {damage.start} to {damage.stop}"
-        elif damage.start:
-            at = f", from byte {damage.start} on"
+        at = f", bytes {damage.start} to {damage.stop}" if damage.stop else ""
         touched = f" (holds {listed(damage.touches, 3)})" if damage.touches else ""
-        say(
-            f"  {damage.file}: {damage.what}{at}{touched}: "
-            f"expected {damage.expected}, found {damage.found}"
-        )
+        difference = f"expected {damage.expected}, found {damage.found}"
+        say(f"  {damage.file}: {damage.what}{at}{touched}: {difference}")
     if report.unchecked_bytes:
         size = size_text(report.unchecked_bytes)
         say(f"  {size} could not be checked: the digests that vouch for them are lost")
-    # These hide which tensors are affected.
-    if any(damage.what in ("missing file", "index") for damage in report.damage):
-        say(f"  `laststep show {place.store.url}/{place.folder}` lists what is left of it")
