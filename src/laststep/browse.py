@@ -286,7 +286,7 @@ class StoredTensor(OnlyOne):
         return Box((start, *box.start[1:]), (stop, *box.stop[1:])), lead
 
     def _box(self, wanted: Box) -> torch.Tensor:
-        from laststep.state.tensors import allocate, from_bytes, put_box
+        from laststep.state.tensors import allocate, box_of, from_bytes
 
         result = allocate(self.dtype, wanted.shape, "cpu")
         for place in self._places:
@@ -304,7 +304,7 @@ class StoredTensor(OnlyOne):
             stored = from_bytes(data, self.dtype, read.shape)
             if read == wanted:
                 return stored
-            put_box(result, common.within(wanted), stored, common.within(read))
+            box_of(result, common.within(wanted)).copy_(box_of(stored, common.within(read)))
         return result
 
     def _read(self, place: Place, start: int, size: int) -> bytearray:

@@ -199,8 +199,10 @@ def save_parts_as_own(run: str) -> str:
     return ""
 
 
-def _total(states: list[dict[str, int]], rank: int, ranks: int) -> dict[str, int]:
-    return {"n": sum(state["n"] for state in states) + 100 * rank}
+def _total(
+    states: list[dict[str, dict[str, int]]], rank: int, ranks: int
+) -> dict[str, dict[str, int]]:
+    return {key: {"n": sum(state[key]["n"] for state in states) + 100 * rank} for key in states[0]}
 
 
 def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
@@ -213,7 +215,7 @@ def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
     items = {
         "kept": {"a": said(0, "keep"), "inner": {"b": said(1, "keep")}},
         "nested": laststep.PerRank(said(2, "keep")),
-        "made": laststep.PerRank({"a": said(3, _total), "b": said(4, _total)}),
+        "made": laststep.PerRank({"a": own[3], "b": own[4]}, when_ranks_change=_total),
         "random": {"rng": laststep.Deferred(lambda: rng)},
         "rest": laststep.PerRank({"p": own[5]}, when_ranks_change="drop"),
     }

@@ -389,7 +389,7 @@ def test_options_of_another_number_of_groups_are_left_alone(tmp_path: Path) -> N
         problems = ckpt.restore(strict=False).problems
     first, second = problems.mismatched
     assert names(first, "opt", "2", "1")
-    assert names(second, "opt", "0, 1")
+    assert names(second, "opt", "options")
     assert [group["weight_decay"] for group in two.param_groups] == [0.1, 0.0]
 
 
@@ -598,4 +598,4 @@ def test_options_go_to_the_groups_that_have_the_same_parameters(
     other = items(["scale", "bias"], more=["weight"])
     restored = carry(items(["weight", "bias"]), other, strict=False)
     assert decays(other) == [0.3, 0.2, 0.1]
-    assert any(names(text, "opt", "0") for text in restored.problems.mismatched)
+    assert any(names(text, "opt", "options") for text in restored.problems.mismatched)

@@ -7,7 +7,9 @@ memory of the state between saves.
 from __future__ import annotations
 
 import operator
+import weakref
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,7 +18,7 @@ from laststep.capture.gather import Gatherer
 from laststep.capture.kernels import Fingerprint, kernels_on
 from laststep.capture.layout import lower
 from laststep.constants import BLOCK_BYTES
-from laststep.state.tensors import KnownTensors
+from laststep.state.tensors import forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +82,7 @@ class Copies:
 
 
 class Remembered:
-    """The tensors that the last capture staged on devices, and their addresses."""
+    """The tensors that the last capture staged on devices, by weak references, and their forms."""
 
     def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
         self.layout = layout
@@ -91,11 +93,20 @@ class Remembered:
             for group in groups
             for span in group.spans
         ]
-        self._kept = KnownTensors([sources[piece] for piece in self._pieces])
+        tensors = [sources[piece] for piece in self._pieces]
+        self._refs = list(map(weakref.ref, tensors))
+        self._forms = forms_of(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
-        """Return all of them, held, if each is alive and in place; else None."""
-        return self._kept.in_place()
+        """Return all tensors if each is alive with the same form and memory; else None."""
+        alive: list[torch.Tensor | None] = list(map(operator.call, self._refs))
+        if any(map(operator.is_, alive, repeat(None))):
+            return None
+        tensors: list[torch.Tensor] = alive  # type: ignore[assignment]
+        try:
+            return tensors if forms_of(tensors) == self._forms else None
+        except RuntimeError:
+            return None
 
     def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
         """Return whether the held tensors are exactly those that a save of `sources` stages."""

@@ -1,9 +1,8 @@
 """Choose a provider for each object that a user passes as an item.
 
 The choice depends on the methods of an object, not on its class, except for torch classes that need
-special treatment. Transparent wrappers are looked through.
-
-Also defines groups of items, and items that do not exist yet (`Deferred`).
+special treatment. Transparent wrappers are looked through. Also defines groups of items, and items
+that do not exist yet (`Deferred`).
 """
 
 from __future__ import annotations
@@ -13,60 +12,36 @@ import functools
 import logging
 import operator
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laststep.checks import plain, shown
-from laststep.constants import is_item_name
-from laststep.errors import MismatchError, UsageError
+from laststep.constants import is_item_name, with_article
+from laststep.errors import UsageError
+from laststep.state import provider
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
-from laststep.state.provider import (
-    ABSENT,
-    AroundProvider,
-    HasStateDict,
-    PerRank,
-    ScalerProvider,
-    State,
-    StateDictProvider,
-    StateProvider,
-    ValueProvider,
-    handing_over,
-    of_torch,
-    put_entry,
-    refuse_immutable,
-)
+from laststep.state.provider import ABSENT, AroundProvider, PerRank, State, StateProvider
 from laststep.state.tree import MAX_DEPTH, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from laststep.state.provider import WhenRanksChange
     from laststep.state.tree import Path
 
 
 log = logging.getLogger(__name__)
 
-_INSIDE: Final = (
-    "optimizer",
-    "_optimizer",
-    "optim",
-    "base_optimizer",
-    "inner_optimizer",
-    "scheduler",
-    "_scheduler",
-    "lr_scheduler",
-    "scaler",
-    "_scaler",
-    "grad_scaler",
-)
+_OPTIMIZERS = ("optimizer", "_optimizer", "optim", "base_optimizer", "inner_optimizer")
+_OTHERS = ("scheduler", "_scheduler", "lr_scheduler", "scaler", "_scaler", "grad_scaler")
+_INSIDE: Final = _OPTIMIZERS + _OTHERS
 """Attribute names under which frameworks keep the object that they wrap."""
 _MAX_WRAPPERS = 8
-"""The maximum number of nested wrappers that are looked through."""
 
 
 class Unwrapped(AroundProvider):
@@ -99,14 +74,13 @@ def layers_of(item: Any) -> list[Any]:
 
 
 def _inside(wrapper: Any) -> Any | None:
-    """Return the object inside a transparent wrapper, or None.
-
-    If the wrapper is an optimizer, that is an optimizer. If the wrapper is of no torch class, it is
-    an optimizer, scheduler or scaler of torch.
-    """
+    """Return the object inside a transparent wrapper, or None. In an optimizer that is an
+    optimizer; in an object of no torch class an optimizer, scheduler or scaler of torch."""
     optimizer = isinstance(wrapper, Optimizer)
     if not optimizer and (
-        not hasattr(wrapper, "state_dict") or hasattr(wrapper, "__iter__") or of_torch(wrapper)
+        not hasattr(wrapper, "state_dict")
+        or hasattr(wrapper, "__iter__")
+        or provider.of_torch(wrapper)
     ):
         return None
     for name in _INSIDE:
@@ -116,25 +90,18 @@ def _inside(wrapper: Any) -> Any | None:
             continue
         if inner is None or inner is wrapper or not hasattr(inner, "state_dict"):
             continue
-        if not (isinstance(inner, Optimizer) if optimizer else of_torch(inner)):
+        if not (isinstance(inner, Optimizer) if optimizer else provider.of_torch(inner)):
             continue
         if _is_transparent(wrapper, inner):
             return inner
         if optimizer:
-            _warn_of_other_state(wrapper, inner)
+            log.warning(
+                "%s holds the optimizer %s, but has another state: only its own groups and "
+                "parameter state are saved; pass the inner one as an item too, or write a provider",
+                type(wrapper).__name__,
+                type(inner).__name__,
+            )
     return None
-
-
-def _warn_of_other_state(wrapper: Any, inner: Any) -> None:
-    """Warn that state of an optimizer inside another one may be lost: only the outer one's groups
-    and parameter state are saved."""
-    what = "which has a state of its own: that is not saved with it; pass that one as an item too"
-    if wrapper.state is inner.state:
-        what = (
-            "and gives more than that one's state, or another form of it: only groups and the "
-            "state of parameters are saved; write a provider for the rest"
-        )
-    log.warning("%s holds the optimizer %s, %s", type(wrapper).__name__, type(inner).__name__, what)
 
 
 def _is_transparent(wrapper: Any, inner: Any) -> bool:
@@ -181,15 +148,15 @@ def _hands_over(wrapper: Any, inner: Any) -> bool:
         return False
 
 
-def make_deferred(provider: StateProvider) -> StateProvider:
+def make_deferred(outer: StateProvider) -> StateProvider:
     """Create the providers of deferred items, also inside groups, because only then are their
     properties known. Return the innermost provider, without the wrapping ones."""
-    while isinstance(provider, AroundProvider):
-        provider = provider._inner
-    if isinstance(provider, GroupProvider):
-        for member in provider._members.values():
+    while isinstance(outer, AroundProvider):
+        outer = outer._inner
+    if isinstance(outer, GroupProvider):
+        for member in outer._members.values():
             make_deferred(member)
-    return provider
+    return outer
 
 
 class EntryProvider(StateProvider):
@@ -207,12 +174,13 @@ class EntryProvider(StateProvider):
         return State(value=self._owner[self._key])
 
     def restore(self, value: object) -> None:
-        with handing_over("an entry of a dict"):
-            put_entry(self._owner, self._key, value)
+        with provider.handing_over("an entry of a dict"):
+            provider.put_entry(self._owner, self._key, value)
 
 
 class GroupProvider(StateProvider):
-    """Several providers as one item, each under its own key, for which `make` creates it."""
+    """Several providers as one item, each under its own key, for which `make` creates it. A job of
+    several ranks refuses a group with per-rank and other members."""
 
     kind = "group"
 
@@ -250,32 +218,17 @@ class GroupProvider(StateProvider):
         return bool(members) and all(member.per_rank for member in members)
 
     @property
-    def mixed(self) -> bool:
-        """True if only some members are per-rank; a job of several ranks cannot save that."""
+    def mixed(self) -> bool:  # type: ignore[override]
         members = self._members.values()
-        inside = any(getattr(member, "mixed", False) for member in members)
+        inside = any(member.mixed for member in members)
         return inside or len({member.per_rank for member in members}) > 1
 
     @property
-    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
-        """The policy of the members if they agree, else `refuse`; functions are called with each
-        member's own states."""
-        said = [member.when_ranks_change for member in self._members.values()]
-        if said and all(map(callable, said)):
-            return self._merged
-        return said[0] if said and said.count(said[0]) == len(said) else "refuse"
-
-    def _merged(self, states: list[Any], rank: int, ranks: int) -> object:
-        """Return the state of all members, each computed by the member's own function."""
-        made = {}
-        for key, member in self._members.items():
-            if not all(isinstance(state, dict) and key in state for state in states):
-                raise MismatchError(
-                    f"not every rank stored {key}", remedy="leave it out, or restore without it"
-                )
-            if callable(member.when_ranks_change):
-                made[key] = member.when_ranks_change([state[key] for state in states], rank, ranks)
-        return made
+    def when_ranks_change(self) -> str:  # type: ignore[override]
+        """The policy of the members if it is the same word for all, else `refuse`."""
+        said = {member.when_ranks_change for member in self._members.values()}
+        policy = said.pop() if len(said) == 1 else "refuse"
+        return policy if isinstance(policy, str) else "refuse"
 
     def derive(self, value: object, rank: int) -> None:
         for key, member in self._stored_in(value).items():
@@ -288,18 +241,20 @@ class GroupProvider(StateProvider):
     def describe(self) -> State:
         members = self._members
         states = {key: member.describe() for key, member in members.items()}
-        volatile = {(key, *path) for key, state in states.items() for path in state.volatile}
-        things = ((k, m) for k, m in members.items() if not isinstance(m, EntryProvider))
+        things: list[Path] = []
+        for key, member in members.items():
+            if isinstance(member, GroupProvider):
+                things += [(key, *path) for path in states[key].things]
+            elif not isinstance(member, EntryProvider):
+                things.append((key,))
         return State(
             value={key: state.value for key, state in states.items()},
             fresh=tuple((key, *path) for key, state in states.items() for path in state.fresh),
             loose=tuple((key, *path) for key, state in states.items() for path in state.loose),
-            things=tuple(
-                (key, *path)
-                for key, member in things
-                for path in (states[key].things if isinstance(member, GroupProvider) else ((),))
+            things=tuple(things),
+            volatile=frozenset(
+                (k, *path) for k, state in states.items() for path in state.volatile
             ),
-            volatile=frozenset(volatile),
         )
 
     def check(self, stored: object) -> list[str]:
@@ -348,11 +303,11 @@ class GroupProvider(StateProvider):
                 member.restore(value[key])
         for key, entry in value.items():
             if key not in members:
-                put_entry(self._owner, key, entry)
+                provider.put_entry(self._owner, key, entry)
 
 
 def _is_plain(member: StateProvider) -> bool:
-    """Return True for a plain entry, and a dict that no longer contains an object with a state."""
+    """Return True for a plain entry, or a dict that no longer contains an object with a state."""
     if isinstance(member, GroupProvider):
         return all(map(_is_plain, member._members.values()))
     return isinstance(member, EntryProvider)
@@ -362,8 +317,7 @@ class Deferred(AroundProvider):
     """An item given by a function that returns it: `Deferred(lambda: trainer.optimizer)`.
 
     Each save and restore calls the function, which returns None while the item does not exist yet.
-    `make` converts the result into the item, once for as long as the function returns the same
-    object.
+    `make` converts the result into the item, once while the function returns the same object.
     """
 
     def __init__(
@@ -378,9 +332,8 @@ class Deferred(AroundProvider):
                     remedy="pass Deferred(lambda: item), or the item itself",
                 )
         self._held, self._make = held, make
-        self._known: tuple[object, object] = (None, None)
+        self._known: list[object] = [None, None]
         """The last object that the function returned, and the item made from it."""
-        self._source = self
         self._provide: Callable[[object], StateProvider] | None = None
         self._made: tuple[object, StateProvider] | None = None
         """The last item that was used, and its provider."""
@@ -389,13 +342,13 @@ class Deferred(AroundProvider):
         """Return a copy for one Checkpointer, which creates its provider with `provide`. All copies
         share the item that was made from an object."""
         made = Deferred(self._held, self._make)
-        made._source, made._provide = self._source, provide
+        made._known, made._provide = self._known, provide
         return made
 
     def thing(self) -> object:
         """Return the item, or None if it does not exist yet."""
-        source, held = self._source, self._held()
-        if held is not source._known[0]:
+        held = self._held()
+        if held is not self._known[0]:
             if self._held() is not held:
                 raise UsageError(
                     "a deferred item is another one each time that it is asked for",
@@ -405,12 +358,11 @@ class Deferred(AroundProvider):
                     "a part of it: Deferred(lambda: self.model, laststep.trainable)",
                 )
             item = held if self._make is None or held is None else self._make(held)
-            source._known = (held, item)
-        return source._known[1]
+            self._known[:] = held, item
+        return self._known[1]
 
     def is_there(self) -> bool:
-        """Return True if the item exists, and create its provider. Exceptions are suppressed here;
-        the next save raises them."""
+        """Create the item's provider if it exists. Errors are left to the next save."""
         with contextlib.suppress(Exception):
             return self._inner is not None
         return False
@@ -437,10 +389,9 @@ class Deferred(AroundProvider):
     def parts(self) -> tuple[object, ...]:
         return () if self._made is None else self._inner.parts()
 
-    def _inner_property(self, name: str, default: object) -> object:
+    def _inner_property(self, name: str) -> object:
         """Return the default of a property until the item exists."""
-        inner = StateProvider if self._made is None else self._inner
-        return getattr(inner, name, default)
+        return getattr(StateProvider if self._made is None else self._inner, name)
 
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")
@@ -479,8 +430,8 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
 def _things_in(
     items: Mapping[Any, object], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (container, key, object) for every object in the items, including those inside groups
-    and providers. Container and key are not joined, because both may contain dots."""
+    """Yield (container, key, object) for every object in the items, also inside groups and
+    providers. Container and key are not joined, because both may contain dots."""
     for key, item in items.items():
         if isinstance(item, PerRank):
             yield from _things_in({key: item.item}, outer, depth)
@@ -496,7 +447,6 @@ def _things_in(
 
 
 def _item(outer: str, key: object) -> str:
-    """Return the name that an optimizer uses for an item or for an object inside one."""
     return f"{outer}.{key}" if outer else str(key)
 
 
@@ -523,8 +473,7 @@ def _tensors_in(
     value: dict[Any, Any], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[int, str]]:
     """Yield (id, name) of the tensors in a dict and in dicts inside it. Names are joined by dots as
-    in `named_parameters()`, because the tensors mostly are weights of a module under their
-    names."""
+    in `named_parameters()`, because these mostly are the weights of a module."""
     for key, inner in value.items():
         if isinstance(inner, Tensor):
             yield id(inner), f"{outer}{key}"
@@ -533,9 +482,8 @@ def _tensors_in(
 
 
 def _is_group(value: dict[Any, Any], depth: int = 0, *, any_keys: bool = False) -> bool:
-    """Return True if a dict holds an object with a state of its own, rather than plain state. All
-    keys must be strings when an item is made from the dict; with `any_keys` others may have been
-    added."""
+    """Return True if a dict holds an object with a state of its own, rather than plain state. Its
+    keys must be strings when it becomes an item; with `any_keys` others may have been added."""
     # The set of types rules out a dict of thousands of tensors quickly: this runs at each save.
     if all(kind in PLAIN or issubclass(kind, Tensor) for kind in set(map(type, value.values()))):
         return False
@@ -550,7 +498,7 @@ def _has_own_state(value: object, depth: int = 0) -> bool:
         return False
     if isinstance(value, type):  # it has the methods, but no instance to call them on
         return False
-    return isinstance(value, StateProvider | HasStateDict | nn.Module)
+    return isinstance(value, StateProvider | provider.HasStateDict | nn.Module)
 
 
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
@@ -575,13 +523,19 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, Optimizer):
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):
-        return ScalerProvider(item)
-    if isinstance(item, HasStateDict):
-        return StateDictProvider(item)
+        return provider.ScalerProvider(item)
+    if isinstance(item, provider.HasStateDict):
+        return provider.StateDictProvider(item)
     if type(item) is dict and _is_group(item):
         return GroupProvider(item, lambda key: _member(item, key, f"{name}.{key}", names))
-    refuse_immutable(name, item)
-    return ValueProvider(item)
+    if isinstance(item, dict | list | deque | np.ndarray | Tensor):
+        return provider.ValueProvider(item)
+    raise UsageError(
+        f"item {name!r} is {with_article(type(item))}, which cannot be restored in place",
+        expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
+        "a StateProvider, a dict, a list, a tensor or an array",
+        remedy=f"pass a dict: {name}={{'value': …}}, or leave it out",
+    )
 
 
 def _member(group: dict[Any, Any], key: object, name: str, names: Names) -> StateProvider:

@@ -1,9 +1,7 @@
-"""The state of an nn.Module, under the names that its plain, unwrapped form uses.
+"""The state of an nn.Module, or of its trained part, under the names of its plain, unwrapped form.
 
 Wrappers that only add a name prefix (torch.compile, DDP, DataParallel) are looked through, so that
 state loads from a wrapped module into a plain one and back.
-
-Also the trained part of a module (`trainable`).
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ class ModuleProvider(StateProvider):
     cheap = True
 
     def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
-        """With `hooks=False`, take parameters and buffers directly from the modules and ignore
-        hooks on `state_dict()`."""
+        """`hooks=False` ignores hooks on `state_dict()`."""
         self._module = module
         self._hooks = hooks
 
@@ -111,11 +108,12 @@ class ModuleProvider(StateProvider):
             if self._hooks and (node._state_dict_hooks or node._state_dict_pre_hooks):
                 return False
             by_kind[type(node)] = node
-        for kind, node in by_kind.items():
-            is_known = kind.__module__ in _VERSIONED or _SAVING(kind) == _SAVING(nn.Module)
-            if not is_known and _WRAPPERS.get(kind.__name__) not in node._modules:
-                return False
-        return True
+        return all(
+            kind.__module__ in _VERSIONED
+            or _SAVING(kind) == _SAVING(nn.Module)
+            or _WRAPPERS.get(kind.__name__) in node._modules
+            for kind, node in by_kind.items()
+        )
 
     def check(self, stored: object) -> list[str]:
         return [] if isinstance(stored, dict) else ["is not the state of a module"]
@@ -126,19 +124,17 @@ class ModuleProvider(StateProvider):
         nodes = walk_modules(self._module)
         by_hook: dict[str, object] = {}
         if self._hooks or not self._is_standard(nodes):
-            live: dict[str, torch.Tensor | None] = {}
-            for plain, node in nodes.values():
-                for name, tensor in (*node._parameters.items(), *node._buffers.items()):
-                    live[plain + name] = tensor
+            live = {
+                plain + name: tensor
+                for plain, node in nodes.values()
+                for name, tensor in (*node._parameters.items(), *node._buffers.items())
+            }
             for own in self._module.state_dict():
                 name = _plain(own, nodes)
                 entry, tensor = value.get(name, ABSENT), live.get(name)
-                in_place = (
-                    isinstance(entry, torch.Tensor)
-                    and tensor is not None
-                    and same_memory(entry, tensor)
-                )
-                if entry is not ABSENT and not in_place:
+                if isinstance(entry, torch.Tensor) and isinstance(tensor, torch.Tensor):
+                    entry = ABSENT if same_memory(entry, tensor) else entry  # restored in place
+                if entry is not ABSENT:
                     by_hook[own] = entry
         if by_hook:
             with handing_over(f"load_state_dict of {type(self._module).__name__}"):
@@ -148,8 +144,7 @@ class ModuleProvider(StateProvider):
             # state, such as caches, are computed again.
             for _, node in reversed(nodes.values()):
                 for hook in list(node._load_state_dict_post_hooks.values()):
-                    what = f"a hook for the end of load_state_dict of {type(node).__name__}"
-                    with handing_over(what):
+                    with handing_over(f"a load_state_dict hook of {type(node).__name__}"):
                         hook(node, nn.modules.module._IncompatibleKeys([], []))
 
 
@@ -169,8 +164,7 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 def trainable(model: nn.Module) -> TrainableProvider:
-    """Return a provider for the trained part of a module: `Checkpointer(run,
-    model=laststep.trainable(model), …)`."""
+    """Return an item for the trained part of a module."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             "trainable() needs a module",
@@ -190,7 +184,7 @@ class TrainableProvider(ModuleProvider):
         """The names that were trained at an earlier save or restore, or when they were stored."""
 
     def expect(self, stored: Iterable[str]) -> None:
-        """Include these stored names, frozen or not, because they are about to be restored."""
+        """Include these stored names, which are about to be restored."""
         self._once.update(stored)
 
     def describe(self) -> State:

@@ -34,6 +34,7 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that select how a step is computed. The live optimizer's values are kept, because they
 determine the device on which `step` must be."""
 _OTHER_FORMS = ("Adafactor", "LBFGS")
+"""torch's optimizers with tensors of another shape than the parameter's."""
 
 
 class OptimizerProvider(StateProvider):
@@ -44,12 +45,9 @@ class OptimizerProvider(StateProvider):
     passive = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
-        """`names` returns item and name of parameters. A parameter that it does not contain is
-        named by the optimizer's `param_names`, or else by position."""
         self._optimizer = optimizer
         self._names = names
-        self._told = False
-        """True once the warning about state matched by position has been logged."""
+        self._has_warned = False
 
     def parts(self) -> tuple[object, ...]:
         return (self._optimizer,)
@@ -61,9 +59,7 @@ class OptimizerProvider(StateProvider):
         entries_of = dict(zip(map(id, live), live.values(), strict=True))
         groups: list[dict[str, Any]] = []
         for group in self._optimizer.param_groups:
-            options = dict(group)
-            for key in _NOT_OPTIONS:
-                options.pop(key, None)
+            options = {key: option for key, option in group.items() if key not in _NOT_OPTIONS}
             groups.append({"params": {}, "options": options})
             if item:  # a dict, because pipeline stages may have different items
                 groups[-1]["items"] = {item: len(group["params"])}
@@ -88,27 +84,27 @@ class OptimizerProvider(StateProvider):
 
     def check(self, stored: object) -> list[str]:
         if not is_optimizer_state(stored):
-            return [_other_form(stored)]
+            if isinstance(stored, dict) and "param_groups" in stored:
+                how = "load_state_dict(), or laststep.dcp.Reader and set_state_dict()"
+                return [f"was stored as torch's state_dict() or DCP has it; load it with {how}"]
+            return ["is not the state of an optimizer"]
         ours, theirs = self._parameters()[0], group_of(stored)
         count = len(self._optimizer.param_groups)
         problems = []
         if count != len(stored["groups"]):
             problems = [f"has {count} parameter groups, but {len(stored['groups'])} were stored"]
         problems += map("has no stored state for parameter {}".format, sorted(ours.keys() - theirs))
-        numbers = dict(zip(ours, map(itemgetter(1), ours.values()), strict=True))
+        numbers = {name: number for name, (_parameter, number) in ours.items()}
         if not problems and not numbers.items() <= theirs.items():
             problems.append("groups its parameters differently than the stored one")
-        stored_as = self._stored_as(ours, stored)
-        if None in stored_as:
-            alone = [str(number) for number, match in enumerate(stored_as) if match is None]
-            problems.append(f"has no stored options for parameter groups {', '.join(alone)}")
+        if None in self._stored_as(ours, stored):
+            problems.append("has parameter groups for which no options were stored")
         return problems
 
     def skips(self, stored: object) -> dict[Path, str | None]:
         """Refuse the state of parameters of another item, even if they have the same names, and of
-        parameters of another dtype or shape: moments have the parameter's shape, and a fused step
-        would write past their end. Skip the state of parameters that this optimizer does not
-        have."""
+        another dtype or shape: a fused step would write past the end of smaller moments. Skip the
+        state of parameters that this optimizer does not have."""
         if not is_optimizer_state(stored):
             return {}
         ours, item = self._parameters()
@@ -129,14 +125,14 @@ class OptimizerProvider(StateProvider):
                     if live != form:
                         what = f"state of {name}: stored for {form}, live is {live}"
                         skipped["state", name] = what
-        # torch's optimizers keep numbers and tensors of the parameter's shape for each parameter,
-        # except for those that factorise moments or keep a history.
         kind = type(self._optimizer)
         if kind.__module__.startswith("torch.optim.") and kind.__name__ not in _OTHER_FORMS:
             for name, (parameter, _) in ours.items():
-                odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
-                if odd is not None:
-                    skipped.setdefault(("state", name), f"state of {name}: {odd}")
+                entries, shapes = stored["state"].get(name), ((), (1,), tuple(parameter.shape))
+                for entry in entries.values() if isinstance(entries, dict) else ():
+                    if isinstance(entry, TensorSpec) and entry.shape not in shapes:
+                        what = f"state of {name}: has a {entry} for {list(parameter.shape)}"
+                        skipped.setdefault(("state", name), what)
         for name in sorted(group_of(stored).keys() - ours):
             skipped["state", name] = None
         return skipped
@@ -145,15 +141,14 @@ class OptimizerProvider(StateProvider):
         """Put state on the device and in the layout of its parameter. As in torch, `step` stays on
         the host unless the group is fused or capturable."""
         ours, groups = self._parameters()[0], self._optimizer.param_groups
-        found: list[object] = []
-        for path in paths:
-            to: object = "cpu"
+        found: list[object] = ["cpu"] * len(paths)
+        for at, path in enumerate(paths):
             match path:
                 case ("state", str(name), key, *_) if name in ours:
                     parameter, number = ours[name]
                     on_device = groups[number].get("capturable") or groups[number].get("fused")
-                    to = parameter if on_device or key != "step" else "cpu"
-            found.append(to)
+                    if on_device or key != "step":
+                        found[at] = parameter
         return found
 
     def restore(self, value: object) -> None:
@@ -191,11 +186,8 @@ class OptimizerProvider(StateProvider):
         self, parameters: dict[str, tuple[torch.Tensor, int]], stored: dict[str, Any]
     ) -> list[int | None]:
         """Return, for each live group, the number of its stored group, found by the names of its
-        parameters.
-
-        A group without parameters, which a pipeline stage may have, is matched by position. None
-        for a group without a match, and for two live groups that match the same stored group.
-        """
+        parameters; None if there is none or another live group has it too. A group without
+        parameters, which a pipeline stage may have, is matched by position."""
         theirs, groups = group_of(stored), self._optimizer.param_groups
         matches: list[set[int]] = [set() for _ in groups]
         for name, (_parameter, number) in parameters.items():
@@ -210,10 +202,8 @@ class OptimizerProvider(StateProvider):
 
     def _parameters(self) -> tuple[dict[str, tuple[torch.Tensor, int]], str]:
         """Return every parameter by its name, with the number of its group; and the item that
-        contains them. The item is empty if there are several; the names then include it.
-
-        A name is the one that modules and dicts know, else the optimizer's own, else the position.
-        """
+        contains them, empty if there are several: the names then include it. A name is the one that
+        modules and dicts know, else the optimizer's own in `param_names`, else the position."""
         known, groups = self._names(), self._optimizer.param_groups
         here = chain.from_iterable(map(itemgetter("params"), groups))
         items = set(map(itemgetter(0), filter(None, map(known.get, map(id, here)))))
@@ -236,14 +226,12 @@ class OptimizerProvider(StateProvider):
                         remedy="pass their modules as items too, under different names",
                     )
                 parameters[name] = parameter, g
-        if by_position and not self._told:
-            self._told = True
+        if by_position and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                (
-                    "%d of %d parameters of an optimizer are not in any item: their state is "
-                    "matched by position; restore into the same order, or pass the object that "
-                    "holds them (model=…, or a dict of them) as an item"
-                ),
+                "%d of %d parameters of an optimizer are not in any item: their state is matched "
+                "by position; restore into the same order, or pass the object that holds them "
+                "(model=…, or a dict of them) as an item",
                 by_position,
                 len(parameters),
             )
@@ -252,7 +240,6 @@ class OptimizerProvider(StateProvider):
 
 @functools.lru_cache(maxsize=4096)
 def _form(dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return dtype and shape of a parameter as text, for messages and for comparison."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -282,27 +269,6 @@ def _is_group(group: object) -> bool:
     return False
 
 
-def _other_form(stored: object) -> str:
-    """Describe a stored tree of another form, and how to load it."""
-    match stored:
-        case {"state": dict() as state, "param_groups": _, **more} if not more:
-            if any(isinstance(key, str) for key in state):
-                what = "was stored by DCP, as get_state_dict() has it"
-                how = "dcp.load(…, storage_reader=laststep.dcp.Reader(run))"
-                return f"{what}; load it with {how} and set_state_dict(), then save it again"
-            how = "load it with the optimizer's own load_state_dict()"
-            return f"was stored by position, as torch's state_dict() has it; {how}"
-    return "is not the state of an optimizer"
-
-
-def _odd_entry(entries: object, shape: tuple[int, ...]) -> str | None:
-    """Describe the first entry of a parameter's state with an unexpected shape, or return None."""
-    for key, entry in entries.items() if isinstance(entries, dict) else ():
-        if isinstance(entry, TensorSpec) and entry.shape not in ((), (1,), shape):
-            return f"stored {key} is {list(entry.shape)}, the parameter is {list(shape)}"
-    return None
-
-
 def group_of(stored: dict[str, Any]) -> dict[str, int]:
     """Return the number of the group of each parameter whose state is stored."""
     numbers: dict[str, int] = {}
@@ -312,5 +278,4 @@ def group_of(stored: dict[str, Any]) -> dict[str, int]:
 
 
 def _entries(node: dict[str, Any] | Absent) -> dict[str, Any]:
-    """Return the loaded entries of a dict; a dict that is ABSENT in a partial restore has none."""
     return {} if isinstance(node, Absent) else node

@@ -1,16 +1,14 @@
 """State providers: objects that describe an item's state and put it back.
 
-`describe` is all that a save or a restore needs: a save takes the returned tree apart and finds the
-bytes of every tensor; a restore writes them back in place, or passes the loaded tree to `restore`.
-
-The providers of modules and optimizers have modules of their own. Here are those for everything
-else: nested values are restored in place; objects with `state_dict` and `load_state_dict` get back
-the state that they returned; random number generators are set.
+A save takes the tree that `describe` returned apart and finds the bytes of every tensor; a restore
+writes them back in place, or passes the loaded tree to `restore`. Modules and optimizers have
+modules of their own; here are the providers of everything else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -35,23 +33,16 @@ if TYPE_CHECKING:
     from laststep.state.tree import Path
 
 
-class Absent:
+class Absent(enum.Enum):
     """A placeholder in a restored tree for a value that was skipped, missing or mismatched."""
 
-    def __repr__(self) -> str:
-        return "ABSENT"
+    ABSENT = "ABSENT"
 
-    def __copy__(self) -> Absent:
-        return self  # a singleton, compared by identity
-
-    def __deepcopy__(self, memo: object) -> Absent:
-        return self
-
-    def __reduce__(self) -> str:
+    def __reduce_ex__(self, protocol: object) -> str:  # type: ignore[override]
         raise TypeError("ABSENT marks values that were not restored and cannot be saved")
 
 
-ABSENT: Final = Absent()
+ABSENT: Final = Absent.ABSENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +65,10 @@ class State:
 
 
 def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
-    """Return True if a path is one of the prefixes or below one."""
     return any(path[: len(prefix)] == prefix for prefix in prefixes)
 
 
 def lies_above(path: Path, others: Iterable[Path]) -> bool:
-    """Return True if a path is one of the others or above one."""
     return any(other[: len(path)] == path for other in others)
 
 
@@ -102,9 +91,8 @@ def _parts(entry: object) -> Collection[object]:
 
 @contextlib.contextmanager
 def handing_over(to: str) -> Iterator[None]:
-    """Convert exceptions of foreign code that rejects the stored state into `MismatchError`. Errors
-    of laststep, `OSError` and a lack of memory pass unchanged, because they do not mean that the
-    stored state is wrong."""
+    """Convert exceptions of foreign code that rejects the stored state into `MismatchError`, except
+    for errors that do not mean that the stored state is wrong."""
     try:
         yield
     except (LaststepError, OSError):
@@ -130,19 +118,18 @@ class StateProvider(ABC):
     kind: str = "custom"
     """One word for the catalog."""
     passive: bool = False
-    """True if `describe` runs only code of laststep and torch that changes no tensor. The copy of
-    an already known state may then start while the state is described again."""
+    """True if `describe` changes no tensor: a copy of the known state may start beside it."""
     cheap: bool = False
     """True if `describe` may be called once in addition to the saves, to prepare the first one."""
-
     per_rank: bool = False
     """True if each rank of a job has its own state, such as its position in the data. Otherwise
     ranks that hold the same tensors have the same state, and it is stored once."""
+    mixed: bool = False
+    """True for a group in which only some members are per-rank: several ranks cannot save that."""
     when_ranks_change: WhenRanksChange = "refuse"
     """Policy for a per-rank state in a job with another number of ranks: `keep` (each rank takes
     the state of its number, if there is one), `derive` (like `keep`, and new ranks call `derive`),
-    `drop` (with a warning), `refuse`, or a function that computes a rank's state from all
-    states."""
+    `drop` (with a warning), `refuse`, or a function."""
 
     @abstractmethod
     def describe(self) -> State:
@@ -165,8 +152,7 @@ class StateProvider(ABC):
 
     def skips(self, stored: object) -> dict[Path, str | None]:
         """Return the parts of a stored tree to skip, with the reason if they must not be restored,
-        or with None if they have no live counterpart. The latter is a mismatch unless another rank
-        needs them."""
+        or None if they have no live counterpart, a mismatch unless another rank needs them."""
         return {}
 
     def destinations(self, paths: list[Path]) -> list[object]:
@@ -179,9 +165,8 @@ class StateProvider(ABC):
         return ()
 
 
-def _forwarded(name: str, default: object = None) -> Any:
-    """Return a property that has the value of the inner provider."""
-    return property(lambda self: self._inner_property(name, default))
+def _forwarded(name: str) -> Any:
+    return property(lambda self: self._inner_property(name))
 
 
 class AroundProvider(StateProvider):
@@ -194,11 +179,10 @@ class AroundProvider(StateProvider):
     cheap = _forwarded("cheap")
     per_rank = _forwarded("per_rank")
     when_ranks_change = _forwarded("when_ranks_change")
-    mixed = _forwarded("mixed", default=False)
-    """True for a group with members of both kinds, per-rank and not."""
+    mixed = _forwarded("mixed")
 
-    def _inner_property(self, name: str, default: object) -> object:
-        return getattr(self._inner, name, default)
+    def _inner_property(self, name: str) -> object:
+        return getattr(self._inner, name)
 
     def describe(self) -> State:
         return self._inner.describe()
@@ -238,8 +222,7 @@ class StateDictProvider(StateProvider):
 
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
-        self._gives_dict = False
-        """True if the last call of `state_dict` returned a dict."""
+        self._gave_dict = False
         # A loader may have to query its workers; a scheduler only copies a few numbers.
         self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
         # Each rank reads different data; any other object has the same state on all ranks.
@@ -250,11 +233,11 @@ class StateDictProvider(StateProvider):
 
     def describe(self) -> State:
         state = self._owner.state_dict()
-        self._gives_dict = isinstance(state, dict)
+        self._gave_dict = isinstance(state, dict)
         return State(value=_owned(self._owner, state), fresh=((),))
 
     def skips(self, stored: object) -> dict[Path, str | None]:
-        if isinstance(stored, dict) or not self._gives_dict:
+        if isinstance(stored, dict) or not self._gave_dict:
             return {}
         return {(): f"is {with_article(type(self._owner))}, the stored one is a plain value"}
 
@@ -271,7 +254,6 @@ def of_torch(owner: object) -> str | None:
 
 
 def _owned(owner: object, state: object) -> object:
-    """Wrap a state with the class of its owner, if that is a class of torch."""
     kind = _kind_of_torch(owner)
     return state if kind is None else Owned(kind, state)
 
@@ -309,15 +291,11 @@ class ScalerProvider(StateDictProvider):
         return State(value=_owned(scaler, value), fresh=((),))
 
     def check(self, stored: object) -> list[str]:
-        if stored == {}:  # the state of a disabled scaler
+        keys = set(stored) if isinstance(stored, dict) else {None}
+        # A disabled scaler has no state.
+        if keys in (set(), _OF_SCALER) and all(map(_is_number, stored.values())):  # type: ignore[attr-defined]
             return []
-        if not isinstance(stored, dict) or set(stored) != _OF_SCALER:
-            return ["is not the state of a gradient scaler"]
-        return [
-            f"has {key}={entry!r:.80}, which is not one number"
-            for key, entry in stored.items()
-            if not (entry.shape in ((), (1,)) if isinstance(entry, TensorSpec) else _is_real(entry))
-        ]
+        return ["is not the state of a gradient scaler"]
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict) or not value:
@@ -328,12 +306,18 @@ class ScalerProvider(StateDictProvider):
                 self._owner.load_state_dict(plain)
 
 
-_OF_SCALER: Final = frozenset(
-    {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-)
+_OF_SCALER: Final = {
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+}
 
 
-def _is_real(value: object) -> bool:
+def _is_number(value: object) -> bool:
+    if isinstance(value, TensorSpec):
+        return value.shape in ((), (1,))
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -369,11 +353,6 @@ class RNG(StateProvider):
             return  # `check` has already reported it
         states: dict[str, Any] = value  # type: ignore[assignment]
         with handing_over("a random number generator"):
-            # First on generators of their own, to set all or none.
-            random.Random().setstate(states["python"])  # noqa: S311 (not for secrets)
-            np.random.RandomState().set_state(states["numpy"])
-            if not 0 <= states["numpy"][2] <= _NUMPY_KEYS:  # NumPy would read out of bounds
-                raise ValueError(f"position {states['numpy'][2]} of {_NUMPY_KEYS} keys")
             torch.set_rng_state(states["torch"]["cpu"])
             if states["torch"]["cuda"] and torch.cuda.is_available():
                 count = torch.cuda.device_count()
@@ -388,9 +367,6 @@ class RNG(StateProvider):
         random.seed(seed)
         np.random.seed(int.from_bytes(seed[:4], "little"))  # noqa: NPY002 (as above)
         torch.manual_seed(int.from_bytes(seed[:8], "little"))
-
-
-_NUMPY_KEYS: Final = 624
 
 
 class ValueProvider(StateProvider):
@@ -424,9 +400,8 @@ class ValueProvider(StateProvider):
 def put(live: Any, loaded: Any) -> Any:
     """Write `loaded` into `live` where that is mutable, and return the value to use in its place.
 
-    This is the only function that merges loaded state into live state. A value that was only partly
-    loaded replaces nothing, so the result contains no ABSENT, unless nothing is live: then it may
-    itself be ABSENT.
+    A value that was only partly loaded replaces nothing, so the result contains no ABSENT, unless
+    nothing is live: then it may itself be ABSENT.
     """
     if not has_loaded(loaded):
         return live
@@ -455,7 +430,6 @@ def put(live: Any, loaded: Any) -> Any:
 
 
 def put_entry(owner: dict[Any, Any], key: object, loaded: object) -> None:
-    """Set an entry of a dict to its loaded value; keep it unchanged if it was not loaded."""
     entry = put(owner.get(key, ABSENT), loaded)
     if entry is not ABSENT:
         owner[key] = entry
@@ -475,8 +449,7 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
 
 class PerRank(AroundProvider):
     """Marks an item as per-rank: every rank saves its own state, such as its position in the data.
-    `PerRank(loader, when_ranks_change="drop")`; without `when_ranks_change` the wrapped item
-    decides."""
+    `PerRank(loader, when_ranks_change="drop")`; without `when_ranks_change` the item decides."""
 
     per_rank = True
     mixed = False
@@ -484,15 +457,12 @@ class PerRank(AroundProvider):
     def __init__(self, item: object, *, when_ranks_change: WhenRanksChange | None = None) -> None:
         known = ("keep", "drop", "refuse")
         if when_ranks_change not in (*known, None) and not callable(when_ranks_change):
-            remedy = "choose one of these, or leave it out"
-            if when_ranks_change == "derive":
-                remedy = "pass RNG() without PerRank, which does this by itself, or pass a function"
             raise UsageError(
                 "invalid value of when_ranks_change",
                 expected=f"one of {', '.join(known)}, or "
                 "a function of all ranks' states, a rank and the number of ranks",
                 found=shown(when_ranks_change),
-                remedy=remedy,
+                remedy="choose one of these, or leave it out",
             )
         self.item = item
         self._said = when_ranks_change
@@ -504,24 +474,7 @@ class PerRank(AroundProvider):
         made._inner = inner
         return made
 
-    def _inner_property(self, name: str, default: object) -> object:
+    def _inner_property(self, name: str) -> object:
         if name == "when_ranks_change" and self._said is not None:
             return self._said
-        return super()._inner_property(name, default)
-
-
-def refuse_immutable(name: str, value: object) -> None:
-    """Raise `UsageError` for a value that cannot be changed in place and so cannot be restored.
-    Called at construction, so that the error does not appear only at the restore."""
-    if not isinstance(value, dict | list | deque | np.ndarray | torch.Tensor):
-        remedy = f"pass a dict: {name}={{'value': …}}"
-        if value is None:
-            remedy = f"leave {name} out"
-        elif hasattr(value, "dataset"):
-            remedy = "use a loader with a state, such as torchdata's StatefulDataLoader"
-        raise UsageError(
-            f"item {name!r} is {with_article(type(value))}, which cannot be restored in place",
-            expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
-            "a StateProvider, a dict, a list, a tensor or an array",
-            remedy=remedy,
-        )
+        return super()._inner_property(name)

@@ -10,9 +10,7 @@ import functools
 import operator
 import pickle
 import sys
-import weakref
 from collections import Counter
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -102,8 +100,8 @@ def is_backed(tensor: torch.Tensor) -> bool:
 class LocalShard(NamedTuple):
     """The part of a logical tensor that this rank holds, and the layout over all ranks.
 
-    For a `Sharded` layout, `local` has the shape of this rank's box; for a `Flat` layout, it is the
-    range of the flattened tensor, in one dimension. It has no elements if the rank holds nothing.
+    `local` has the shape of this rank's box; for a `Flat` layout it is the range of the flattened
+    tensor, in one dimension. It has no elements if the rank holds nothing.
     """
 
     local: torch.Tensor
@@ -118,7 +116,7 @@ class LocalBox(NamedTuple):
 
 
 def dtensor_class() -> type | None:
-    """Return the class DTensor, or None if the module that defines it was not imported."""
+    """Return the class DTensor, or None if its module was not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -129,7 +127,6 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_shard_of(tensor: DTensor, where: str) -> LocalShard:
-    """Return a DTensor's local part and its layout."""
     try:
         layout = _layout_of(tensor.device_mesh, tensor.placements, tensor.shape)
     except UsageError as error:
@@ -160,8 +157,7 @@ def _layout_of(
 
 @functools.lru_cache(maxsize=256)
 def mesh_of(mesh: DeviceMesh) -> Mesh:
-    """Convert a DeviceMesh to a `Mesh` of the job's ranks; cached, because `mesh.mesh` is computed
-    at each access."""
+    """Convert a DeviceMesh; cached, because `mesh.mesh` is computed at each access."""
     sizes = tuple(mesh.mesh.shape)
     names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
     return Mesh.of(tuple(names), sizes, mesh.mesh.flatten().tolist())
@@ -208,7 +204,6 @@ def like(model: DTensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that is in this rank's memory."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -274,26 +269,6 @@ def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
     return TensorForms(addresses, storages, shapes, dtypes, contiguous, details, marked)
 
 
-class KnownTensors:
-    """Weak references to tensors, to use them again without asking their owners if they have not
-    changed."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._refs = list(map(weakref.ref, tensors))
-        self._forms = forms_of(tensors)
-
-    def in_place(self) -> list[torch.Tensor] | None:
-        """Return all tensors if each is alive with the same form and memory; else None."""
-        alive: list[torch.Tensor | None] = list(map(operator.call, self._refs))
-        if any(map(operator.is_, alive, repeat(None))):
-            return None
-        tensors: list[torch.Tensor] = alive  # type: ignore[assignment]
-        try:
-            return tensors if forms_of(tensors) == self._forms else None
-        except RuntimeError:
-            return None
-
-
 def allocate(dtype: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
     """Return a new tensor with undefined content. Host memory uses huge pages where available:
     filling 1 GB took 0.14 s instead of 0.64 s."""
@@ -304,7 +279,6 @@ def allocate(dtype: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
 
 
 def open_view(base: torch.Tensor, view: View) -> torch.Tensor:
-    """Return the strided window that `view` describes in the bytes of `base`."""
     typed = torch.empty(0, dtype=TORCH_DTYPES[view.dtype], device=base.device)
     storage_offset = base.storage_offset() + view.offset_bytes
     return typed.set_(
@@ -375,17 +349,7 @@ def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the window of a tensor for a box; the tensor itself if the box covers all of it."""
     if box.shape == tuple(tensor.shape):
         return tensor
-    return tensor[_indices(box)]
-
-
-def put_box(target: torch.Tensor, at: Box, source: torch.Tensor, taken: Box) -> None:
-    """Copy a box of one tensor into a box of another."""
-    with torch.no_grad():
-        target[_indices(at)].copy_(source[_indices(taken)])
-
-
-def _indices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return tensor[tuple(map(slice, box.start, box.stop))]
 
 
 def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -395,7 +359,7 @@ def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(source)
 
 
-class HeldScalar(NamedTuple):
+class _HeldScalar(NamedTuple):
     """A metric that is still on its device, and the event after which it can be read."""
 
     tensor: torch.Tensor
@@ -408,27 +372,29 @@ def hold_scalar(name: str, value: object) -> object:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    found = with_article(type(value))
-    if isinstance(value, torch.Tensor):
-        has_number = value.layout is torch.strided and not value.is_meta and is_backed(value)
-        if has_number and value.numel() == 1 and not value.is_complex():
-            held, event = value.detach().clone(), None
-            if held.is_cuda:
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(held.device))
-            return HeldScalar(held, event)
-        found = f"{value.dtype}{list(value.shape)} on {value.device}, {value.layout}"
+    if isinstance(value, torch.Tensor) and _is_number(value):
+        held, event = value.detach().clone(), None
+        if held.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(held.device))
+        return _HeldScalar(held, event)
     raise UsageError(
         f"metric {name!r} is not one number",
         expected="a number, a string or a tensor of one element, with memory",
-        found=found,
+        found=with_article(type(value)),
         remedy="pass float(value), reduce it first, e.g. with mean(), or put it into metadata",
     )
 
 
+def _is_number(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex():
+        return False
+    return tensor.numel() == 1 and is_backed(tensor)
+
+
 def plain_scalar(value: object) -> object:
     """Return the number in a held metric; waits for the device if necessary."""
-    if not isinstance(value, HeldScalar):
+    if not isinstance(value, _HeldScalar):
         return value
     if value.event is not None:
         value.event.synchronize()  # copied on training's stream, not on this thread's
@@ -453,7 +419,6 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
 
 
 def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
-    """Rebuild a value that `collecting` wrote. Raise anything for other values."""
     value: Any = tagged.value
     match tagged.tag:
         case "pickle":
@@ -495,9 +460,7 @@ def _revive_array(dtype: str, tensor: object) -> object:
         return tensor
     array, wanted = tensor.cpu().numpy(), np.dtype(dtype)
     if wanted.newbyteorder("=") != array.dtype:  # only the byte order may differ
-        raise CorruptError(
-            "an array of another dtype than its bytes", found=f"{wanted}, {array.dtype}"
-        )
+        raise CorruptError("an array of another dtype than its bytes", found=str(wanted))
     return array.astype(wanted, copy=False)
 
 
@@ -510,22 +473,18 @@ def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, Any]) -
         # The bytes are verified and torch made the tensor, so its invariants held at the save.
         sparse = torch.sparse_coo_tensor(parts["indices"], values, shape, check_invariants=True)
         return sparse._coalesced_(bool(parts["coalesced"]))
-    compressed, plain = COMPRESSED[layout]
+    first, second = (parts[name] for name in COMPRESSED[layout])
+    kind = getattr(torch, layout)
     return torch.sparse_compressed_tensor(
-        parts[compressed],
-        parts[plain],
-        values,
-        shape,
-        layout=getattr(torch, layout),
-        check_invariants=True,
+        first, second, values, shape, layout=kind, check_invariants=True
     )
 
 
 def _revive_subclass(name: str, parts: object) -> object:
-    handler = next((known for known in _HANDLERS.values() if known.name == name), None)
-    if handler is None:
-        raise UsageError(
-            f"cannot load the tensor subclass {name!r}",
-            remedy="register it first with laststep.register_tensor_type",
-        )
-    return handler.from_parts(parts)
+    for handler in _HANDLERS.values():
+        if handler.name == name:
+            return handler.from_parts(parts)
+    raise UsageError(
+        f"cannot load the tensor subclass {name!r}",
+        remedy="register it first with laststep.register_tensor_type",
+    )
