@@ -3,10 +3,10 @@
 Copies no data of a tensor that training may change: `capture` does that.
 
 Between two saves a training run keeps its tensors and changes its numbers. A walk through a state
-therefore records a trace: the containers and keys of its tensors, in order. A state that leaves the
-same trace as the last one has the same names in the same order; if its tensors also have the same
-forms and addresses, only its plain values are new. Traces and forms are lists that are filled and
-compared as a whole, because this runs while training waits. No tensor is held between saves.
+therefore records a trace: the containers and keys of its tensors, in order. If a state leaves the
+same trace as the last one, and its tensors have the same forms and addresses, only its plain values
+are new. Traces and forms are lists that are filled and compared as a whole, because this runs while
+training waits. No tensor is held between saves.
 """
 
 from __future__ import annotations
@@ -61,22 +61,18 @@ if TYPE_CHECKING:
     from laststep.state.layouts import Layout
 
 _Part = dict[object, object]
-"""The tree of a container of tensors, or of a container of such containers. Trees are never
-changed, so the trees of several saves share their parts."""
+"""The tree of a container of tensors, or of such containers. Trees are never changed, so the trees
+of several saves share their parts."""
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
 _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
-"""Key types for which equal keys are identical. Keys of other types may be equal and yet differ,
-such as 0.0 and -0.0, or (1,) and (True,)."""
+"""Key types for which equal keys are identical, unlike 0.0 and -0.0, or (1,) and (True,)."""
 _SMALL_BYTES = 4096
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Array types that consist of their elements only, unlike masked arrays."""
-_ARRAY_DTYPES: Final = frozenset(
-    map(
-        np.dtype,
-        ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"),
-    )
-)
+_INTEGERS = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")
+_ARRAY_DTYPES: Final = set(map(np.dtype, ("?", *_INTEGERS, "f2", "f4", "f8", "c8", "c16")))
+_SPARSE: Final = {"sparse_coo", *COMPRESSED}
 _BASE_ALIGN = 16
 """The size of the largest element, so that every view of a base is aligned."""
 
@@ -88,9 +84,8 @@ class _Different(Exception):
 class _Walk:
     """One walk through a state: copies its containers and plain values, and notes its tensors.
 
-    In bulk, containers of plain tensors and DTensors are noted as a whole, without a look at each
-    tensor. With `known`, the parts of the tree of a known state, only the trace and the tensors are
-    noted: their names are the known ones if the trace is.
+    In bulk, containers of plain tensors and DTensors are noted without a look at each tensor. With
+    `known`, the parts of the tree of a known state, only the trace and the tensors are noted.
     """
 
     def __init__(
@@ -104,14 +99,13 @@ class _Walk:
         self._volatile = volatile
         self._allow_pickle = allow_pickle
         self._in_rows = PLAIN_TENSORS | {dtensor_class()} if in_bulk else frozenset()
-        """The types of tensors that are noted in bulk."""
         self._known = known
         self.names: list[str] = []
         self.leaves: list[torch.Tensor] = []
         self.keys: list[object] = []
         """For every row of tensors, or rows under several names: the path, the names, the keys."""
         self.sizes: list[int] = []
-        """The numbers of these entries."""
+        """How many of each."""
         self.parts: list[_Part] = []
         self.is_common = True
         """False if a leaf was met that cannot be noted in bulk."""
@@ -230,14 +224,19 @@ class _Walk:
         if kind is slice:
             ends = enumerate((value.start, value.stop, value.step))
             return slice(*[self.copy(end, (*path, i)) for i, end in ends])
+        why = None
         if self._allow_pickle:
-            return Tagged("pickle", _pickled(value, path))
-        raise _refused(
-            _class_of(value),
-            path,
-            "leave it out, add state_dict() and load_state_dict() to its class, or pass "
+            try:
+                return Tagged("pickle", pickle.dumps(value, protocol=4))
+            except Exception as error:  # noqa: BLE001 (a user's class may raise anything)
+                why = str(error)
+        raise UsageError(
+            f"cannot save {with_article(f'{kind.__module__}.{kind.__qualname__}')}",
+            where=show_path(path),
+            expected="tensors, arrays, containers, plain values, or objects to pickle",
+            found=why,
+            remedy="leave it out, add state_dict() and load_state_dict() to its class, or pass "
             "allow_pickle=True",
-            expected="tensors, arrays, containers and plain values",
         )
 
     def _keep(self, tensor: torch.Tensor, path: Path) -> TensorRef:
@@ -251,17 +250,16 @@ class _Walk:
     def _tensor(self, tensor: torch.Tensor, path: Path) -> object:
         if type(tensor) not in PLAIN_TENSORS:
             return self._subclass(tensor, path)
-        if tensor.is_nested:
-            remedy = "save the list of its parts, tensor.unbind(), instead"
-            raise _refused("a nested tensor", path, remedy, expected="tensors of one shape")
-        if tensor.layout is not torch.strided:
-            return self._sparse(tensor, path)
-        if tensor.is_meta:
-            remedy = "materialise it first, e.g. module.to_empty(device=...)"
-            raise _refused("a meta tensor: it has no data", path, remedy)
-        if tensor.dtype not in DTYPE_NAMES:
-            what = f"a tensor of {tensor.dtype}"
-            raise _refused(what, path, "dequantise it first", expected="a plain dtype")
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        if layout in _SPARSE:
+            return self._sparse(tensor.detach(), layout, path)
+        if layout != "strided" or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+            raise _refused(
+                f"a {layout} {tensor.device.type} tensor of {tensor.dtype}",
+                path,
+                "materialise it with to_empty(), dequantise it, make it dense, or save its parts",
+                expected="a strided or sparse tensor of a plain dtype, with data",
+            )
         if not is_backed(tensor):
             size_bytes = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
             raise UsageError(
@@ -295,32 +293,22 @@ class _Walk:
         handler = handler_for(type(tensor))
         if handler is not None:
             return Tagged("subclass", [handler.name, self.copy(handler.to_parts(tensor), path)])
-        if torch.nn.parameter.is_lazy(tensor):
-            what = "a parameter that is not initialised yet"
-            raise _refused(what, path, "run one forward pass first")
         raise _refused(
             f"the tensor subclass {type(tensor).__qualname__}",
             path,
-            "teach laststep its parts with laststep.register_tensor_type",
+            "run one forward pass first if it is an uninitialised parameter, or teach laststep its "
+            "parts with laststep.register_tensor_type",
         )
 
-    def _sparse(self, tensor: torch.Tensor, path: Path) -> object:
-        layout, tensor = str(tensor.layout).removeprefix("torch."), tensor.detach()
+    def _sparse(self, tensor: torch.Tensor, layout: str, path: Path) -> object:
         parts: dict[str, object]
-        if tensor.layout is torch.sparse_coo:
+        if layout == "sparse_coo":
             # indices() and values() would require coalescing, which changes the stored tensor.
             parts = {"indices": tensor._indices(), "values": tensor._values()}
             parts["coalesced"] = tensor.is_coalesced()
-        elif layout in COMPRESSED:
+        else:
             parts = {name: getattr(tensor, f"{name}_indices")() for name in COMPRESSED[layout]}
             parts["values"] = tensor.values()
-        else:
-            raise _refused(
-                f"a tensor of layout {tensor.layout}",
-                path,
-                "make it dense first, with to_dense()",
-                expected="a strided or sparse tensor",
-            )
         return Tagged("sparse", [layout, tuple(tensor.shape), self.copy(parts, path)])
 
 
@@ -334,8 +322,7 @@ def _refused(
 
 def _too_deep(path: Path) -> UsageError:
     what = "a state nested this deeply, or that contains itself"
-    error = _refused(what, path[:8], expected=f"at most {MAX_DEPTH} levels")
-    return error.amended(where=f"{error.where}…")
+    return _refused(what, (*path[:8], ...), expected=f"at most {MAX_DEPTH} levels")
 
 
 def _tensor_of(array: np.ndarray) -> torch.Tensor:
@@ -345,22 +332,6 @@ def _tensor_of(array: np.ndarray) -> torch.Tensor:
     if not array.flags.writeable or not array.dtype.isnative or has_odd_strides:
         array = array.astype(array.dtype.newbyteorder("="), copy=True)
     return torch.from_numpy(array)
-
-
-def _class_of(value: object) -> str:
-    return with_article(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _pickled(value: object, path: Path) -> bytes:
-    try:
-        return pickle.dumps(value, protocol=4)
-    except Exception as error:  # a user's class may raise anything
-        raise UsageError(
-            f"cannot pickle {_class_of(value)}",
-            where=show_path(path),
-            found=str(error),
-            remedy="leave it out, or add state_dict() and load_state_dict() to its class",
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,11 +368,8 @@ def collect(
     allow_pickle: bool = False,
     cache: CollectCache | None = None,
 ) -> Collected:
-    """Take a state apart into its tree of plain values, its tensors as pieces, and shared memory.
-
-    With a `cache`, tensors are described in bulk, and if all of them still have the same form and
-    memory as at the last save, the state is only walked.
-    """
+    """Take a state apart. With a `cache`, tensors are described in bulk; if all still have the form
+    and memory of the last save, the state is only walked."""
     if cache is not None:
         with contextlib.suppress(_Different, RuntimeError, UsageError):
             return _recognise(cache.last, value, volatile)
@@ -442,9 +410,8 @@ def _recognise(known: _Known | None, value: object, volatile: frozenset[Path]) -
 def _collect_in_bulk(
     value: object, volatile: frozenset[Path], cache: CollectCache, *, allow_pickle: bool
 ) -> Collected:
-    """Take apart a state that consists of common tensors, without a look at each of them, and
-    remember it if it can be recognised. Raise `_Different`, `RuntimeError` or `UsageError` for any
-    other."""
+    """Take apart a state of common tensors, without a look at each of them, and remember it if it
+    can be recognised. Raise `_Different`, `RuntimeError` or `UsageError` for any other."""
     walk = _Walk(volatile, allow_pickle=allow_pickle)
     tree = walk.copy(value, ())
     memories, dtensors = _memories(walk.leaves)
@@ -458,15 +425,12 @@ def _collect_in_bulk(
         walk.layouts[walk.names[number]] = local_shard_of(walk.leaves[number], "").layout
     collected = _describe(walk, tree, tensors, forms)
     if walk.is_common and walk.leaves and not collected.views:
-        inexact: dict[int, str] = {}
-        for at, key in enumerate(walk.keys):
-            if type(key) not in _EXACT:
-                inexact[at] = name_of((key,))
+        odd = {at: key for at, key in enumerate(walk.keys) if type(key) not in _EXACT}
         cache.last = _Known(
             volatile=volatile,
             keys=walk.keys,
             key_kinds=list(map(type, walk.keys)),
-            inexact=inexact,
+            inexact={at: name_of((key,)) for at, key in odd.items()},
             sizes=walk.sizes,
             parts=walk.parts,
             kinds=list(map(type, memories)),
@@ -494,7 +458,6 @@ def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], l
 
 
 def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
-    """Return True if all are plain tensors of known dtypes, with memory that is their values."""
     if (
         forms.marked
         or not PLAIN_TENSORS.issuperset(map(type, memories))
