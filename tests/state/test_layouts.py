@@ -21,6 +21,7 @@ from laststep.state.layouts import (
     Replicate,
     Shard,
     Sharded,
+    copies_of,
     from_plain,
     to_plain,
 )
@@ -61,7 +62,7 @@ def test_boxes_meet_where_their_elements_do(shape: tuple[int, ...], data: st.Dat
 
 
 def holders(layout: Sharded | Flat, held: tuple[Box, ...]) -> list[int]:
-    copies = layout.copies(held)
+    copies = copies_of(layout, held)
     return [] if copies is None else list(copies.ranks())
 
 
@@ -142,7 +143,7 @@ def test_shards_are_what_torch_cuts_and_cover_the_tensor_once(layout: Sharded) -
     for box, ranks in found.items():
         assert holders(layout, (box,)) == [r for r in layout.mesh.ranks() if r in ranks]
     assert layout.held(10_000) == ()
-    assert layout.copies(()) is None
+    assert copies_of(layout, ()) is None
 
 
 @given(sharded(), st.data())
@@ -243,12 +244,12 @@ def test_ranges_of_parts_are_what_torch_cuts_flattened(layout: Flat) -> None:
             found.setdefault(boxes, []).append(rank)
     assert covers_once(layout.shape, [box for boxes in found for box in boxes])
     for boxes, ranks in found.items():
-        copies = layout.copies(boxes)
+        copies = copies_of(layout, boxes)
         assert list(copies.ranks()) == ranks
         for rank in ranks:
             assert copies.rank(copies.place(rank)) == rank
     assert layout.held(10_000) == ()
-    assert layout.copies(()) is None
+    assert copies_of(layout, ()) is None
 
 
 @given(flat_of_parts(), st.data())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.state.boxes import Box
+from laststep.state.layouts import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,7 +156,7 @@ def ranges_of(rank: int, tensors: Sequence[Spread]) -> list[ReplicatedRange]:
             held, volumes, copies = part
             if held:
                 if len(writing) > 1:
-                    copies = tuple(filter(None, (other.copies(held) for other in writing)))
+                    copies = tuple(filter(None, (copies_of(other, held) for other in writing)))
                 shared_ranges.setdefault(copies, []).extend(
                     RangeBox(number, box, volume * itemsize)
                     for box, volume in zip(held, volumes, strict=True)

@@ -1,8 +1,5 @@
-"""Boxes of a tensor's index space, and ranges of its elements in row-major order.
-
-Pure geometry; knows nothing of ranks, torch or files.
-
-Also finds tensors with overlapping memory (`find_overlaps`, `find_ties`).
+"""Boxes of a tensor's index space, ranges of its elements in row-major order, and overlaps of
+ranges in memory. Pure geometry; knows nothing of ranks, torch or files.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Box(NamedTuple):
         return ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """Return the intersection of two boxes, or None if it is empty."""
+        """Return the intersection, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(operator.lt, start, stop)) else None
@@ -61,7 +58,6 @@ class Box(NamedTuple):
 
 
 def whole(shape: Index) -> Box:
-    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -74,8 +70,7 @@ def row_major(shape: Iterable[int], index: Iterable[int]) -> int:
 
 
 def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
-    """Convert elements [first, last) in row-major order to at most 2n - 1 boxes, in that order, for
-    n dimensions."""
+    """Convert elements [first, last) in row-major order to at most 2n - 1 boxes, in that order."""
     if first >= last:
         return ()
     if not shape:

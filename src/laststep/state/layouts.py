@@ -1,11 +1,9 @@
 """Layouts: how a logical tensor is sharded over the ranks of a mesh, expressed as boxes.
 
-Pure; knows nothing of torch, files or processes. A layout is symbolic and equal on all ranks: a
-mesh of named dimensions, and a placement of the tensor along each of them. The part that one rank
-holds is computed as boxes: one box for a shard, a few for a range of the flattened tensor. Ranks
-with the same boxes hold copies of the same bytes; a rank outside the mesh holds nothing.
-
-Regular meshes, and sets of ranks on them, use arithmetic instead of lists of ranks.
+Pure; knows nothing of torch, files or processes. A layout is equal on all ranks: a mesh of named
+dimensions, and a placement of the tensor along each of them. Ranks with the same boxes hold copies
+of the same bytes; a rank outside the mesh holds nothing. Regular meshes, and sets of ranks on them,
+use arithmetic instead of lists of ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of ranks with a name for each dimension.
-
-    Ranks and coordinates are converted by arithmetic, independent of the number of ranks: one step
-    along a dimension adds its stride to the rank. For an irregular grid the arithmetic gives a
-    position in `listed`, which contains the ranks in row-major order.
-    """
+    """A grid of ranks with a name for each dimension. One step along a dimension adds its stride to
+    the rank; in an irregular grid, to a position in `listed`, the ranks in row-major order."""
 
     names: tuple[str, ...]
     sizes: Index
@@ -59,9 +53,7 @@ class Mesh:
         """Return the mesh of these ranks, given in row-major order."""
         if len(ranks) != math.prod(sizes) or not ranks:
             raise UsageError(
-                "a mesh does not fit together",
-                expected=f"{math.prod(sizes)} ranks",
-                found=str(len(ranks)),
+                "a mesh does not fit together", expected=f"{sizes} ranks", found=str(len(ranks))
             )
         steps = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         strides = tuple(
@@ -75,7 +67,7 @@ class Mesh:
         return cls(names, sizes, tuple(steps), 0, tuple(ranks))
 
     def coordinate(self, rank: int) -> Index | None:
-        """Return the coordinate of a rank, or None if the rank is not in the mesh."""
+        """Return the coordinate of a rank, or None if it is not in the mesh."""
         left = rank - self.base
         if self.listed:
             if rank not in self.listed:
@@ -90,7 +82,6 @@ class Mesh:
         return tuple(at) if left == 0 else None
 
     def rank(self, at: Index) -> int:
-        """Return the rank at a coordinate."""
         number: int = self.base + sum(map(operator.mul, at, self.strides))
         return self.listed[number] if self.listed else number
 
@@ -101,8 +92,7 @@ class Mesh:
         return MeshRange(self, low, high, cutting)
 
     def cut_down(self, axes: tuple[int, ...]) -> Mesh:
-        """Return the mesh reduced to `axes`: along all other dimensions it keeps only the
-        coordinate of the lowest rank."""
+        """Return the mesh reduced to the lowest rank along all dimensions but `axes`."""
         sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(self.sizes))
         if not self.listed:  # strides are positive: the lowest rank is at coordinate 0
             return Mesh(self.names, sizes, self.strides, self.base)
@@ -113,7 +103,6 @@ class Mesh:
         return Mesh.of(self.names, sizes, [self.rank(at) for at in itertools.product(*ways)])
 
     def ranks(self) -> Iterator[int]:
-        """Iterate over all ranks in row-major order."""
         steps = [math.prod(self.sizes[axis + 1 :]) for axis in range(len(self.sizes))]
         if not self.listed and list(self.strides) == steps:
             return iter(range(self.base, self.base + math.prod(self.sizes)))
@@ -140,7 +129,6 @@ class MeshRange(NamedTuple):
         return map(self.mesh.rank, self.places(cutting))
 
     def places(self, cutting: tuple[int, ...] | None = None) -> Iterator[Index]:
-        """Iterate over the coordinates of the ranks that `ranks` returns."""
         free = [
             range(low, high if cutting is None or axis in cutting else low + 1)
             for axis, (low, high) in enumerate(zip(self.low, self.high, strict=True))
@@ -175,9 +163,8 @@ class Replicate:
 class Shard:
     """A placement: ranks along this mesh dimension split a tensor dimension, as torch.chunk does.
 
-    If several mesh dimensions shard the same tensor dimension, the leftmost shards first. `after`
-    changes that order: it is the number of shards into which mesh dimensions to the right have
-    already split the tensor dimension. FSDP2 needs this, because it shards the shards of TP.
+    Of several mesh dimensions that shard the same tensor dimension, the leftmost shards first,
+    unless those to the right have already split it into `after` shards, as TP has before FSDP2.
     """
 
     dim: int
@@ -220,7 +207,7 @@ class Sharded:
         return (box,) if box.volume else ()
 
     def part_at(self, at: Index) -> Box:
-        """Return the box at a coordinate; a box without elements if nothing is held there."""
+        """Return the box at a coordinate, perhaps without elements."""
         start, stop = list(whole(self.shape).start), list(self.shape)
         for dim in range(len(self.shape)):
             for axis in self._order(dim):
@@ -236,29 +223,6 @@ class Sharded:
         sizes = self.mesh.sizes
         orders = [[sizes[axis] for axis in self._order(dim)] for dim in range(len(self.shape))]
         return self.shape, tuple(tuple(n for n in order if n > 1) for order in orders)
-
-    def copies(self, held: tuple[Box, ...]) -> MeshRange | None:
-        """Return the ranks that hold exactly these boxes, or None if there are none."""
-        if len(held) != 1 or len(held[0].start) != len(self.shape):
-            return None
-        at = self.place_of(held[0].start)
-        if at is None or self.held(self.mesh.rank(at)) != held:
-            return None
-        return self.mesh.along(at, self.cutting)
-
-    def place_of(self, element: Index) -> Index | None:
-        """Return the coordinate of an element's holders, with 0 along dimensions that do not shard;
-        None if the tensor has no such element."""
-        at = [0] * len(self.mesh.sizes)
-        for dim in range(len(self.shape)):
-            start, stop = 0, self.shape[dim]
-            for axis in self._order(dim):
-                each = -(-(stop - start) // self.mesh.sizes[axis])
-                at[axis] = (element[dim] - start) // each if each else 0
-                start = min(start + at[axis] * each, stop)
-                stop = min(start + each, stop)
-        there = all(map(operator.lt, at, self.mesh.sizes))
-        return tuple(at) if there else None
 
     @property
     def cutting(self) -> tuple[int, ...]:
@@ -307,8 +271,8 @@ def _cut_order(
 def _cut_ways(
     order: Sequence[int], sizes: Index, whole: tuple[int, int], part: tuple[int, int]
 ) -> list[dict[int, tuple[int, int]]]:
-    """Return the coordinate ranges, by sharding mesh dimension, that hold an element of `part`.
-    Both `whole` and `part` are ranges [start, stop) of one tensor dimension."""
+    """Return the coordinate ranges, by sharding mesh dimension, that hold an element of `part`; it
+    and `whole` are ranges of one tensor dimension."""
     (axis, *rest), (start, stop) = order, whole
     each = -(-(stop - start) // sizes[axis])
     first, last = (part[0] - start) // each, (part[1] - 1 - start) // each
@@ -331,15 +295,11 @@ def _cut_ways(
 class Flat:
     """The layout of a tensor that is flattened into a buffer, with the buffer sharded over a mesh.
 
-    The tensor starts at element `offset` of a buffer of `total` elements, padding included. The
-    buffer is split into equal ranges over the ranks along `axes`, in the order of the mesh: ZeRO
-    and FSDP1.
-
-    `placements` has one entry for each mesh dimension. Dimensions that are not in `axes` shard the
-    tensor first, and each shard is flattened into a buffer of its own: Megatron's distributed
-    optimizer with tensor parallelism. If the tensor consists of several equal `blocks` of rows,
-    such as a fused gate and up projection, each block is sharded separately, and a shard is the
-    concatenation of its part of every block.
+    The tensor starts at element `offset` of a buffer of `total` elements, padding included, which
+    is split into equal ranges over the ranks along `axes`: ZeRO and FSDP1. With `placements`, other
+    mesh dimensions shard the tensor first, and each shard is flattened into a buffer of its own:
+    Megatron's distributed optimizer with TP. Each of several equal `blocks` of rows, such as a
+    fused gate and up projection, is sharded separately; a shard has its part of every block.
     """
 
     shape: Index
@@ -377,24 +337,18 @@ class Flat:
         if not (fits and apart and known and (in_blocks or self.blocks == 1)):
             raise UsageError(
                 "a flat layout does not fit together",
-                expected=(
-                    "a tensor in a flat buffer that is sharded along other mesh dimensions than "
-                    "the buffer"
-                ),
-                found=f"{largest} elements at {self.offset} of {self.total}, {ranks} ranks along "
-                f"{', '.join(self.axes)}, shape {self.shape} in {self.blocks} blocks, placements "
-                f"{self.placements}",
+                expected="a tensor inside a buffer that is sharded along other mesh dimensions",
+                found=f"{largest} elements at {self.offset} of {self.total}, {ranks} ranks, {self}",
             )
 
     def range_of(self, rank: int) -> tuple[int, int] | None:
-        """Return the range of elements that a rank holds, or None if it holds none. Elements are
-        counted in row-major order within the tensor, or within the shard of it that is flattened
-        there."""
+        """Return the range of elements that a rank holds, in row-major order within the tensor or
+        its flattened shard; None if it holds none."""
         at = self.mesh.coordinate(rank)
         return None if at is None else self._range(at, self._cut.part_at(at))
 
     def held(self, rank: int) -> tuple[Box, ...]:
-        """Return the boxes that a rank holds, in the order of its range of the buffer."""
+        """Return the boxes that a rank holds, in the order of the buffer."""
         at = self.mesh.coordinate(rank)
         if at is None:
             return ()
@@ -412,21 +366,6 @@ class Flat:
     def cuts(self) -> object:
         """Return a key that is equal for layouts with the same boxes, whoever holds them."""
         return self.shape, self._cut.cuts(), self.offset, self._each
-
-    def copies(self, held: tuple[Box, ...]) -> MeshRange | None:
-        """Return the ranks that hold exactly these boxes, or None if there are none."""
-        if not held or len(held[0].start) != len(self.shape):
-            return None
-        begin = self._by_block(held[0])[0]
-        place = self._cut.place_of(begin.start)
-        if place is None:
-            return None
-        part = self._cut.part_at(place)
-        first = row_major(part.shape, begin.within(part).start)
-        at = self._standing(place, (self.offset + first) // self._each)
-        if self.held(self.mesh.rank(at)) != held:
-            return None
-        return self.mesh.along(at, self.cutting)
 
     @property
     def cutting(self) -> tuple[int, ...]:
@@ -490,18 +429,31 @@ class Flat:
 Layout = Sharded | Flat
 
 
+def copies_of(layout: Layout, held: tuple[Box, ...]) -> MeshRange | None:
+    """Return the ranks that hold exactly these boxes of a layout, or None if there are none."""
+    if not held:
+        return None
+    element = Box(held[0].start, tuple(start + 1 for start in held[0].start))
+    if whole(layout.shape).meet(element) != element:
+        return None
+    rank = next(layout.holders(element)[0].ranks())
+    at = layout.mesh.coordinate(rank)
+    return (
+        None if at is None or layout.held(rank) != held else layout.mesh.along(at, layout.cutting)
+    )
+
+
 def held_whole(shape: Index, ranks: Sequence[int]) -> Layout:
     """Return the layout of a tensor that each of these ranks holds completely."""
     return Sharded(shape, Mesh.of(("rank",), (len(ranks),), ranks), (Replicate(),))
 
 
 def of_one_replica(layout: Layout) -> Layout:
-    """Return the layout reduced to the replica with the lowest rank: one rank holds each box."""
+    """Return the layout reduced to one holder of each box, that of the lowest rank."""
     return replace(layout, mesh=layout.mesh.cut_down(layout.cutting))
 
 
 def to_plain(layout: Layout) -> tuple[object, ...]:
-    """Convert a layout to nested tuples, for a local layout and its digest."""
     grid = layout.mesh
     mesh = (grid.names, grid.sizes, grid.strides, grid.base, grid.listed)
     cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)
@@ -512,8 +464,7 @@ def to_plain(layout: Layout) -> tuple[object, ...]:
 
 
 def from_plain(plain: Sequence[Any]) -> Layout:
-    """Convert the result of `to_plain` back. Raise `ValueError`, `TypeError` or `UsageError` if it
-    is malformed."""
+    """Convert back. Raise `ValueError`, `TypeError` or `UsageError` if it is malformed."""
     kind, shape, (names, sizes, strides, base, listed), *rest = plain
     base = counts([base])[0]
     mesh = _one_mesh(tuple(map(str, names)), counts(sizes), counts(strides), base, counts(listed))

@@ -1,12 +1,8 @@
 """The state of an item taken apart: a tree of plain values, pieces, and what is stored of them.
 
-Knows nothing of torch: `collecting` takes a live state apart.
-
-Names of tensors are paths of keys as strings, one to one, as docs/format.md defines them. A stored
-item is its tree, the specs of its tensors, and the tensors that share bytes.
-
-Pieces are named tuples because a save of 100,000 tensors creates as many of them while training
-waits.
+Knows nothing of torch: `collecting` takes a live state apart. Names of tensors are paths of keys as
+strings, one to one, as docs/format.md defines them. Pieces are named tuples because a save of
+100,000 tensors creates as many of them while training waits.
 """
 
 from __future__ import annotations
@@ -34,12 +30,10 @@ _RESERVED = "__metadata__"
 
 
 def name_of(path: tuple[object, ...]) -> str:
-    """Return the name of the leaf at `path`. Raise `UsageError` if a key has no name."""
     return "/".join(map(_escaped, path))
 
 
 def names_in(path: tuple[object, ...], keys: Iterable[object]) -> list[str]:
-    """Return the names of the leaves under these keys in the container at `path`."""
     above = f"{name_of(path)}/" if path else ""
     return list(map(above.__add__, map(_escaped, keys)))
 
@@ -86,7 +80,6 @@ def _escaped(key: object) -> str:
 
 
 def _key(part: str) -> object:
-    """Return the key for a part of a name, even if `_escaped` would write the key differently."""
     if part == "~4":
         return ""
     if part == "~5":
@@ -107,8 +100,7 @@ PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range})
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A state and the class of the object that returned it. A restore returns only the state; the
-    class serves to detect a restore into an object of another class."""
+    """A state and the class of the object that returned it, to refuse one of another class."""
 
     owner: str
     state: object
@@ -143,7 +135,6 @@ def rebuild(
 
 
 def tensor_names(tree: object) -> list[str]:
-    """Return the names of all tensors that a tree refers to, in order."""
     names: list[str] = []
     stack = [tree]
     while stack:
@@ -160,7 +151,6 @@ def tensor_names(tree: object) -> list[str]:
 
 
 def owned(tagged: Tagged) -> Owned:
-    """Convert a tag of an `Owned` back. Raise `CorruptError` if it is malformed."""
     match tagged.value:
         case [str(owner), state]:
             return Owned(owner, state)
@@ -246,7 +236,7 @@ class Collected:
 
 
 def merge_trees(first: object, second: object) -> object:
-    """Merge the parts of an item that two ranks hold. If they contradict each other, as the
+    """Merge the parts of an item that two ranks hold. Where they contradict each other, as the
     settings of two pipeline stages may, the first wins."""
     if isinstance(first, dict) and isinstance(second, dict):
         merged = dict(first)
@@ -255,23 +245,18 @@ def merge_trees(first: object, second: object) -> object:
         return type(first)(merged)
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return list(map(merge_trees, first, second))
-    if (
-        isinstance(first, Tagged)
-        and isinstance(second, Tagged)
-        and first.tag == second.tag == OWNED
-    ):
-        ours, theirs = owned(first), owned(second)
-        return Tagged(OWNED, [ours.owner, merge_trees(ours.state, theirs.state)])
+    match first, second:
+        case Tagged(tag="owned"), Tagged(tag="owned"):
+            ours, theirs = owned(first), owned(second)
+            return Tagged(OWNED, [ours.owner, merge_trees(ours.state, theirs.state)])
     return first
 
 
-MAX_BYTES = (1 << 63) - 1
+_MAX_BYTES = (1 << 63) - 1
 """The largest size that torch can represent."""
 
 
 class TensorSpec(NamedTuple):
-    """The dtype and shape of a stored tensor."""
-
     dtype: str
     shape: Shape
 
@@ -292,7 +277,6 @@ class StoredItem:
     """The tensors with bytes of their own, by name."""
 
     def view_of(self, name: str) -> View | None:
-        """Return the view stored under a name, following a tie; None if the name is not a view."""
         return self.views.get(self.ties.get(name, name))
 
     def source_of(self, name: str) -> str:
@@ -311,13 +295,12 @@ class StoredItem:
         return self.tensors[self.ties.get(name, name)]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors of the tree."""
         return tensor_names(self.tree)
 
 
 def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
-    """Encode the tree, ties and views of an item as one object. If `kept` is passed to every save,
-    parts of the tree that are shared with an earlier save are not encoded again."""
+    """Encode the tree, ties and views of an item. Parts of the tree that are shared with an earlier
+    save are not encoded again if `kept` is passed to both."""
     views = dict(zip(collected.views, map(tuple, collected.views.values()), strict=True))
     return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views}, kept)
 
@@ -325,8 +308,8 @@ def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) 
 def decode_item(
     trees: list[tuple[bytes, str]], *, name: str, kind: str, tensors: dict[str, TensorSpec]
 ) -> StoredItem:
-    """Decode an item from (tree, location) pairs: one, or several if ranks had different parts of
-    it. Raise `CorruptError` if a tree is malformed or refers to tensors that are not stored."""
+    """Decode an item from (tree, location) pairs: several if ranks had different parts of it. Raise
+    `CorruptError` if a tree is malformed or refers to tensors that are not stored."""
     tree: object = None
     ties: dict[str, str] = {}
     views: dict[str, View] = {}
@@ -369,11 +352,11 @@ def _lies_in(view: View, base: TensorSpec) -> bool:
         return False
     size = DTYPES[view.dtype].size_bytes
     # A stride of 0 repeats one element any number of times; torch still counts all the bytes.
-    if math.prod(max(n, 1) for n in view.shape) * size > MAX_BYTES:
+    if math.prod(max(n, 1) for n in view.shape) * size > _MAX_BYTES:
         return False
     reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
     stop = view.offset_bytes + (0 if 0 in view.shape else (reach + 1) * size)
-    fits = all(step * size <= MAX_BYTES for step in view.stride)
+    fits = all(step * size <= _MAX_BYTES for step in view.stride)
     return fits and view.offset_bytes % size == 0 and stop <= base.shape[0]
 
 
