@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from laststep.errors import UsageError
 from laststep.settings import Settings
 
 
@@ -24,9 +23,3 @@ def test_threads_that_wait_for_a_server_need_no_core_each(monkeypatch: pytest.Mo
     assert [Settings().readers(ranks, remote=True) for ranks in (1, 2, 8)] == [8, 4, 2]
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert Settings().readers(1, remote=True) == Settings().readers(1)
-
-
-def test_a_mean_time_between_failures_that_nobody_reckons_with_is_refused() -> None:
-    with pytest.raises(UsageError, match="every='auto'"):
-        Settings(mtbf="6 h", every=10)
-    assert Settings(mtbf="6 h", every="auto").mtbf == "6 h"

@@ -105,8 +105,7 @@ class Checkpointer(single.OnlyOne):
         """Check the run and the arguments, and start the background threads. Creates nothing in
         the run before the first save. Raises `UsageError` for arguments that cannot work, and
         `StorageError` if there is no run and none can be created."""
-        arguments.refuse_unnamed(unnamed)
-        named = arguments.all_items(items, more_items)
+        named = arguments.all_items(unnamed, items, more_items)
         settings = arguments.all_settings(
             options,
             named,

@@ -23,42 +23,12 @@ MAX_INT: Final = 1 << 62
 _ADVICE = "pass such a value, or leave it out for the default"
 
 
-class CheckedMeta(msgspec.StructMeta):
-    """Raises `UsageError` for a keyword that is not a field."""
-
-    def __call__(cls, *values: Any, **named: Any) -> Any:  # noqa: N805 (of a metaclass)
-        for name, value in named.items():
-            if name not in cls.__struct_fields__:
-                raise UsageError(
-                    f"unknown setting {name!r}",
-                    where=f"laststep.{cls.__name__}",
-                    expected=f"one of {', '.join(cls.__struct_fields__)}",
-                    found=f"{name}={shown(value)}",
-                    remedy=cls.unknown(name),  # type: ignore[attr-defined]
-                )
-        return super().__call__(*values, **named)
-
-
-class Checked(msgspec.Struct, metaclass=CheckedMeta, frozen=True, kw_only=True):
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """A struct whose fields are checked against their declared types, however it is created."""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self), include_extras=True).items():
-            given = getattr(self, name)
-            value = checked(self.shown(name), given, kind, remedy=self.advice(name, given))
-            msgspec.structs.force_setattr(self, name, value)
-
-    @classmethod
-    def unknown(cls, name: str) -> str:
-        return did_you_mean(name, cls.__struct_fields__)
-
-    @staticmethod
-    def shown(name: str) -> str:
-        return name
-
-    @staticmethod
-    def advice(name: str, value: object) -> str:  # noqa: ARG004 (used by overrides)
-        return _ADVICE
+            msgspec.structs.force_setattr(self, name, checked(name, getattr(self, name), kind))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out") -> str:

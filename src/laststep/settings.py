@@ -6,18 +6,15 @@ This module does not know what the settings do, and reads nothing from the envir
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping  # noqa: TC003 (types are read at run time)
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from msgspec import Meta
 
-from laststep.checks import Checked, did_you_mean, shown
+from laststep.checks import Checked
 from laststep.constants import CHUNK_BYTES, DURATION
-from laststep.errors import UsageError
 from laststep.process.signals import OF_SCHEDULERS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 WAIT_FOR_OTHERS_S = 120.0
 """Longest time that a restore waits for a save that another process has not finished."""
@@ -75,6 +72,10 @@ class Compression(StrEnum):
 
 ALL_ITEMS = "*"
 """In settings per item: all items that are not named."""
+Compressions = Annotated[
+    Compression | dict[str, Compression],
+    Meta(description=f"one of {', '.join(Compression)}, or a dict with one of them per item"),
+]
 
 
 class CompareReplicas(StrEnum):
@@ -157,7 +158,8 @@ class Options(Checked, frozen=True, kw_only=True):
     progress: bool | None = None
     """Show a progress bar on stderr; None means only if stderr is a terminal."""
     subscribers: Annotated[
-        tuple[Any, ...], Meta(description="functions that take an event, subscribers=[on_event]")
+        tuple[Callable[..., None], ...],
+        Meta(description="functions that take an event, subscribers=[on_event]"),
     ] = ()
     """Functions that are called with every event; see `laststep.events`."""
     lossy: (
@@ -181,47 +183,16 @@ class Options(Checked, frozen=True, kw_only=True):
     device_margin_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Device memory that captures leave free, in addition to the measured peak of training."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(map(callable, self.subscribers)):
-            raise UsageError(
-                "a subscriber cannot be called",
-                expected="functions that take an event",
-                found=shown(self.subscribers),
-                remedy="pass subscribers=[on_event]",
-            )
-
-    @classmethod
-    def unknown(cls, name: str) -> str:
-        if name in OWN_KEYWORDS:
-            return f"{name} is a keyword of its own: pass Checkpointer(run, {name}=…)"
-        return did_you_mean(name, (*cls.__struct_fields__, *OWN_KEYWORDS))
-
 
 class Settings(Options, frozen=True, kw_only=True):
     """All settings of a Checkpointer that are plain values: its `Options`, and its own keywords,
     which `Checkpointer` describes."""
 
     every: Every = None
-    compression: str | Words = Compression.NONE.value
+    compression: Compressions = Compression.NONE
     allow_pickle: bool = False
     new_lineage: bool = False
     host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mtbf is not None and self.every != "auto":
-            raise UsageError(
-                "mtbf is only used with every='auto'",
-                found=f"every={self.every!r}",
-                remedy="pass every='auto', or leave mtbf out",
-            )
-
-    @staticmethod
-    def advice(name: str, value: object) -> str:
-        if value is None or isinstance(value, str | int | float):
-            return Checked.advice(name, value)
-        return f"{name} is a setting; pass an item of that name as items={{{name!r}: …}}"
 
     def readers(self, ranks_here: int = 1, *, remote: bool = False) -> int:
         """Return the number of reader threads of a restore; the ranks of one machine share them.
@@ -235,7 +206,7 @@ def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
     """Return the compression of an item's files, or with None of those that small items share."""
     if isinstance(asked, str):
         return asked
-    others = asked.get(ALL_ITEMS, Compression.NONE.value)
+    others = asked.get(ALL_ITEMS, Compression.NONE)
     return others if item is None else asked.get(item, others)
 
 

@@ -90,16 +90,6 @@ class Keep(Checked, frozen=True, kw_only=True):
                 remedy=f"pass Keep(best={self.best or 1}, metric={self.metric or 'loss'!r})",
             )
 
-    @staticmethod
-    def shown(name: str) -> str:
-        return f"Keep({name}=…)"
-
-    @staticmethod
-    def advice(name: str, value: object) -> str:
-        if value == 0:
-            return f"leave {name} out to disable the rule; Keep(last=1) keeps only the newest"
-        return Checked.advice(name, value)
-
     def bound(self) -> int | None:
         """Return the most checkpoints that these rules keep; None if that grows with the run."""
         if self.every is not None or (self.last is None and self.best is None):

@@ -24,7 +24,7 @@ from laststep.catalog.terms import Seen
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory.pool import Filled
-from laststep.settings import Compression
+from laststep.settings import Compression, Compressions
 from laststep.tiers.replicating import ReplicaOrder, TierStatus
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     writers: int
     """Number of threads that write."""
     keep: Keep | None = None
-    compression: str | dict[str, str] = Compression.NONE.value
+    compression: Compressions = Compression.NONE
     lossy: dict[str, str] = {}
     segment: str | None = None
     """Folder of the segment that contains the pool, if saves are kept in memory."""
