@@ -6,7 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
-from laststep.plan.reads import ReadRequest, plan_reads
+from laststep.plan.reads import FileBox, plan_chunks
+from laststep.state.boxes import whole
 
 TOTAL = 3 * CHUNK_BYTES + 5 * BLOCK_BYTES + 777
 
@@ -25,8 +26,11 @@ edges = st.one_of(
 def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twice(
     pairs: list[tuple[int, int]], most_blocks: int
 ) -> None:
-    requests = [ReadRequest(min(pair), max(pair), number) for number, pair in enumerate(pairs)]
-    reads = plan_reads(7, TOTAL, requests, most_blocks * BLOCK_BYTES)
+    pairs = [(min(pair), max(pair)) for pair in pairs]
+    boxes = [FileBox(n, 1, 7, a, b, whole((b - a,))) for n, (a, b) in enumerate(pairs)]
+    reads = plan_chunks(
+        [(b.start, b.stop, b) for b in boxes], {7: TOTAL}, most_blocks * BLOCK_BYTES
+    )
     end = 0
     for read in reads:
         assert read.file == 7
@@ -38,20 +42,14 @@ def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twic
         blocks = range(read.start, read.stop, BLOCK_BYTES)
         # Every block is there for somebody.
         for block in blocks:
-            assert any(w.start < block + BLOCK_BYTES and block < w.stop for w in requests)
-    for request in requests:
-        got = sorted(
-            (part.target_at, part.size_bytes, read.start + part.at)
-            for read in reads
-            for part in read.parts
-            if part.target == request.target
-        )
+            assert any(w.start < block + BLOCK_BYTES and block < w.stop for w in boxes)
+    for wanted in boxes:
         at = 0
-        for target_at, size, offset in got:
-            assert target_at == at
-            assert offset == request.start + at
-            assert size > 0
-            at += size
-        assert at == request.stop - request.start
-    for read in reads:
-        assert all(p.at >= 0 and p.at + p.size_bytes <= read.stop - read.start for p in read.parts)
+        for read in reads:
+            for stored, box, offset in read.boxes():
+                if stored == wanted:
+                    assert read.start + offset == wanted.start + box.start[0]
+                    assert (box.start[0], box.volume > 0) == (at, True)
+                    assert 0 <= offset <= offset + box.volume <= read.stop - read.start
+                    at = box.stop[0]
+        assert at == wanted.stop - wanted.start

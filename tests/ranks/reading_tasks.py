@@ -16,7 +16,7 @@ from laststep.constants import BLOCK_BYTES
 from laststep.events import Restored
 from laststep.plan import who_reads
 from laststep.read.blocks import Extent
-from laststep.restoring.exchange import BoxTransfer
+from laststep.restoring.exchange import Transfer
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
     for tensor in state.values():
         tensor.zero_()
     seen = Watch()
-    fill, open_reader, expect = Extent.fill, DirectoryStore.open_reader, BoxTransfer.expect
+    fill, open_reader, expect = Extent.fill, DirectoryStore.open_reader, Transfer.expect
 
     def counting(self: Extent, into: memoryview) -> list[Damage]:
         blocks = range(self.first, self.first - (-self.size_bytes // BLOCK_BYTES))
@@ -78,7 +78,7 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
         return reader
 
     def expecting(
-        self: BoxTransfer, chunks: Sequence[Chunk], device: torch.device
+        self: Transfer, chunks: Sequence[Chunk], device: torch.device
     ) -> tuple[dict[int, RankMessage], RankMessage | None]:
         each, to_all = expect(self, chunks, device)
         some = [*each.values(), *([to_all] if to_all is not None else [])]
@@ -90,7 +90,7 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
         if isinstance(event, Restored):
             seen.told_bytes += event.size_bytes
 
-    Extent.fill, DirectoryStore.open_reader, BoxTransfer.expect = counting, opening, expecting
+    Extent.fill, DirectoryStore.open_reader, Transfer.expect = counting, opening, expecting
     few, who_reads.FEW_READERS = who_reads.FEW_READERS, few
     try:
         with opened(run, state=state) as c:
@@ -98,7 +98,7 @@ def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Wat
             c.restore()
     finally:
         Extent.fill, DirectoryStore.open_reader = fill, open_reader
-        BoxTransfer.expect, who_reads.FEW_READERS = expect, few
+        Transfer.expect, who_reads.FEW_READERS = expect, few
     for name, tensor in expected.items():
         assert torch.equal(whole(state[name]), whole(tensor)), name
     return seen

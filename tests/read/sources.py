@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import block_digests
 from laststep.format.index import BlockRun, Index, StoredFile, StoredLayout
+from laststep.plan.reads import FileBox, Wanted
 from laststep.read.blocks import BlockReader, LayoutBlocks
+from laststep.state.boxes import whole
 from saves_of import bytes_layout
 
 if TYPE_CHECKING:
@@ -39,3 +41,8 @@ def blocks_over(
     sums = block_digests(memoryview(data)) if digests is None else digests
     stored = StoredLayout(layout=layout, digests=sums, runs=lies)
     return BlockReader(Source(**readers), "x", Index(files=files, layouts=(stored,))).layouts[0]
+
+
+def bytes_wanted(start: int, stop: int, number: int = 0) -> Wanted:
+    """Bytes of file 0, as a tensor of bytes with this number."""
+    return start, stop, FileBox(number, 1, 0, start, stop, whole((stop - start,)))

@@ -11,7 +11,7 @@ from expect import raises
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError, StorageError, UsageError
 from laststep.memory.pool import ReadBuffers
-from laststep.plan.reads import Read
+from laststep.plan.reads import Chunk
 from laststep.read import reader as reading
 from laststep.read.blocks import BlockReader, headers
 from laststep.storage.directory import DirectoryStore
@@ -210,7 +210,7 @@ def test_files_of_many_layouts_are_closed_when_they_have_been_read(
     opened = [saved.open() for _ in range(3)]
     layouts = [layout for index in opened for layout in index.layouts]
     sizes = [layout.layout.tensor_bytes for layout in layouts]
-    reads = [Read(file=at, start=0, stop=size, parts=()) for at, size in enumerate(sizes)]
+    reads = [Chunk(at, 0, size, ()) for at, size in enumerate(sizes)]
     with ReadBuffers(1) as room:
         done = reading.read_all(layouts, reads, room, lambda read, data: None, threads=1)
     assert done == 3 * (SIZE + len(SMALL))

@@ -11,10 +11,10 @@ from expect import raises
 from laststep.constants import BLOCK_BYTES
 from laststep.errors import CorruptError
 from laststep.memory.pool import ReadBuffers
-from laststep.plan.reads import Read, ReadRequest, plan_reads
+from laststep.plan.reads import Chunk, plan_chunks
 from laststep.read.reader import read_all
 from laststep.restoring.exchange import tensor_over
-from read.sources import blocks_over
+from read.sources import blocks_over, bytes_wanted
 
 DATA = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
 
@@ -55,14 +55,11 @@ def restored(reader: InMemory, *, lands_all: bool = False) -> bytes:
     target = torch.zeros(len(DATA), dtype=torch.uint8)
     with ReadBuffers(1) as room:
         room.lands_all = lands_all
-        reads: list[Read] = plan_reads(
-            0, len(DATA), [ReadRequest(0, len(DATA), 0)], room.slot_bytes
-        )
+        reads = plan_chunks([bytes_wanted(0, len(DATA))], {0: len(DATA)}, room.slot_bytes)
 
-        def deliver(read: Read, data: memoryview) -> None:
-            for part in read.parts:
-                piece = tensor_over(data)[part.at : part.at + part.size_bytes]
-                target[part.target_at : part.target_at + part.size_bytes] = piece
+        def deliver(chunk: Chunk, data: memoryview) -> None:
+            for _, box, at in chunk.boxes():
+                target[box.start[0] : box.stop[0]] = tensor_over(data)[at : at + box.volume]
 
         read_all(files, reads, room, deliver, threads=1)
         assert room.lease(0) is not None

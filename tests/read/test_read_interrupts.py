@@ -14,9 +14,9 @@ import pytest
 
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import StorageError
-from laststep.plan.reads import Read, ReadRequest, plan_reads
+from laststep.plan.reads import Chunk, plan_chunks
 from laststep.read.reader import _Pipeline, read_all
-from read.sources import blocks_over
+from read.sources import blocks_over, bytes_wanted
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def slow() -> Iterator[SlowReader]:
     reader.go.set()
 
 
-def zeros(reader: SlowReader) -> tuple[list[LayoutBlocks], list[Read]]:
+def zeros(reader: SlowReader) -> tuple[list[LayoutBlocks], list[Chunk]]:
     """A file of zeros, and the reads of all of it."""
     size = reader.size_bytes
     files = [blocks_over(bytes(size), f=reader)]
-    return files, plan_reads(0, size, [ReadRequest(0, size, 0)])
+    return files, plan_chunks([bytes_wanted(0, size)], {0: size})
 
 
 def readers_alive() -> list[str]:
@@ -160,7 +160,7 @@ def test_an_interrupt_leaves_only_after_every_read_has_ended(
 ) -> None:
     room = Room()
     files, reads = zeros(slow)
-    delivered: list[Read] = []
+    delivered: list[Chunk] = []
     presser = ctrl_c.press_when(slow.reading, slow.go.set)
     with pytest.raises(KeyboardInterrupt), ctrl_c.armed():
         read_all(files, reads, room, lambda read, data: delivered.append(read), threads=2)

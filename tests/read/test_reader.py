@@ -12,10 +12,10 @@ import pytest
 from expect import raises
 from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.errors import CorruptError
-from laststep.plan.reads import Read, ReadRequest, plan_reads
+from laststep.plan.reads import Chunk, plan_chunks
 from laststep.read.blocks import BlockReader
 from laststep.read.reader import read_all
-from read.sources import blocks_over
+from read.sources import blocks_over, bytes_wanted
 from saves_of import MODEL, History, bytes_layout
 
 if TYPE_CHECKING:
@@ -59,15 +59,15 @@ def saved(path: Path, *images: bytes) -> tuple[LayoutBlocks, Path]:
     return opened.layouts[0], path / history.folder / MODEL
 
 
-def delivered(file: LayoutBlocks, wants: list[ReadRequest], room: Room) -> list[bytes]:
-    got = [bytearray(want.stop - want.start) for want in wants]
+def delivered(file: LayoutBlocks, wants: list[range], room: Room) -> list[bytes]:
+    got = [bytearray(len(want)) for want in wants]
 
-    def deliver(read: Read, data: memoryview) -> None:
-        for part in read.parts:
-            piece = data[part.at : part.at + part.size_bytes]
-            got[part.target][part.target_at : part.target_at + part.size_bytes] = piece
+    def deliver(chunk: Chunk, data: memoryview) -> None:
+        for stored, box, at in chunk.boxes():
+            got[stored.tensor][box.start[0] : box.stop[0]] = data[at : at + box.volume]
 
-    reads = plan_reads(0, file.layout.tensor_bytes, wants)
+    requests = [bytes_wanted(want.start, want.stop, number) for number, want in enumerate(wants)]
+    reads = plan_chunks(requests, {0: file.layout.tensor_bytes})
     assert read_all([file], reads, room, deliver, threads=3) == sum(r.stop - r.start for r in reads)
     return list(map(bytes, got))
 
@@ -82,7 +82,7 @@ def test_wanted_bytes_are_delivered_whole(tmp_path: Path, saves: int) -> None:
     images = [image, bytes(changed)][:saves]
     file, _ = saved(tmp_path, *images)
     assert len(file.files()) == saves
-    wants = [ReadRequest(10, 3 * BLOCK_BYTES + 5, 0), ReadRequest(CHUNK_BYTES - 7, len(image), 1)]
+    wants = [range(10, 3 * BLOCK_BYTES + 5), range(CHUNK_BYTES - 7, len(image))]
     room = Room()
     found = delivered(file, wants, room)
     assert found == [images[-1][want.start : want.stop] for want in wants]
@@ -97,8 +97,8 @@ def test_a_changed_byte_is_found_and_its_block_is_named(tmp_path: Path) -> None:
         handle.seek(file.layout.header_bytes + 2 * BLOCK_BYTES + 17)
         handle.write(bytes([image[2 * BLOCK_BYTES + 17] ^ 1]))
     room = Room()
-    seen: list[Read] = []
-    reads = plan_reads(0, len(image), [ReadRequest(0, len(image), 0)])
+    seen: list[Chunk] = []
+    reads = plan_chunks([bytes_wanted(0, len(image))], {0: len(image)})
     with pytest.raises(CorruptError, match="block 2"):
         read_all([file], reads, room, lambda read, data: seen.append(read), threads=2)
     assert seen == []
@@ -114,7 +114,7 @@ def test_a_damaged_header_does_not_hurt(tmp_path: Path) -> None:
     file, path = saved(tmp_path, image)
     with path.open("r+b") as handle:
         handle.write(bytes(file.layout.header_bytes))
-    assert delivered(file, [ReadRequest(0, len(image), 0)], Room()) == [image]
+    assert delivered(file, [range(len(image))], Room()) == [image]
     file.reader.close()
 
 
@@ -138,6 +138,6 @@ def test_a_block_that_is_wrong_only_once_is_read_again() -> None:
             pass
 
     flaky = Flaky()
-    reads = plan_reads(0, len(image), [ReadRequest(0, len(image), 0)])
+    reads = plan_chunks([bytes_wanted(0, len(image))], {0: len(image)})
     read_all([blocks_over(image, f=flaky)], reads, Room(), lambda read, data: None, threads=1)
     assert flaky.calls == 2

@@ -30,7 +30,7 @@ from laststep.dcp import values as dcp_values
 from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, UsageError
 from laststep.memory.pool import SLOT_BYTES
-from laststep.plan.reads import Chunk, FileBox, Read, ReadRequest, plan_reads, requested_ranges
+from laststep.plan.reads import FileBox, Wanted, plan_chunks, requested_ranges
 from laststep.read.blocks import close_files, refuse
 from laststep.read.content import Content, Place
 from laststep.read.reader import read_ahead
@@ -78,25 +78,22 @@ def _copy_chunks(
     # Small reads are still in the CPU caches when they are verified and copied. Requests to a
     # server cost more than reads from a disk, so those are larger.
     most_bytes = SLOT_BYTES if all(files[file].prefer_cached() for file in used) else CHUNK_BYTES
-    requests: dict[int, list[ReadRequest]] = {}
-    for number, want in enumerate(wanted):
-        of_file = requests.setdefault(want.stored.file, [])
+    requests: list[Wanted] = []
+    for want in wanted:
         for start, stop in requested_ranges(want.stored, (want.box,)):
-            of_file.append(ReadRequest(start, stop, number))
+            requests.append((start, stop, want.stored))
         if not want.box.volume:
             planner.commit_tensor(want.request, _target(want.request, planner))
-    planned: list[Read] = []
-    for file in sorted(requests):
-        planned += plan_reads(file, files[file].layout.tensor_bytes, requests[file], most_bytes)
+    sizes = {file: files[file].layout.tensor_bytes for file in used}
+    planned = plan_chunks(requests, sizes, most_bytes)
     extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
     missing = [want.box.volume for want in wanted]
     targets: dict[int, torch.Tensor] = {}
     with closing(read_ahead(extents, threads=4, buffer_bytes=most_bytes)) as ahead:
         for read, (data, damage) in zip(planned, ahead, strict=True):
             refuse(damage)
-            stored = tuple(wanted[part.target].stored for part in read.parts)
             image = torch.frombuffer(data, dtype=torch.uint8)
-            for source, box, at in Chunk(read.file, read.start, read.stop, stored).boxes():
+            for source, box, at in read.boxes():
                 number = source.tensor
                 request, _, dtype, wanted_box = wanted[number]
                 common = box.meet(wanted_box)

@@ -15,73 +15,9 @@ from laststep.constants import BLOCK_BYTES, CHUNK_BYTES
 from laststep.state.boxes import Box, boxes_of_range, row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from laststep.plan.who_reads import ReadRequests, WriterSource
-
-
-class ReadRequest(NamedTuple):
-    """A byte range of a file's tensor area, and the caller's number for where it goes."""
-
-    start: int
-    stop: int
-    target: int
-
-
-class ReadPart(NamedTuple):
-    """The part of a read that belongs to one target."""
-
-    target: int
-    at: int
-    """First byte within the read."""
-    target_at: int
-    """First byte within the target's range."""
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """One read: whole blocks of one file's tensor area, and the targets of their bytes."""
-
-    file: int
-    start: int
-    stop: int
-    parts: tuple[ReadPart, ...]
-
-
-def plan_reads(
-    file: int, tensor_bytes: int, requests: list[ReadRequest], most_bytes: int = CHUNK_BYTES
-) -> list[Read]:
-    """Return reads that cover every request, in order of offset, each of at most `most_bytes` and
-    of whole blocks, no block twice."""
-    starts: list[int] = []
-    stops: list[int] = []
-    parts: list[list[ReadPart]] = []
-    last_in: dict[int, int] = {}  # a read never crosses a multiple of `most_bytes`
-    for request in sorted(requests):
-        start = request.start
-        while start < request.stop:
-            cell = start // most_bytes
-            stop = min(request.stop, (cell + 1) * most_bytes)
-            first = start // BLOCK_BYTES * BLOCK_BYTES
-            last = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, tensor_bytes)
-            number = last_in.get(cell)
-            if number is None or stops[number] < first:
-                number = last_in[cell] = len(starts)
-                starts.append(first)
-                stops.append(last)
-                parts.append([])
-            stops[number] = max(stops[number], last)
-            parts[number].append(
-                ReadPart(
-                    request.target, start - starts[number], start - request.start, stop - start
-                )
-            )
-            start = stop
-    return [
-        Read(file=file, start=start, stop=stop, parts=tuple(held))
-        for start, stop, held in zip(starts, stops, parts, strict=True)
-    ]
 
 
 _Reach = tuple[int, int, tuple[int, ...]]
@@ -121,12 +57,46 @@ class Chunk:
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """Return the boxes in it, each with the byte of the chunk at which it begins."""
         for stored in self.stored:
+            if self.start <= stored.start < stored.stop <= self.stop:
+                yield stored, stored.box, stored.start - self.start
+                continue
             first = max(self.start - stored.start, 0) // stored.itemsize
             last = (min(self.stop, stored.stop) - stored.start) // stored.itemsize
             at = stored.start + first * stored.itemsize - self.start
             for box in boxes_of_range(stored.box.shape, first, last):
                 yield stored, box.moved(stored.box.start), at
                 at += box.volume * stored.itemsize
+
+
+Wanted = tuple[int, int, FileBox]
+"""Bytes [first, last) of a file's tensor area, which lie in this box."""
+
+
+def plan_chunks(
+    wanted: Iterable[Wanted], tensor_bytes: Mapping[int, int], most_bytes: int = CHUNK_BYTES
+) -> list[Chunk]:
+    """Return the chunks to read alone, in order of files: whole blocks, no block twice, each chunk
+    of at most `most_bytes`. `tensor_bytes` is the length of each file's tensor area."""
+    spans: list[tuple[int, int, int]] = []
+    held: list[dict[FileBox, None]] = []
+    last_in: dict[tuple[int, int], int] = {}  # a chunk never crosses a multiple of `most_bytes`
+    for file, first, last, box in sorted((box.file, a, b, box) for a, b, box in wanted):
+        at = first
+        while at < last:
+            cell = at // most_bytes
+            end = min(last, (cell + 1) * most_bytes)
+            start = at // BLOCK_BYTES * BLOCK_BYTES
+            stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, tensor_bytes[file])
+            number = last_in.get((file, cell))
+            if number is None or spans[number][2] < start:
+                last_in[file, cell] = len(spans)
+                spans.append((file, start, stop))
+                held.append({box: None})
+            else:
+                spans[number] = (file, spans[number][1], max(spans[number][2], stop))
+                held[number][box] = None
+            at = end
+    return [Chunk(*span, tuple(boxes)) for span, boxes in zip(spans, held, strict=True)]
 
 
 def chunks_of(

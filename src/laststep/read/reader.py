@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
 from laststep.memory.pool import huge_pages
-from laststep.plan.reads import Read
+from laststep.plan.reads import Chunk
 from laststep.process import signals
 from laststep.process.threads import Worker, WorkerPool
 from laststep.read.blocks import MANY_LAYOUTS, refuse
@@ -56,13 +56,13 @@ class Room(Protocol):
 _LOOK_S = 0.2
 """Interval at which a waiting thread checks whether another has failed or everything is done."""
 
-Deliver = Callable[[Read, memoryview], None]
+Deliver = Callable[[Chunk, memoryview], None]
 _FILE = operator.attrgetter("file")
 
 
 def read_all(
     files: Sequence[LayoutBlocks],
-    reads: Sequence[Read],
+    reads: Sequence[Chunk],
     room: Room,
     deliver: Deliver,
     *,
@@ -96,7 +96,7 @@ class _Pipeline:
     def __init__(
         self,
         files: Sequence[LayoutBlocks],
-        reads: Sequence[Read],
+        reads: Sequence[Chunk],
         room: Room,
         deliver: Deliver,
         threads: int,
@@ -108,7 +108,7 @@ class _Pipeline:
         self._files = files
         self._room = room
         self._deliver = deliver
-        self._todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         self._left_of: Counter[BlockReader] = Counter()
         for read in reads:
             self._todo.put(read)
@@ -196,7 +196,7 @@ class _Pipeline:
                 self._inside -= 1
             self._wake.put(None)
 
-    def _carry_out(self, read: Read) -> None:
+    def _carry_out(self, read: Chunk) -> None:
         extent = self._files[read.file].blocks(read.start, read.stop)
         if not self._room.lands_all:
             # Deliver from the reader's memory what is there and intact; else read it as usual, and

@@ -1,22 +1,19 @@
 """Read tensors of an open checkpoint into place, alone or together with the other ranks of the job.
 
-A tensor that is stored in one place and needed in one place is read as a byte range. All others are
-read as boxes, which is slower: 20,000 tensors of 1 KiB took 1.5 times the CPU time (3.7 s instead
-of 2.5 s).
+Stored boxes of tensors are read in chunks, verified, and copied into this rank's memory by the
+reading threads, several at a time: parts of different chunks never overlap. A tensor that is stored
+in one place and needed in one place is a box of bytes.
 
-To read boxes, the ranks exchange their read requests, once per distinct request. Each rank then
-reads its share of the chunks, keeps the boxes that it needs itself and sends the others on, a few
-slots' worth at a time. A job of one rank runs the same code alone.
-
-Reading threads copy verified bytes into tensors, several at a time: parts of different reads never
-overlap. Boxes for other ranks are sent in messages.
+A rank reads its per-rank items alone, as does a job of one rank everything. For all else, the ranks
+exchange their read requests, once per distinct request. Each rank then reads its share of the
+chunks, keeps the boxes that it needs itself and sends the others on in messages, a few slots' worth
+at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import operator
 import threading
 from collections import Counter
@@ -31,7 +28,7 @@ from laststep.capture.gather import bytes_of, copy_each
 from laststep.codecs.digests import digest
 from laststep.constants import align_up
 from laststep.errors import CorruptError
-from laststep.plan.reads import FileBox, Read, ReadRequest, chunks_of, plan_reads
+from laststep.plan.reads import FileBox, chunks_of, plan_chunks, requested_ranges
 from laststep.plan.who_reads import (
     Ledger,
     RankRequest,
@@ -40,7 +37,7 @@ from laststep.plan.who_reads import (
     encode_request,
     known_sources,
 )
-from laststep.ranks.group import collective
+from laststep.ranks.group import Rank, Ranks, collective
 from laststep.read.reader import read_all
 from laststep.restoring.match import load_item
 from laststep.state.boxes import Box, whole
@@ -49,16 +46,16 @@ from laststep.state.tensors import TORCH_DTYPES, LocalBox, LocalShard, box_of, c
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from laststep.plan.reads import Chunk
+    from laststep.plan.reads import Chunk, Wanted
     from laststep.plan.who_reads import WriterSource
-    from laststep.ranks.group import RankMessage, Ranks
-    from laststep.read.content import Content
+    from laststep.ranks.group import RankMessage
+    from laststep.read.content import Content, Key
     from laststep.read.reader import Room
     from laststep.restoring.match import Match
+    from laststep.state.layouts import Layout
     from laststep.tiers.snapshots import Readers
 
 
-_COPIES = operator.attrgetter("copies")
 _DEVICE = operator.attrgetter("device")
 _INTO = operator.attrgetter("into")
 MANY = 16
@@ -77,20 +74,20 @@ def tensor_over(chunk: memoryview) -> torch.Tensor:
 
 
 class _Copy(NamedTuple):
-    """A copy of bytes [start, stop) of a slot or message into a tensor; of the part `taken` if they
-    are a box of this shape."""
+    """A copy of the box of this shape in bytes [start, stop) of a slot or message into a tensor, or
+    of the part `taken` of it."""
 
     into: torch.Tensor
     start: int
     stop: int
-    shape: tuple[int, ...] = ()
-    taken: Box | None = None
+    shape: tuple[int, ...]
+    taken: Box | None
 
     def source(self, memory: torch.Tensor) -> torch.Tensor:
         stored = memory[self.start : self.stop]
-        if self.taken is None:
-            return stored
-        return box_of(stored.view(self.into.dtype).view(self.shape), self.taken)
+        if self.into.dtype != torch.uint8 or len(self.shape) != 1:
+            stored = stored.view(self.into.dtype).view(self.shape)
+        return stored if self.taken is None else box_of(stored, self.taken)
 
 
 def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
@@ -136,10 +133,10 @@ _PARCEL_BYTES = 64 << 20
 it."""
 
 
-class BoxTransfer:
-    """Reads the boxes that all ranks need from a checkpoint; each block is read once, by one rank.
-    Copies the boxes that this rank reads or receives into its tensors, and fills messages with
-    those that other ranks need."""
+class Transfer:
+    """Reads the tensors of all matches into place. Each block is read once, by one rank, which
+    copies the boxes that it needs into its tensors, and fills messages with those that others
+    need."""
 
     def __init__(
         self,
@@ -148,52 +145,78 @@ class BoxTransfer:
         ranks: Ranks,
         readers: Readers | None = None,
     ) -> None:
-        """Assign reads to ranks and open the files; the live state is not touched yet."""
+        """Assign reads to ranks and open the files; the live state is not touched yet. Pass
+        `readers` if not every rank can read every file."""
         self._content = content
+        self._matches = matches
         self._ranks = ranks
         self._rank = ranks.rank.number
-        self._keys = content.keys()
+        self._keys = content.keys() if ranks.size > 1 else []
+        """Tensors by number. The first ones are `_shared`, with the same numbers on all ranks."""
+        self._shared = range(len(self._keys))
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         specs = [content.items[item].tensors[name] for item, name in self._keys]
         self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
         self._targets: dict[int, list[LocalBox]] = {}
         """This rank's memory for each tensor."""
-        mine = collective(ranks, lambda: self._request(matches))
-        self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
-        self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
+        self._own: list[Wanted] = []
+        """The boxes that this rank reads for itself."""
         self._moves: dict[tuple[int, int], list[tuple[_Move, torch.Tensor | None, int]]] = {}
         """The boxes of each expected chunk, each with its place in a message, if it has one."""
         self._placed: Counter[int] = Counter()
         """Number of elements that each tensor has received."""
         self._lock = threading.Lock()
-        self._devices = {box.memory.device for held in self._targets.values() for box in held}
+        mine = collective(ranks, self._request)
+        self._chunks: list[Chunk] = []
+        if ranks.size > 1:
+            self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
+            self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
 
-    def _request(self, matches: Sequence[Match]) -> RankRequest:
-        """Return the layout of each tensor that this rank needs, and record its memory."""
+    def _request(self) -> RankRequest:
+        """Return the layout of each shared tensor that this rank needs, and record its memory. Plan
+        the reads of all other tensors, and open their files."""
         request: RankRequest = {}
-        for match in matches:
+        for match in self._matches:
+            item, is_own = match.item.name, self._ranks.size == 1
+            is_own = is_own or item in self._content.per_rank
             for source, tensor in match.reads.items():
-                number = self._numbers[match.item.name, source]
-                layout = request[number] = match.layouts.get(source)
-                if layout is None:
-                    held = [LocalBox(whole(tuple(tensor.shape)), tensor.detach())]
+                layout = match.layouts.get(source)
+                if is_own:
+                    self._read_alone((item, source), tensor, layout)
                 else:
-                    shard, where = (
-                        LocalShard(tensor.detach(), layout),
-                        f"{match.item.name}/{source}",
-                    )
-                    held = held_by(self._rank, shard, where)
-                self._targets[number] = held
+                    number = self._numbers[item, source]
+                    request[number] = layout
+                    self._targets[number] = self._held((item, source), tensor, layout)
+        self._content.open_files({box.file for _, _, box in self._own})
         return request
+
+    def _held(self, key: Key, tensor: torch.Tensor, layout: Layout | None) -> list[LocalBox]:
+        if layout is None:
+            return [LocalBox(whole(tuple(tensor.shape)), tensor.detach())]
+        return held_by(self._rank, LocalShard(tensor.detach(), layout), "/".join(key))
+
+    def _read_alone(self, key: Key, tensor: torch.Tensor, layout: Layout | None) -> None:
+        number = len(self._keys)
+        self._keys.append(key)
+        places = self._content.places(*key)
+        if len(places) == 1 and layout is None:
+            # As bytes: 20,000 tensors of 1 KiB took 1.5 times the CPU time as boxes.
+            (file, start, stop, _), data = places[0], bytes_of(tensor)
+            box = whole((stop - start,))
+            self._targets[number] = [LocalBox(box, data)]
+            self._own.append((start, stop, FileBox(number, 1, file, start, stop, box)))
+            return
+        held = self._targets[number] = self._held(key, tensor, layout)
+        for place in places:
+            stored = FileBox(number, tensor.itemsize, *place)
+            for first, last in requested_ranges(stored, tuple(local.box for local in held)):
+                self._own.append((first, last, stored))
 
     def _requests_of_all(
         self, mine: RankRequest, shapes: Sequence[tuple[int, ...]]
     ) -> ReadRequests:
         """Collect the read requests of all ranks; equal ones are broadcast once."""
-        ranks = self._ranks
-        if ranks.size == 1:
-            return ReadRequests([mine], {self._rank: 0}, shapes)
-        note = encode_request(mine)
+        ranks, note = self._ranks, encode_request(mine)
         digests = ranks.all_gather(digest(note))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
         notes = [ranks.broadcast(digests.index(name), note) for name in numbers]
@@ -225,13 +248,17 @@ class BoxTransfer:
             sources = [source for source in able if rank in source.readers]
         if layouts is not None:
             stored = {source.writer: self._stored_by(source.writer) for source in sources}
-        sizes = {number: file.layout.tensor_bytes for number, file in enumerate(content.files)}
         chunks: list[Chunk] = []
+        sizes = self._sizes()
         for source in sources:
             chunks += chunks_of(rank, source, stored[source.writer], requests, sizes)
         # Not earlier: other ranks may read everything that this rank needs from a file.
         content.open_files({chunk.file for chunk in chunks})
         return chunks
+
+    def _sizes(self) -> dict[int, int]:
+        files = enumerate(self._content.files)
+        return {number: file.layout.tensor_bytes for number, file in files}
 
     def _stored_by(self, writer: int) -> list[FileBox]:
         return [
@@ -241,20 +268,22 @@ class BoxTransfer:
         ]
 
     def run(self, room: Room, threads: int) -> int:
-        """Read, send and receive; return the bytes that this rank read."""
-        ranks = self._ranks
+        """Read, send and receive, then make the matches' copies; return the bytes that this rank
+        read."""
+        ranks, files = self._ranks, self._content.files
+        memories = [box.memory for held in self._targets.values() for box in held]
+        self._streams = CopyStreams(map(_DEVICE, memories))
+        own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
+        read = functools.partial(read_all, room=room, threads=threads)
+        read_bytes = collective(ranks, lambda: read(files, own, deliver=self._deliver_own))
         turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
-        read_bytes = 0
         error: Exception | None = None
         with ranks.carrying(self._device(), passed_on_bytes) as device:
             for turn in range(ranks.all_max(len(turns))):
                 mine = turns[turn] if turn < len(turns) and error is None else []
                 try:
                     messages = self.expect(mine, device)
-                    reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in mine]
-                    read_bytes += read_all(
-                        self._content.files, reads, room, self._deliver, threads=threads
-                    )
+                    read_bytes += read(files, mine, deliver=self._deliver)
                 except Exception as raised:  # noqa: BLE001 (raised after the last turn)
                     error = raised
                     messages = self.expect([], device)
@@ -272,13 +301,14 @@ class BoxTransfer:
         collective(ranks, finish)
         # After the errors: a rank's failed read leaves gaps on other ranks, which are no damage.
         collective(ranks, self._check_whole)
+        pairs = [pair for match in self._matches for pair in match.copies]
+        collective(ranks, functools.partial(copy_tensors, pairs))
         return read_bytes
 
     def _prepare(self, room: Room) -> tuple[list[list[Chunk]], int]:
         """Return the chunks that this rank reads in each turn, and the bytes that it sends. A turn
         has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them; messages are
         exchanged after each."""
-        self._streams = CopyStreams(self._devices)
         turns: list[list[Chunk]] = [[]]
         in_turn = passed_on = 0
         cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
@@ -292,11 +322,13 @@ class BoxTransfer:
         return turns, passed_on
 
     def _device(self) -> torch.device:
-        """Return the device of all targets of this rank; the CPU if they are on several. Without
-        targets, return the current CUDA device if there is one."""
-        if not self._devices and torch.cuda.is_available():
+        """Return the device of all shared tensors of this rank; the CPU if they are on several.
+        Without any, return the current CUDA device if there is one."""
+        shared = [held for number, held in self._targets.items() if number in self._shared]
+        devices = {box.memory.device for held in shared for box in held}
+        if not devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
-        return next(iter(self._devices)) if len(self._devices) == 1 else torch.device("cpu")
+        return next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
 
     def _passed_on_bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk that are sent to other ranks; a box for all ranks counts
@@ -331,17 +363,24 @@ class BoxTransfer:
         to_all = messages.pop(_ALL, None)
         return messages, to_all
 
-    def _deliver(self, read: Read, data: memoryview) -> None:
+    def _deliver_own(self, chunk: Chunk, data: memoryview) -> None:
+        """Copy the boxes of a chunk into this rank's tensors; `data` may be reused afterwards."""
+        copies: list[_Copy] = []
+        for stored, box, at in chunk.boxes():
+            copies += self._into_targets(stored.tensor, box, at, box)
+        _copy_all(self._streams, tensor_over(data)[: chunk.stop - chunk.start], copies)
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         """Copy the boxes of a chunk into this rank's tensors and into messages."""
         copies: list[_Copy] = []
-        for move, message, at in self._moves[read.file, read.start]:
+        for move, message, at in self._moves[chunk.file, chunk.start]:
             if move.who in (self._rank, _ALL):
                 copies += self._into_targets(move.tensor, move.common, move.at, move.box)
             if message is not None:
                 dtype = self._dtypes[move.tensor]
                 into = message[at : at + move.size_bytes].view(dtype).view(move.common.shape)
                 copies.append(self._copy(into, move.at, move.box, move.common))
-        _copy_all(self._streams, tensor_over(data)[: read.stop - read.start], copies)
+        _copy_all(self._streams, tensor_over(data)[: chunk.stop - chunk.start], copies)
 
     def _unpack(self, message: RankMessage) -> None:
         """Copy the boxes of a received message into this rank's tensors."""
@@ -355,8 +394,10 @@ class BoxTransfer:
         _copy_all(self._streams, data, copies)
 
     def _check_whole(self) -> None:
-        """Raise `CorruptError` if a tensor has not received every element this rank needs."""
-        for tensor, held in self._targets.items():
+        """Raise `CorruptError` if a shared tensor has not received every element this rank
+        needs."""
+        for tensor in self._requests.tensors(self._rank) if self._shared else ():
+            held = self._targets[tensor]
             if self._placed[tensor] != sum(target.box.volume for target in held):
                 name = "/".join(self._keys[tensor])
                 raise CorruptError(
@@ -368,7 +409,7 @@ class BoxTransfer:
     def _moves_of(self, chunk: Chunk) -> Iterator[_Move]:
         for stored, box, at in chunk.boxes():
             tensor, size = stored.tensor, stored.itemsize
-            if self._requests.by_all(tensor) and self._requests.size > 1:
+            if self._requests.by_all(tensor):
                 yield _Move(tensor, at, box, box, _ALL, box.volume * size)
                 continue
             for who in self._requests.ranks(self._requests.of_box(tensor, box)):
@@ -380,95 +421,24 @@ class BoxTransfer:
         and count the elements."""
         placed = 0
         for held in self._targets.get(tensor, ()):
-            here = held.box.meet(common)
-            if here is not None:
-                yield self._copy(box_of(held.memory, here.within(held.box)), at, box, here)
-                placed += here.volume
+            here, into = common, held.memory
+            if common != held.box:
+                common_here = common.meet(held.box)
+                if common_here is None:
+                    continue
+                here, into = common_here, box_of(into, common_here.within(held.box))
+            yield self._copy(into, at, box, here)
+            placed += here.volume
         with self._lock:
             self._placed[tensor] += placed
 
     def _copy(self, into: torch.Tensor, at: int, box: Box, part: Box) -> _Copy:
-        return _Copy(into, at, at + box.volume * into.itemsize, box.shape, part.within(box))
-
-
-class Transfer:
-    """Reads the tensors of all matches into place; each block is read once."""
-
-    def __init__(
-        self,
-        content: Content,
-        matches: Sequence[Match],
-        ranks: Ranks,
-        readers: Readers | None = None,
-    ) -> None:
-        """Plan the reads; the live state is not touched yet. Pass `readers` if not every rank can
-        read every file."""
-        self._matches = matches
-        self._ranks = ranks
-        # Per-rank items, and items that a single rank can read as byte ranges.
-        own: list[Match] = []
-        common: list[Match] = []
-        for match in matches:
-            is_own = match.item.name in content.per_rank
-            if not is_own and ranks.size == 1 and not match.layouts:
-                places = functools.partial(content.places, match.item.name)
-                is_own = max(map(len, map(places, match.reads)), default=1) == 1
-            (own if is_own else common).append(match)
-        self._whole = collective(ranks, functools.partial(_WholeTransfer, content, own))
-        self._boxes = None
-        if common or ranks.size > 1:
-            self._boxes = BoxTransfer(content, common, ranks, readers)
-
-    def run(self, room: Room, threads: int) -> int:
-        """Read everything, then make the matches' copies; return the bytes that this rank read."""
-        done = collective(self._ranks, functools.partial(self._whole.run, room, threads))
-        if self._boxes is not None:
-            done += self._boxes.run(room, threads)
-        pairs = list(itertools.chain.from_iterable(map(_COPIES, self._matches)))
-        collective(self._ranks, functools.partial(copy_tensors, pairs))
-        return done
-
-
-class _WholeTransfer:
-    """Reads tensors that are stored in one place and needed in one place, as byte ranges."""
-
-    def __init__(self, content: Content, matches: Sequence[Match]) -> None:
-        """Open the files; the live state is not touched yet."""
-        self._content = content
-        self._targets: list[torch.Tensor] = []
-        """Bytes of the tensors to read into, which MUST be contiguous."""
-        self._requests: dict[int, list[ReadRequest]] = {}
-        for match in matches:
-            for source, tensor in match.reads.items():
-                (place,) = content.places(match.item.name, source)
-                request = ReadRequest(place.start, place.stop, len(self._targets))
-                self._requests.setdefault(place.file, []).append(request)
-                self._targets.append(bytes_of(tensor))
-        content.open_files(self._requests)
-
-    def run(self, room: Room, threads: int) -> int:
-        """Read everything; return the bytes read."""
-        files = self._content.files
-        reads: list[Read] = []
-        for number, wanted in self._requests.items():
-            size_bytes = files[number].layout.tensor_bytes
-            reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
-        streams = CopyStreams(map(_DEVICE, self._targets))
-        deliver = functools.partial(self._deliver, streams)
-        done = read_all(files, reads, room, deliver, threads=threads)
-        streams.lead()  # make the streams that training uses wait for all copies
-        return done
-
-    def _deliver(self, streams: CopyStreams, read: Read, data: memoryview) -> None:
-        """Copy the parts of a read into their targets; `data` may be reused afterwards."""
-        copies: list[_Copy] = []
-        for target, at, there, size in read.parts:
-            copies.append(_Copy(self._targets[target][there : there + size], at, at + size))
-        _copy_all(streams, tensor_over(data)[: read.stop - read.start], copies)
+        taken = None if part == box else part.within(box)
+        return _Copy(into, at, at + box.volume * into.itemsize, box.shape, taken)
 
 
 def state_of_rank(content: Content, item: str, room: Room, *, allow_pickle: bool) -> object:
     """Load an item's state into new CPU memory, from `content` as seen by one rank."""
     match = load_item(content.item(item), "cpu")
-    _WholeTransfer(content, [match]).run(room, threads=1)
+    Transfer(content, [match], Ranks(Rank(0, 1))).run(room, threads=1)
     return match.tree(allow_pickle=allow_pickle)
