@@ -23,8 +23,8 @@ import torch  # noqa: E402
 
 from bench.state import GPT  # noqa: E402
 from laststep.codecs.blocks import codec_named  # noqa: E402
+from laststep.codecs.rounding import to_bf16, to_int8  # noqa: E402
 from laststep.constants import BLOCK_BYTES  # noqa: E402
-from laststep.flush.encoder import to_bf16, to_int8  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

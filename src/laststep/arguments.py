@@ -21,7 +21,7 @@ from laststep.checks import checked, did_you_mean, plain, shown
 from laststep.codecs.blocks import codec_named
 from laststep.constants import with_article
 from laststep.errors import UsageError
-from laststep.flush.encoder import ROUNDERS
+from laststep.flush.rounding import ROUNDINGS
 from laststep.settings import ALL_ITEMS, OWN_KEYWORDS, Compression, Options, Preemption
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def all_settings(options: object, items: Iterable[str], **own: object) -> settin
         if item not in names:
             raise _unknown("compression names an unknown item", item, names)
     for pattern, word in (made.lossy or {}).items():
-        if word not in ROUNDERS:
-            raise _unknown(f"lossy cannot round {pattern!r} to that", word, ROUNDERS)
+        if word not in ROUNDINGS:
+            raise _unknown(f"lossy cannot round {pattern!r} to that", word, ROUNDINGS)
         if not matching(names, pattern.partition("/")[0]):
             raise _unknown("lossy names an unknown item; a pattern is item/tensor", pattern, names)
     if made.lossy or words != {Compression.NONE}:

@@ -147,15 +147,15 @@ def test_a_file_that_is_changed_throughout_is_written_whole(training: Training) 
     ],
     ids=["all", "most", "few", "sparse_file", "three_files", "all_after_none"],
 )
-def test_a_save_of_nothing_new_writes_little_right_after_a_change(
+def test_saves_of_nothing_new_write_little_after_a_change(
     training: Training, changes: list[Iterable[int]]
 ) -> None:
     training.save(0)
     for step, blocks in enumerate(changes, 1):
         training.change(*blocks)
         training.save(step)
-    for step in (11, 12):
-        assert training.save(step) < BLOCK_BYTES / 2  # the small item, which did change
+    assert training.save(11) < 3 * BLOCK_BYTES  # what is left of a sparsely used file
+    assert training.save(12) < BLOCK_BYTES / 2  # the small item, which did change
     training.check()
 
 
@@ -390,18 +390,6 @@ def test_the_files_of_a_checkpoint_hold_little_more_than_it(
         files = [path for path in data_files(training.folder(step)) if path.name[:6] != "shared"]
         sizes = [path.stat().st_size for path in files]
         assert sum(sizes) < at_most * 13 * BLOCK_BYTES, step
-    training.check()
-
-
-def test_where_a_whole_save_would_not_fit_any_more_nothing_is_borrowed(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.save(0)
-    for free, linked in ((14 * BLOCK_BYTES, False), (40 * BLOCK_BYTES, True)):
-        monkeypatch.setattr(DirectoryStore, "free_bytes", lambda _, free=free: free)
-        training.change(2)
-        training.save(free)
-        assert bool(list(training.folder(free).glob("model~*"))) == linked
     training.check()
 
 

@@ -163,7 +163,7 @@ class Encoding:
                     image[step] ^= 1 - number
                     _write(writer, number, image)
                 written = writer.finish(_VALUES)
-            picked = [report.picked for report in writer.coding]
+            picked = [report.picked for report in writer.coding()]
             assert picked == (["patches", "raw"] if base else ["planes", "planes"])
             attempts.commit(run, folder, _commit(step, term, attempt, written))
 

@@ -286,7 +286,7 @@ def test_odd_blocks_of_any_elements_come_back(size: int) -> None:
 
 def test_the_memory_is_bounded_by_what_was_given() -> None:
     earlier = Earlier(3 * BLOCK_BYTES + 5)
-    made = LayoutEncoder(BF16, "max", codec_named("planes"), earlier, "a test", known=True)
+    made = LayoutEncoder(BF16, "max", earlier, "a test", known=True)
     for number in range(6):
         encoded(made, weights(BLOCK_BYTES, seed=number), number=number)
     assert earlier._bytes == 3 * BLOCK_BYTES

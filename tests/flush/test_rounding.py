@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from laststep.flush.encoder import Rounding, to_bf16, to_int8
+from laststep.codecs.rounding import to_bf16, to_int8
+from laststep.flush.rounding import Rounding
 from laststep.format.layout import FileLayout, Part, TensorEntry
 
 floats = arrays.arrays(np.float32, st.integers(0, 300), elements=st.floats(width=32))
@@ -37,6 +38,16 @@ def test_bf16_is_what_torch_rounds_to(numbers: np.ndarray) -> None:
     assert (found.view(np.uint32) & 0xFFFF == 0).all()
     assert (found.view(np.uint32) == wanted.view(np.uint32))[is_number].all()
     assert (np.isnan(found) == np.isnan(numbers)).all()
+
+
+def test_many_numbers_of_any_bits_are_rounded_alike() -> None:
+    bits = np.random.default_rng(7).integers(0, 1 << 32, 300_001, np.uint32)
+    found = bits.copy()
+    to_bf16(memoryview(found).cast("B"), 0)
+    wanted = torch.from_numpy(bits.view(np.float32)).bfloat16().float().numpy().view(np.uint32)
+    is_finite = (wanted & 0x7FFFFFFF) < 0x7F800000
+    assert (found == wanted)[is_finite].all()
+    assert (np.isinf(bits.view(np.float32)) == np.isinf(found.view(np.float32))).all()
 
 
 @given(floats)
@@ -80,7 +91,7 @@ def test_only_floats_of_32_bits_that_a_pattern_names_are_rounded() -> None:
 
 def test_patterns_name_items_parts_and_what_lies_in_shared_files() -> None:
     assert Rounding(plan(("w", "float32", 4)), {"o": "int8"}).names == {"w": "int8"}
-    assert not Rounding(plan(("w", "float32", 4)), {"p": "int8"})
+    assert Rounding(plan(("w", "float32", 4)), {"p": "int8"}).names == {}
     shared = plan(("p/w", "float32", 4), item=None)
     assert Rounding(shared, {"p/w": "int8"}).names == {"p/w": "int8"}
     part = plan(("w~6at4", "float32", 4), parts={"w~6at4": Part("w", (8,), (4,))})

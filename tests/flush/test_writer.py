@@ -82,18 +82,14 @@ def run_files(index: Index, number: int = 0) -> list[tuple[str, int]]:
 
 
 class LimitedStore(DirectoryStore):
-    """A store that may know no links, or have little room."""
+    """A store that may know no links."""
 
     has_links = True
-    free: int | None = None
     links = 0
 
     def link(self, name: str, new: str) -> bool:
         self.links += 1
         return self.has_links and super().link(name, new)
-
-    def free_bytes(self) -> int | None:
-        return super().free_bytes() if self.free is None else self.free
 
 
 # In place
@@ -406,24 +402,6 @@ def test_blocks_of_a_file_that_is_hardly_used_are_written_again(tmp_path: Path) 
     assert max(held) < 2 * size
 
 
-def test_compaction_is_put_off_while_nothing_seems_to_change(tmp_path: Path) -> None:
-    size = 10 * BLOCK_BYTES
-    history, image = History(tmp_path, bytes_layout(size)), noise(0, size)
-    history.save(image)
-    history.save(image := with_block(image, *range(1, 9)))
-    assert history.base is not None
-    layout = history.base.layout(history.layouts[0])
-    assert layout is not None
-    assert history.base.retired([layout])
-    index = history.save(image, chunk_bytes=size)
-    assert "" not in origins(index).values()  # not a block was written
-    # The first chunk says that nothing changed, and the next time it is not believed.
-    for is_put_off in (True, False):
-        index = history.save(image := with_block(image, 5))
-        assert ("model~1-1.safetensors" in origins(index)) == is_put_off
-        assert history.read() == [image]
-
-
 # Where blocks cannot be used again
 
 
@@ -441,20 +419,6 @@ def test_a_store_without_links_gets_whole_files(tmp_path: Path, compression: str
         assert set(origins(index)) == {MODEL if compression == "none" else PACK}
         image = with_block(image, step)
     assert store.links
-
-
-def test_where_room_is_short_nothing_is_linked(tmp_path: Path) -> None:
-    store = LimitedStore(tmp_path)
-    history, image = History(tmp_path, bytes_layout(SIZE), store=store), noise(0)
-    history.save(image)
-    # Room for all of it once more, but not for what is likely to change as well.
-    store.free = SIZE + BLOCK_BYTES
-    index = history.save(image)
-    assert (store.links, origins(index)) == (0, {MODEL: ""})
-    store.free = 2 * SIZE
-    index = history.save(image)
-    assert set(origins(index).values()) == {"step-00000002.1-2"}
-    assert history.read() == [image]
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
@@ -671,7 +635,7 @@ def test_what_was_chosen_is_reported(tmp_path: Path) -> None:
     history = History(tmp_path, numbers_layout(), compression="max")
     writer = history.write(numbers(0))
     history.commit(writer)
-    (report,) = writer.coding
+    (report,) = writer.coding()
     assert (report.file, report.mode, report.raw_bytes) == (MODEL, "max", SIZE)
     assert "planes" in report.picked
     assert history.index().size_bytes == report.stored_bytes

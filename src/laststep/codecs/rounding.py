@@ -1,8 +1,6 @@
-"""Round fp32 values to bf16 or fp16, bit for bit as torch does on a CPU.
+"""Round fp32 numbers in place, so that they can be stored in fewer bytes.
 
-Rounds to nearest, ties to even; values that are too large become infinite. For NaNs, torch gives
-different bits on different devices: where the result of this module has other bits than the tensor,
-a checkpoint stores the tensor's own bytes.
+Each function takes numbers and the byte at which they begin in their file.
 """
 
 from __future__ import annotations
@@ -12,57 +10,64 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Callable
+
+    from numpy import float32, uint32
+    from numpy.typing import NDArray
 
 _TILE = 64 << 10
-"""Elements that are rounded at a time, so that the working set stays in a core's cache."""
-_LEAST_FP16, _BEYOND_FP16 = np.uint32(0x38800000), np.uint32(0x47800000)
-"""The bits of 2^-14 and 2^16: the normal numbers of fp16 are between them."""
+"""Numbers that are rounded at a time, so that the working set stays in a core's cache."""
+_INFINITE = 0x7F800000
+_GROUP = 64
+"""Number of values that share a scale."""
+_GROUP_BYTES = 4 * _GROUP
+_LEVELS = 127
+_TOO_LARGE = 2.0**127
+"""Larger numbers may be rounded to infinity."""
 
 
-def rounded(data: bytes | bytearray | memoryview, dtype: str) -> memoryview:
-    """Convert fp32 elements to `dtype`, which is `bfloat16` or `float16`."""
-    bits = np.frombuffer(data, "<u4")
-    out = np.empty(len(bits), "<u2")
-    step = _to_bf16 if dtype == "bfloat16" else _to_fp16
-    for at in range(0, len(bits), _TILE):
-        step(bits[at : at + _TILE], out[at : at + _TILE])
-    return out.view(np.uint8).data
+def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (numbers are rounded one by one)
+    """Round to the nearest bfloat16, ties to even, but never to infinity."""
+    numbers: NDArray[uint32] = np.frombuffer(data, "<u4")
+    for first in range(0, len(numbers), _TILE):
+        bits = numbers[first : first + _TILE]
+        size = bits & 0x7FFFFFFF
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += bits
+        rounded += 0x7FFF
+        rounded &= 0xFFFF0000
+        # The largest finite number in place of infinity.
+        rounded[(size < _INFINITE) & (rounded & 0x7FFFFFFF == _INFINITE)] -= 0x10000
+        rounded[size > _INFINITE] = 0xFFFF0000  # NaN
+        bits[:] = rounded
 
 
-def _to_bf16(bits: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> None:
-    raised = bits >> 16
-    raised &= 1
-    raised += bits
-    raised += 0x7FFF
-    out[:] = raised.view("<u2")[1::2]
-    nan = np.isnan(bits.view("<f4"))
-    if nan.any():
-        out[nan] = 0xFFFF
+def to_int8(data: memoryview, at: int) -> None:
+    """Round numbers, in groups of 64 by position in the file, to multiples of a power of two, with
+    7 bits. Groups with NaN or nearly infinite numbers are left unchanged."""
+    numbers: NDArray[float32] = np.frombuffer(data, np.float32)
+    head = min(-at % _GROUP_BYTES // 4, len(numbers))
+    whole = (len(numbers) - head) // _GROUP * _GROUP
+    _quantize(numbers[:head].reshape(1, -1))
+    _quantize(numbers[head : head + whole].reshape(-1, _GROUP))
+    _quantize(numbers[head + whole :].reshape(1, -1))
 
 
-def _to_fp16(bits: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> None:
-    """Use integer arithmetic, which is four times as fast as numpy's cast. Only values that are not
-    normal numbers of fp16 are left to the cast."""
-    size = bits & 0x7FFFFFFF
-    odd = size - _LEAST_FP16 >= _BEYOND_FP16 - _LEAST_FP16
-    raised = size >> 13
-    raised &= 1
-    raised += size
-    raised += 0xFFF
-    raised -= 112 << 23  # the difference of the two exponent biases
-    raised >>= 13
-    raised |= bits >> 16 & 0x8000
-    out[:] = raised.view("<u2")[::2]
-    if odd.any():
-        out[odd] = _cast(bits[odd])
+def _quantize(groups: NDArray[float32]) -> None:
+    if not groups.size:
+        return
+    largest = np.abs(groups).max(axis=1)
+    ok = (largest > 0) & (largest < _TOO_LARGE)
+    # The smallest power of two whose 127-fold reaches the largest number, but at least 2**-149,
+    # the smallest positive float32.
+    fractions, exponents = np.frexp(np.where(ok, largest, 1).astype(np.float64) / _LEVELS)
+    exponents -= fractions == 0.5
+    scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]
+    with np.errstate(invalid="ignore"):  # from groups that are left unchanged
+        rounded = np.rint(groups / scales)
+        rounded *= scales
+    groups[ok] = rounded[ok]
 
 
-def _cast(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
-    values = bits.view("<f4")
-    with np.errstate(over="ignore", under="ignore"):
-        out = values.astype("<f2").view("<u2")
-    nan = np.isnan(values)
-    # A NaN keeps its sign and the upper bits of its fraction, and becomes quiet.
-    out[nan] = (bits[nan] >> 16 & 0x8000) | 0x7E00 | (bits[nan] >> 13 & 0x3FF)
-    return out
+ROUNDERS: dict[str, Callable[[memoryview, int], None]] = {"bf16": to_bf16, "int8": to_int8}

@@ -50,20 +50,8 @@ class BaseLayout:
         self._changed = changed
         self.refs = stored.refs()
 
-    def usual_change(self) -> float:
-        """Return the fraction of its blocks that had changed when it was written; a high estimate
-        if unknown."""
-        if self._changed is None:
-            return MOST_CHANGED
-        return len(self._changed) / max(len(self.refs), 1)
-
-    def is_usable(self) -> bool:
-        return self.stored.layout.tensor_bytes >= LEAST_BYTES
-
-    def reusable(self, retired: frozenset[int] | None) -> dict[int, BlockRef]:
-        """Return the blocks that need no `retired` file; none if `retired` is None."""
-        if retired is None:
-            return {}
+    def reusable(self, retired: frozenset[int]) -> dict[int, BlockRef]:
+        """Return the blocks that need no `retired` file."""
         return {
             number: ref
             for number, ref in enumerate(self.refs)
@@ -79,27 +67,22 @@ class BaseLayout:
             for at in range(0, len(digests), DIGEST_BYTES)
         ]
 
-    def likely_change(self, first: int, same: Sequence[bool]) -> float:
-        """Estimate the changed fraction of the layout from some of its blocks, starting at `first`.
+    def likely_change(self, first: int, digests: bytes) -> float:
+        """Estimate the changed fraction of the layout from the digests of some of its blocks,
+        starting at `first`; 0 without any.
 
         Assumes that recently changed blocks elsewhere change again at the rate observed among these
         blocks. If the last save changed nothing, these blocks are the only evidence.
         """
-        here = dict(enumerate(same, first))
-        recent = self._changed or frozenset()
-        changed = list(here.values()).count(False)
+        here = dict(enumerate(self.same(first, digests), first))
+        if not here:
+            return 0.0
+        changed, recent = list(here.values()).count(False), self._changed
         if not recent:
-            return changed / max(len(here), 1)
+            return changed / len(here)
         again = [known for number, known in here.items() if number in recent]
         share = again.count(False) / len(again) if again else 1.0
-        elsewhere = len(recent - here.keys())
-        return (changed + share * elsewhere) / max(len(self.refs), 1)
-
-    def seems_same(self, first: int, same: Sequence[bool]) -> bool:
-        """Return True if these blocks, starting at `first`, suggest that nothing has changed. They
-        are evidence for the others only if some of them changed in the last save."""
-        here = range(first, first + len(same))
-        return all(same) and (not self._changed or not self._changed.isdisjoint(here))
+        return (changed + share * len(recent - here.keys())) / len(self.refs)
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -111,9 +94,10 @@ class Base(msgspec.Struct, frozen=True):
     """The blocks that had changed when it was written, by layout, where known."""
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
-        """Return the same layout in the last checkpoint; None if it is missing there or differs."""
+        """Return the same layout in the last checkpoint; None if it is missing there or differs, or
+        is too small."""
         stored = self.index.layout(layout.name)
-        if stored is None or stored.layout != layout:
+        if stored is None or stored.layout != layout or layout.tensor_bytes < LEAST_BYTES:
             return None
         return BaseLayout(stored, self.changed.get(layout.name))
 

@@ -2,11 +2,8 @@
 
 Compression pays if encoding and writing fewer bytes takes less time than writing all of them. The
 choice for a file is based on a sample of it, on the measured speed of the store, and on the number
-of idle cores. Each block is also tried as a difference to an earlier version of it that is still in
-memory. Knows nothing about files or threads, except that several threads may call it.
-
-Earlier blocks are kept in memory up to a limit. Rounding, where the user allows it, changes numbers
-in their slot before they are digested.
+of idle cores. Each block is also tried as a difference to an earlier version of it; these are kept
+in memory up to a limit. Knows nothing about files or threads, except that several may call it.
 """
 
 from __future__ import annotations
@@ -17,9 +14,9 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
 
 from laststep.codecs.blocks import codec_named
 from laststep.constants import BLOCK_BYTES, DTYPES
@@ -29,10 +26,7 @@ from laststep.format.index import Encoding
 from laststep.settings import Compression, compression_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from numpy import float32, uint16
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterator
 
     from laststep.codecs.blocks import BlockCodec
     from laststep.flush.protocol import Orders
@@ -197,108 +191,6 @@ class Earlier:
         self._bytes -= sum(len(data) for _, data in self._kept.pop(file, {}).values())
 
 
-_DTYPE = "float32"
-_GROUP = 64
-"""Number of values that share a scale."""
-_GROUP_BYTES = 4 * _GROUP
-_LEVELS = 127
-_INFINITE = 0x7F80
-"""The exponent of infinity, in the upper half of a number."""
-_TOO_LARGE = 2.0**127
-"""Larger numbers may be rounded to infinity."""
-
-
-class Rounding:
-    """The rounding to apply in one file."""
-
-    def __init__(self, layout: FileLayout, lossy: Mapping[str, str]) -> None:
-        """`lossy` maps patterns of `item/tensor` to a rounding; the first match wins. Scalars are
-        never rounded: optimizers count their steps in them."""
-        self.names: dict[str, str] = {}
-        self.patterns: set[str] = set()
-        """Patterns that match a tensor here."""
-        self._ranges: list[tuple[int, int, Callable[[memoryview, int], None]]] = []
-        """Start and stop of each rounded byte range, and its rounding."""
-        for entry in layout.tensors if lossy else ():
-            item, name = layout.item, entry.name
-            if item is None:
-                item, _, name = entry.name.partition("/")
-            part = layout.parts.get(entry.name)
-            full = f"{item}/{name if part is None else part.tensor}"
-            pattern = next((pattern for pattern in lossy if _fits(full, pattern)), None)
-            is_scalar = not (entry.shape if part is None else part.shape)
-            if pattern is None or entry.dtype != _DTYPE or is_scalar or entry.start == entry.stop:
-                continue
-            self.patterns.add(pattern)
-            self.names[entry.name] = lossy[pattern]
-            self._ranges.append((entry.start, entry.stop, ROUNDERS[lossy[pattern]]))
-
-    def __bool__(self) -> bool:
-        return bool(self._ranges)
-
-    def apply(self, start: int, data: memoryview) -> None:
-        """Round in place the lossy part of `data`, which starts at byte `start` of the layout."""
-        first = bisect_right(self._ranges, start, key=itemgetter(1))
-        for begin, stop, round_in_place in self._ranges[first:]:
-            if begin >= start + len(data):
-                break
-            low, high = max(begin, start), min(stop, start + len(data))
-            round_in_place(data[low - start : high - start], low)
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[0], pattern)
-
-
-def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (numbers are rounded one by one)
-    """Round each number in place to the nearest bfloat16, ties to even, but never to infinity."""
-    import numpy as np
-
-    from laststep.codecs.rounding import rounded
-
-    halves: NDArray[uint16] = np.frombuffer(data, "<u2")
-    upper = np.array(np.frombuffer(rounded(data, "bfloat16"), "<u2"))
-    was_finite = (halves[1::2] & 0x7F80) != _INFINITE
-    upper[((upper & 0x7FFF) == _INFINITE) & was_finite] -= 1  # the largest finite number
-    halves[1::2] = upper
-    halves[::2] = 0
-
-
-def to_int8(data: memoryview, at: int) -> None:
-    """Round numbers in place, in groups of 64 by position in the layout, to multiples of a power of
-    two, with 7 bits. Groups with NaN or nearly infinite numbers are left unchanged."""
-    import numpy as np
-
-    numbers: NDArray[float32] = np.frombuffer(data, np.float32)
-    head = min(-at % _GROUP_BYTES // 4, len(numbers))
-    whole = (len(numbers) - head) // _GROUP * _GROUP
-    _quantize(numbers[:head].reshape(1, -1))
-    _quantize(numbers[head : head + whole].reshape(-1, _GROUP))
-    _quantize(numbers[head + whole :].reshape(1, -1))
-
-
-def _quantize(groups: NDArray[float32]) -> None:
-    import numpy as np
-
-    if not groups.size:
-        return
-    largest = np.abs(groups).max(axis=1)
-    ok = (largest > 0) & (largest < _TOO_LARGE)
-    # The smallest power of two whose 127-fold reaches the largest number, but at least 2**-149,
-    # the smallest positive float32.
-    fractions, exponents = np.frexp(np.where(ok, largest, 1).astype(np.float64) / _LEVELS)
-    exponents -= fractions == 0.5
-    scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]
-    with np.errstate(invalid="ignore"):  # from groups that are left unchanged
-        rounded = np.rint(groups / scales)
-        rounded *= scales
-    groups[ok] = rounded[ok]
-
-
-ROUNDERS: dict[str, Callable[[memoryview, int], None]] = {"bf16": to_bf16, "int8": to_int8}
-"""The available roundings by name."""
-
-
 _CODEC = "planes"
 _SAMPLE_BYTES = 64 << 10
 """Sample size, from the middle of a block: enough to predict the ratio of all of it."""
@@ -339,6 +231,7 @@ class Compressor:
 
     def __init__(self, orders: Orders, *, memory_bytes: int) -> None:
         self._orders = orders
+        self.lossy = orders.lossy
         self.throughput = Throughput()
         self.earlier = Earlier(memory_bytes)
         self._idle = IdleCores()
@@ -346,9 +239,6 @@ class Compressor:
 
     def mode(self, layout: FileLayout) -> str:
         return compression_of(layout.item, self._orders.compression)
-
-    def rounding(self, layout: FileLayout) -> Rounding:
-        return Rounding(layout, self._orders.lossy)
 
     def begin_save(self) -> None:
         self.throughput.begin_save()
@@ -367,29 +257,23 @@ class Compressor:
         `start`. `known`: the last save had the same tensors in it."""
         if not known:
             self.earlier.forget(layout.name)
-        mode, why = self.mode(layout), "it was asked for"
-        codec: BlockCodec | None = None
+        mode, encodes, why = self.mode(layout), True, "it was asked for"
         if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
-            codec = codec_named(_CODEC)
             why = "tensors in it are rounded, which is for nothing if they are not encoded"
-        elif mode != Compression.ADAPTIVE:
-            codec = codec_named(_CODEC if mode == Compression.MAX else mode)
-        else:
+        elif mode == Compression.ADAPTIVE:
             try:
-                codec, why = self._judged(codec_named(_CODEC), layout, start, image)
+                encodes, why = self._judged(layout, start, image)
             except UsageError as error:
-                why = f"{error.what}: {error.remedy}"
-        return LayoutEncoder(layout, mode, codec, self.earlier, why, known=known)
+                encodes, why = False, f"{error.what}: {error.remedy}"
+        return LayoutEncoder(layout, mode, self.earlier, why, encodes=encodes, known=known)
 
-    def _judged(
-        self, codec: BlockCodec, layout: FileLayout, start: int, image: memoryview
-    ) -> tuple[BlockCodec | None, str]:
-        """Return the codec if it makes a file durable sooner, else None; and the reason."""
-        writes = self.throughput.bytes_per_s
+    def _judged(self, layout: FileLayout, start: int, image: memoryview) -> tuple[bool, str]:
+        """Return True if encoding makes a file durable sooner, and the reason."""
+        codec, writes = codec_named(_CODEC), self.throughput.bytes_per_s
         if writes is None:
-            return None, "not enough has been written to measure the store's speed"
+            return False, "not enough has been written to measure the store's speed"
         if self.earlier.has(layout.name):
-            return codec, "the last save is in memory, and differences to it are small"
+            return True, "the last save is in memory, and differences to it are small"
         cores = min(self._orders.writers, self._idle_cores)
         found = estimate(codec, layout, start, image)
         encodes = cores * found.bytes_per_s
@@ -398,9 +282,7 @@ class Compressor:
             f"{found.ratio:.2f} times smaller at {encodes / 1e9:.2f} GB/s on {cores:.1f} cores "
             f"that are idle, where the store takes {writes / 1e9:.2f} GB/s"
         )
-        if found.ratio >= _LEAST_GAIN and writes < _MOST_OF_RAW * coded:
-            return codec, facts
-        return None, facts
+        return found.ratio >= _LEAST_GAIN and writes < _MOST_OF_RAW * coded, facts
 
 
 class LayoutEncoder:
@@ -411,25 +293,26 @@ class LayoutEncoder:
         self,
         layout: FileLayout,
         mode: str,
-        codec: BlockCodec | None,
         earlier: Earlier,
         why: str,
         *,
+        encodes: bool = True,
         known: bool,
     ) -> None:
-        """`mode` is the setting; `known`: the last save had the same tensors."""
+        """`encodes` is False if no block may be encoded, because of `why`; `known`: the last save
+        had the same tensors."""
+        self.encodes = encodes
         self._layout = layout
-        self._known = known
-        self._mode = mode
-        self._codec = codec
         self._earlier = earlier
-        self._why = why
+        self._report = CodingReport(file=layout.name, mode=mode, picked="raw", why=why)
+        if encodes:
+            self._planes, self._subtract, self._patches = map(
+                codec_named, (_CODEC, "subtract", "patches")
+            )
+        # Wide elements gain less and may never change again, so they are kept only under `max`,
+        # from their second save on.
+        self._keeps_wide = known and mode == Compression.MAX
         self._width_of = _widths(layout)
-        self._differences = True
-        try:
-            codec_named("patches"), codec_named("subtract")
-        except UsageError:  # not installed
-            self._differences = False
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
         """By codec."""
@@ -437,51 +320,37 @@ class LayoutEncoder:
         self._encode_s = 0.0
 
     @property
-    def encodes(self) -> bool:
-        """Return True if any block may become smaller."""
-        return self._codec is not None
-
-    @property
     def has_bases(self) -> bool:
         """True if blocks can be encoded as differences to earlier ones."""
-        return self._codec is not None and self._earlier.has(self._layout.name)
+        return self.encodes and self._earlier.has(self._layout.name)
 
     def encode(
         self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
     ) -> EncodedBlock:
         """Encode a block, against its base if that is still in memory and makes it smaller."""
-        began, found = time.thread_time(), EncodedBlock(data)
-        if self._codec is not None:
-            found = self._by_codec(self._codec, number, data, digest, base) or found
-        codec = "raw" if found.encoding is None else found.encoding.codec
+        began = time.thread_time()
+        width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
+        found = self._against(number, data, width, base)
+        if found is None:
+            # Later blocks may be encoded against this one.
+            if self._keeps_wide or width <= _NARROW_BYTES:
+                self._earlier.keep(self._layout.name, number, digest, data)
+            found = self._alone(data, width)
         with self._lock:
-            self._blocks[codec] += 1
+            self._blocks["raw" if found.encoding is None else found.encoding.codec] += 1
             self._raw_bytes += len(data)
             self._stored_bytes += len(found.data)
             self._encode_s += time.thread_time() - began
         return found
 
-    def _by_codec(
-        self, codec: BlockCodec, number: int, data: memoryview, digest: bytes, base: BaseRef | None
-    ) -> EncodedBlock | None:
-        """Encode a block as a difference to its base or alone; None if neither pays."""
-        width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
-        found = self._against(number, data, width, base)
-        if found is not None:
-            return found
-        # Later blocks may be encoded against this one. Wide elements gain less and may never change
-        # again, so they are kept only under `max`, from their second save on.
-        wide = self._mode == Compression.MAX and self._known
-        if self._differences and (wide or width <= _NARROW_BYTES):
-            self._earlier.keep(self._layout.name, number, digest, data)
-        part = sample_of(data, width)
-        tried = codec.encode(part, width, None)
-        if tried is None or len(tried) * _LEAST_GAIN > len(part):
-            return None
-        stored = codec.encode(data, width, None)
+    def _alone(self, data: memoryview, width: int) -> EncodedBlock:
+        part, stored = sample_of(data, width), None
+        tried = self._planes.encode(part, width, None)
+        if tried is not None and len(tried) * _LEAST_GAIN <= len(part):
+            stored = self._planes.encode(data, width, None)
         if stored is None:
-            return None
-        return EncodedBlock(stored, Encoding(codec.name, width))
+            return EncodedBlock(data)
+        return EncodedBlock(stored, Encoding(_CODEC, width))
 
     def _against(
         self, number: int, data: memoryview, width: int, base: BaseRef | None
@@ -492,18 +361,16 @@ class LayoutEncoder:
         before = self._earlier.find(self._layout.name, number, base.digest)
         if before is None:
             return None
-        stored, codec = codec_named("patches").encode(data, width, before), "patches"
+        codec, stored = self._patches, self._patches.encode(data, width, before)
         if stored is None and self._subtracting_pays(data, width, before):
-            stored, codec = codec_named("subtract").encode(data, width, before), "subtract"
+            codec, stored = self._subtract, self._subtract.encode(data, width, before)
         self._earlier.tried(self._layout.name, paid=stored is not None)
-        if stored is None:
-            return None
-        return EncodedBlock(stored, Encoding(codec, width), base)
+        return None if stored is None else EncodedBlock(stored, Encoding(codec.name, width), base)
 
     def _subtracting_pays(self, data: memoryview, width: int, before: memoryview) -> bool:
         part = sample_of(data, width)
-        anchored = codec_named("subtract").encode(part, width, sample_of(before, width))
-        alone = codec_named(_CODEC).encode(part, width, None)
+        anchored = self._subtract.encode(part, width, sample_of(before, width))
+        alone = self._planes.encode(part, width, None)
         alone_bytes = len(part) if alone is None else len(alone)
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
@@ -511,11 +378,9 @@ class LayoutEncoder:
         """Return a report on all blocks seen so far."""
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
-            return CodingReport(
-                file=self._layout.name,
-                mode=self._mode,
+            return structs.replace(
+                self._report,
                 picked=", ".join(used) or "raw",
-                why=self._why,
                 raw_bytes=self._raw_bytes,
                 stored_bytes=self._stored_bytes,
                 encode_s=self._encode_s,

@@ -356,7 +356,7 @@ class MemoryTier(Listener):
             chunks = [chunk for place, chunk in sorted(kept.chunks.items()) if place[0] == number]
             slots = [slot for slot, _ in chunks]
             digests = b"".join(sums for _, sums in chunks)
-            stored.append(snapshots.in_slots(layout, slots, digests, save.writer.rounded[number]))
+            stored.append(snapshots.in_slots(layout, slots, digests, save.writer.lossy(number)))
         return SnapshotRecord(
             run=self._run_writer.run.id,
             at=save.attempt.name,

@@ -409,7 +409,7 @@ class Flusher:
                 written=written,
                 opened_s=save.opened_s,
                 written_s=written_s,
-                coding=tuple(writer.coding),
+                coding=tuple(writer.coding()),
             )
         )
         decision = Decide(save=save.begin.save, items=captured.items, written=written)

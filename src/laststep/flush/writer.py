@@ -21,7 +21,8 @@ from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.constants import BLOCK_BYTES, align_up
 from laststep.errors import LaststepError, StorageError, drop_tracebacks
 from laststep.flush.base import MOST_CHANGED, Base, BaseLayout, SharedFiles
-from laststep.flush.encoder import EncodedBlock, LayoutEncoder, Rounding, TimedWriting
+from laststep.flush.encoder import EncodedBlock, LayoutEncoder, TimedWriting
+from laststep.flush.rounding import Rounding
 from laststep.format import index as index_format
 from laststep.format.index import (
     RAW,
@@ -107,27 +108,23 @@ class PackWriter:
 class _LayoutWriter(msgspec.Struct, eq=False):
     """One layout of a save: how it is written, and how much of it has arrived."""
 
-    number: int
     layout: FileLayout
     base: BaseLayout | None
-    """The same layout in the last checkpoint."""
-    rounding: Rounding | None
-    compresses: bool
+    """The same layout in the last checkpoint, if blocks of it may be reused."""
+    rounding: Rounding
+    encodes: bool
     """True if compression or rounding was requested for it."""
     digests: bytearray
     choosing: threading.Lock
     is_chosen: bool = False
     """True once it is known how it is written: to `file`, or by block as `refs`."""
-    may_reuse: bool = False
-    """True if blocks of the base may be reused, possibly only if nothing has changed."""
     file: FileWriting | None = None
     """The plain data file, if it is written in place."""
+    reuses: bool = False
+    """True if unchanged blocks of the base are reused."""
     refs: dict[int, BlockRef] = {}
-    """The known block references, if it is written by block."""
-    reusable: frozenset[int] = frozenset()
-    """Blocks of the base that are reused if they have not changed."""
-    retired: frozenset[int] | None = None
-    """Files of the base whose blocks are not reused; None if nothing of the base is."""
+    """Block references, if it is written by block: at first those of the base that are reused if
+    they have not changed."""
     encoder: LayoutEncoder | None = None
     """None if compression was not requested."""
     written_bytes: int = 0
@@ -157,11 +154,8 @@ class SaveWriter:
         self.written_bytes = 0
         self.error: LaststepError | None = None
         """The first error; set by `fail`."""
-        self.coding: list[CodingReport] = []
-        """Reports on layouts with compression, once finished."""
         self._attempt = attempt
         self._rank = rank
-        self._base = base
         self._compressor = compressor
         self._lock = threading.Lock()
         self._index: Index | None = None
@@ -174,56 +168,28 @@ class SaveWriter:
         self._pack: PackWriter | None = None
         """Created with the first block."""
         self._names = [*map(attrgetter("name"), layouts), pack_name(*rank), index_name(*rank)]
-        self._layouts: list[_LayoutWriter] = []
-        self.rounded: list[dict[str, str]] = []
-        """The rounded tensors of each layout, with the rounding of each."""
-        for number, layout in enumerate(layouts):
-            last = None if base is None else base.layout(layout)
-            known = layout.block_count * DIGEST_BYTES if last is None else last.stored.digests
-            rounding, compresses = None, False
-            if compressor is not None:
-                rounding = compressor.rounding(layout) or None
-                compresses = rounding is not None or compressor.mode(layout) != Compression.NONE
-            target = _LayoutWriter(
-                number,
-                layout,
-                last,
-                rounding,
-                compresses and layout.tensor_bytes > 0,
-                bytearray(known),
-                threading.Lock(),
-            )
-            self._layouts.append(target)
-            self.rounded.append({} if rounding is None else rounding.names)
-        self._retired: frozenset[int] = frozenset()
+        self._layouts = [self._target(layout, base) for layout in layouts]
+        known = [target.base for target in self._layouts if target.base is not None]
+        self._retired = frozenset[int]() if base is None else base.retired(known)
         try:
-            self._begin()
+            self._attempt.make_folders(self._names)
+            for target in self._layouts:
+                if target.base is None and not target.encodes:
+                    self._open_in_place(target)
         except LaststepError as error:
             self.fail(error)
+        if compressor is not None:
+            compressor.begin_save()
 
-    def _begin(self) -> None:
-        """Make the folders, and open the files that are written in place whatever they contain."""
-        self._attempt.make_folders(self._names)
-        is_roomy = False
-        if self._base is not None:
-            known = [target.base for target in self._layouts if target.base is not None]
-            self._retired, is_roomy = self._base.retired(known), self._has_room()
-        for target in self._layouts:
-            target.may_reuse = is_roomy and target.base is not None and target.base.is_usable()
-            if not (target.may_reuse or target.compresses):
-                self._open_in_place(target)
-        if self._compressor is not None:
-            self._compressor.begin_save()
-
-    def _has_room(self) -> bool:
-        """Return True if there is room to write everything once more after this save. If not, it is
-        better to free old files with their checkpoints than to reuse their blocks."""
-        needed = 0.0
-        for target in self._layouts:
-            change = 1.0 if target.base is None else target.base.usual_change()
-            needed += target.layout.tensor_bytes * (1 + change)
-        free_bytes = self._attempt.store.free_bytes()
-        return free_bytes is None or free_bytes >= needed
+    def _target(self, layout: FileLayout, base: Base | None) -> _LayoutWriter:
+        rounding = Rounding(layout, {} if self._compressor is None else self._compressor.lossy)
+        encodes = bool(rounding.names) or (
+            self._compressor is not None and self._compressor.mode(layout) != Compression.NONE
+        )
+        last = None if base is None else base.layout(layout)
+        known = layout.block_count * DIGEST_BYTES if last is None else last.stored.digests
+        encodes = encodes and layout.tensor_bytes > 0
+        return _LayoutWriter(layout, last, rounding, encodes, bytearray(known), threading.Lock())
 
     # How a layout is written
 
@@ -239,57 +205,35 @@ class SaveWriter:
         write_aligned(target.file, 0, target.layout.header())
 
     def _choose(
-        self,
-        target: _LayoutWriter,
-        start: int = 0,
-        data: memoryview = _NOTHING,
-        sums: bytes = b"",
-        *,
-        is_same: bool = False,
+        self, target: _LayoutWriter, start: int = 0, data: memoryview = _NOTHING, sums: bytes = b""
     ) -> None:
-        """Decide how a layout is written, once its first bytes arrive or none has changed."""
+        """Decide how a layout is written, once its first bytes arrive or none will."""
         with target.choosing:
             if target.is_chosen:
                 return
-            base, compressor = target.base, self._compressor
-            if compressor is not None and target.compresses:
-                target.encoder = compressor.encoder(
+            base, encoder = target.base, None
+            if self._compressor is not None and target.encodes:
+                encoder = target.encoder = self._compressor.encoder(
                     target.layout,
                     start,
                     data,
                     known=base is not None,
-                    rounded=target.rounding is not None,
+                    rounded=bool(target.rounding.names),
                 )
-            encoder = target.encoder
-            has_bases = encoder is not None and encoder.has_bases
-            retired = self._retired_for(target, start, sums, is_same=is_same, has_bases=has_bases)
-            if retired is not None and self._shared is not None and self._shared.link():
-                target.retired = retired
-            if target.retired is None and (encoder is None or not encoder.encodes):
+            if base is not None and self._shared is not None:
+                likely = base.likely_change(start // BLOCK_BYTES, sums)
+                if likely <= MOST_CHANGED or (encoder is not None and encoder.has_bases):
+                    target.reuses = self._shared.link()
+            if not target.reuses and (encoder is None or not encoder.encodes):
                 self._open_in_place(target)
                 return
-            if base is not None:
-                target.refs = base.reusable(target.retired)
-                target.reusable = frozenset(target.refs)
+            if base is not None and target.reuses:
+                target.refs = base.reusable(self._retired)
             target.is_chosen = True
 
-    def _retired_for(
-        self, target: _LayoutWriter, start: int, sums: bytes, *, is_same: bool, has_bases: bool
-    ) -> frozenset[int] | None:
-        """Return the files of the last checkpoint whose blocks are not reused; None if no block is.
-
-        Compaction is postponed while nothing seems to have changed: otherwise a save without
-        changes, right after one that left files sparsely used, would write blocks again.
-        """
-        base = target.base
-        if base is None or self._base is None or not target.may_reuse:
-            return None
-        first = start // BLOCK_BYTES
-        same = base.same(first, sums)
-        likely = base.likely_change(first, same) if sums else 0.0
-        if is_same or (sums and likely <= MOST_CHANGED and base.seems_same(first, same)):
-            return self._base.shared_too_often()
-        return self._retired if likely <= MOST_CHANGED or has_bases else None
+    def lossy(self, file: int) -> dict[str, str]:
+        """Return the rounded tensors of a layout, with the rounding of each."""
+        return self._layouts[file].rounding.names
 
     # Arriving chunks
 
@@ -304,9 +248,7 @@ class SaveWriter:
         b"" if that fails. The error is kept. An earlier error changes nothing: memory can hold what
         a full disk cannot."""
         try:
-            rounding = self._layouts[file].rounding
-            if rounding is not None:
-                rounding.apply(start, data)
+            self._layouts[file].rounding.apply(start, data)
             return block_digests(data)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
             self.fail(StorageError("a chunk cannot be digested", found=repr(error)))
@@ -345,11 +287,11 @@ class SaveWriter:
     ) -> None:
         """Append the blocks that are not reused from the last checkpoint to the pack."""
         first, same = start // BLOCK_BYTES, [False] * (len(sums) // DIGEST_BYTES)
-        if target.base is not None and target.retired is not None:
+        if target.base is not None and target.reuses:
             same = target.base.same(first, sums)
         for nth, is_same in enumerate(same):
             number = first + nth
-            if is_same and number in target.reusable:
+            if is_same and number in target.refs:
                 continue
             raw = data[nth * BLOCK_BYTES : (nth + 1) * BLOCK_BYTES]
             block = EncodedBlock(raw)
@@ -374,11 +316,11 @@ class SaveWriter:
     def _base_of(self, target: _LayoutWriter, number: int) -> BaseRef | None:
         """Return the block to encode this one against: the last one, or the base of that."""
         base = target.base
-        if base is None or target.retired is None:
+        if base is None or not target.reuses:
             return None
         ref = base.refs[number]
         found = ref.base or BaseRef(ref, base.stored.digest(number))
-        return None if found.block.file in target.retired else found
+        return None if found.block.file in self._retired else found
 
     def reuse(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
         """Return the unchanged chunks that need not be sent: those of mostly unchanged layouts
@@ -393,13 +335,13 @@ class SaveWriter:
             try:
                 if same_bytes < (1 - MOST_CHANGED) * target.layout.tensor_bytes or self.error:
                     continue
-                self._choose(target, is_same=same_bytes == target.layout.tensor_bytes)
+                self._choose(target)
             except LaststepError as error:
                 self.fail(error)
                 continue
             for start, size in parts:
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
-                if target.reusable.issuperset(blocks):
+                if target.refs.keys() >= {*blocks}:
                     granted.append((number, start, size))
                     with self._lock:
                         target.written_bytes += size
@@ -417,7 +359,7 @@ class SaveWriter:
             )
         if not target.is_finished:
             if not target.is_chosen:
-                self._choose(target, is_same=True)
+                self._choose(target)
             if target.file is not None:
                 target.file.finish(target.layout.size_bytes)
             target.is_finished = True
@@ -429,8 +371,6 @@ class SaveWriter:
             raise self.error
         for target in self._layouts:
             self._finish_layout(target)
-            if target.encoder is not None:
-                self.coding.append(target.encoder.report())
         if self._pack is not None:
             self._pack.finish()
         self._index = self._make_index(values)
@@ -474,7 +414,7 @@ class SaveWriter:
                     layout=target.layout,
                     digests=bytes(target.digests),
                     runs=runs,
-                    lossy=self.rounded[target.number],
+                    lossy=target.rounding.names,
                 )
             )
         return Index(
@@ -484,6 +424,10 @@ class SaveWriter:
             layouts=tuple(layouts),
             values=dict(values),
         )
+
+    def coding(self) -> list[CodingReport]:
+        """Return reports on layouts with compression."""
+        return [one.encoder.report() for one in self._layouts if one.encoder is not None]
 
     def close(self) -> None:
         """Close open files; does nothing to finished files."""

@@ -29,8 +29,8 @@ from laststep.checks import plain, shown
 from laststep.codecs import objects
 from laststep.codecs.objects import EncodedDicts
 from laststep.errors import LaststepError, MismatchError, UsageError
-from laststep.flush.encoder import Rounding
 from laststep.flush.protocol import CaptureDone
+from laststep.flush.rounding import Rounding
 from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
 from laststep.plan.layouts import (
     GlobalLayout,
