@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from laststep.oneoff import load as load
     from laststep.oneoff import save as save
     from laststep.plan.frequency import IntervalEstimate as IntervalEstimate
+    from laststep.preempting import Preempted as Preempted
     from laststep.restoring.choose import Skipped as Skipped
     from laststep.restoring.restore import Peeked as Peeked
     from laststep.restoring.restore import Restored as Restored
-    from laststep.saving.preempting import Preempted as Preempted
     from laststep.settings import Capture as Capture
     from laststep.settings import CompareReplicas as CompareReplicas
     from laststep.settings import FlushIn as FlushIn
@@ -84,9 +84,9 @@ _HOME = {
         ("flush.saves", "SaveHandle SaveReport"),
         ("oneoff", "load save"),
         ("plan.frequency", "IntervalEstimate"),
+        ("preempting", "Preempted"),
         ("restoring.choose", "Skipped"),
         ("restoring.restore", "Peeked Restored"),
-        ("saving.preempting", "Preempted"),
         ("settings", "Capture CompareReplicas FlushIn OnBusy Options Preemption"),
         ("state.items", "Deferred"),
         ("state.layouts", "Flat Mesh Replicate Shard Sharded"),

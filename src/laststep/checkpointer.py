@@ -23,6 +23,7 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, UsageError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
 from laststep.flush.saves import Save
+from laststep.preempting import Preempting
 from laststep.process import signals, system
 from laststep.process import threads as single
 from laststep.ranks.group import leaves_cores, ranks_on_this_node, this_rank
@@ -32,7 +33,6 @@ from laststep.running import Resuming, RunningParts, start_parts
 from laststep.saving import schedule as scheduling
 from laststep.saving.context import RunContext, look_at
 from laststep.saving.describe import Preparer, take_state, without_collection
-from laststep.saving.preempting import Preempting
 from laststep.settings import DEFAULTS, FlushIn, OnBusy
 from laststep.state.items import Deferred, providers_for
 from laststep.storage.registry import open_store

@@ -1,11 +1,8 @@
 """The background parts of a Checkpointer, and the checkpoint that its saves continue.
 
-`RunningParts` owns memory, capture thread, flusher and the saves in progress. It does not know the
-Checkpointer, which may disappear first: dropped without close(), or at the end of the program.
-Saves that have begun are then finished and all resources released.
-
-`Resuming` belongs to the training thread. It detects a live state that mixes several checkpoints,
-and records whether it is decided which checkpoint the first save follows.
+`RunningParts` does not know the Checkpointer, which may disappear first: dropped without close(),
+or at the end of the program. Saves that have begun are then finished and all resources released.
+`Resuming` belongs to the training thread.
 """
 
 from __future__ import annotations
@@ -27,7 +24,14 @@ from laststep.catalog.instances import Start
 from laststep.catalog.terms import Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
-from laststep.errors import AbortedError, CorruptError, LaststepError, NotFoundError, StorageError
+from laststep.errors import (
+    AbortedError,
+    CorruptError,
+    LaststepError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from laststep.flush.client import Client, HelperProcess, HelperThread
 from laststep.flush.protocol import Continue, Orders
 from laststep.flush.saves import SaveState
@@ -39,11 +43,10 @@ from laststep.ranks.group import Ranks, collective, ranks_on_this_node
 from laststep.restoring.choose import wait_for_others
 from laststep.restoring.plan import selection
 from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
-from laststep.saving.context import memory_for, refuse_to_leave
+from laststep.saving.context import memory_for
 from laststep.saving.describe import without_collection
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path, real_place
-from laststep.storage.shared_memory import BASE
 from laststep.tiers.nearest import NearestStore
 from laststep.tiers.replicating import ReplicaOrder
 from laststep.tiers.snapshots import records_in
@@ -276,17 +279,6 @@ class RunningParts:
         """Stop all waits in this object once `is_over` returns True: the program must end."""
         self._is_over = is_over
 
-    def committed(self, step: int) -> SaveHandle | None:
-        """Return the last committed save if it has this step, else None."""
-        last = self.client.newest_save
-        return last.handle if last is not None and last.step == step else None
-
-    def drain(self) -> None:
-        """Replicate the last checkpoint of a job, and wait until each replica has it or has failed
-        once. Only rank 0 knows the replicas; other ranks do not wait."""
-        self.client.drain_last()
-        signals.wait(self.client.drains.settled)
-
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
         """Return the tiers that hold the newest save, in the order in which they received it.
         Memory counts only if all ranks have the save in the memory of this machine."""
@@ -309,20 +301,15 @@ class RunningParts:
         if not steps and (self.ends_well or not segment.records()):
             segment.remove()
             return
-        why = f"it may hold the only copy of steps {steps}"
-        if not steps:
-            why = "the job failed, or ended without close()"
-        place = "" if segment.base == BASE else f" --base {segment.base}"
         log.warning(
-            (
-                "%d bytes of shared memory stay in %s: %s. The next job instance on this "
-                "machine restores and frees it; `laststep recover %s%s` stores and frees it now"
-            ),
+            "%d bytes of shared memory stay in %s, with the only copy of steps %s. The next job "
+            "instance on this machine restores and frees it; `laststep recover %s --base %s` "
+            "stores and frees it now",
             segment.size_bytes,
             segment.folder,
-            why,
+            steps,
             self._run,
-            place,
+            segment.base,
         )
 
     @contextlib.contextmanager
@@ -408,8 +395,6 @@ class Resuming:
         """True once it is decided which checkpoint the first save continues."""
         self._peek: Peeked | None = None
         """The checkpoint that `peek()` returned."""
-        self._elsewhere: set[str] = set()
-        """The items of it that were not, or not completely, read from the primary."""
         self._damaged: frozenset[str] = frozenset()
         """Checkpoints that `peek()` returned and that were then found damaged."""
 
@@ -432,7 +417,7 @@ class Resuming:
 
     def peek(self, wanted: RestoreRequest) -> Peeked | None:
         """Find the checkpoint to restore, and bind later restores to it."""
-        earlier, self._peek = self._peek, None
+        self._peek = None
         with self._looking("peek()") as (store, group):
             found = peek_into(
                 store,
@@ -446,14 +431,9 @@ class Resuming:
                 "no checkpoint of this run is sound",
                 where=self._store.url,
                 found=f"damage in {', '.join(sorted(self._damaged))}",
-                remedy=(
-                    f"`laststep verify {self._store.url}` lists it; "
-                    "try a copy of the run, or start a new run elsewhere"
-                ),
+                remedy="try a copy of the run, or start a new run elsewhere",
             )
         self._peek = found
-        if earlier is None or found is None or found.folder != earlier.folder:
-            self._elsewhere = set()
         return found
 
     def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
@@ -462,12 +442,9 @@ class Resuming:
         peek = self._peek = self._peek if wanted.step is None else None
         if peek is not None:
             wanted = replace(wanted, peeked=peek.folder)
-        remote = self._store.same_everywhere
+        reading = self._work.pool.reading(wanted.threads, remote=self._store.same_everywhere)
         try:
-            with (
-                self._looking("restore()") as (store, group),
-                self._work.pool.reading(wanted.threads, remote=remote) as room,
-            ):
+            with self._looking("restore()") as (store, group), reading as room:
                 begin_anew()
                 before = self._origins
                 outcome = restore_into(
@@ -483,11 +460,10 @@ class Resuming:
         except (CorruptError, NotFoundError) as error:
             if peek is None:
                 raise
-            self._peek, offered = None, "another"  # the next `peek()` may return another
+            self._peek = None
             if isinstance(error, CorruptError):
                 self._damaged |= {peek.folder}
-                offered = "the next older"
-            remedy = f"call peek() again for {offered} one, and restore all of it"
+            remedy = "call peek() again for another one, and restore all of it"
             raise error.amended(remedy=remedy) from error
         self._knows_lineage = True
         if outcome is None:
@@ -495,9 +471,8 @@ class Resuming:
             self._work.client.continue_from(Continue(seen=self._seen))
             return Restored(step=None, next_step=0)
         self._go_on(outcome, wanted, before, peek)
-        restored = outcome.restored
-        before_peek = () if peek is None else peek.skipped
-        return replace(restored, skipped=(*before_peek, *restored.skipped))
+        skipped = () if peek is None else peek.skipped
+        return replace(outcome.restored, skipped=(*skipped, *outcome.restored.skipped))
 
     def _touch(self, only: Sequence[str] | None, folder: str) -> None:
         """Record that the selected items are incomplete from now on: they hold neither their old
@@ -518,28 +493,24 @@ class Resuming:
         restore without a peek leaves the origins of all other items unknown; partial restores after
         a peek must all come from that checkpoint."""
         found, only = outcome.chosen, wanted.only
-        was_read = outcome.was_in_primary and only is None
         if peek is not None:
             items = [
                 item for item in self._context.providers if selection(only, item) == (True, None)
             ]
-            this = _Origin(found.folder, is_all=True)
-            before = before | dict.fromkeys(items, this)
-            self._elsewhere.difference_update(items)
-            if not outcome.was_in_primary:
-                self._elsewhere.update(items)
-            of_this = {item for item, origin in before.items() if origin == this}
-            was_read = of_this >= self._context.providers.keys() and not self._elsewhere
+            before = before | dict.fromkeys(items, _Origin(found.folder, is_all=True))
         elif only is None:
             before = {}
         if not outcome.mixed:
             self._origins = before
         # Restoring a part of an older checkpoint in mid-run does not move the run back to it.
         if only is None or peek is not None or not (self._resumed or self._work.has_saved):
-            name = parse_folder(found.folder)
-            self._work.client.continue_from(
-                Continue(after=name, seen=self._seen, resumed_from=found.folder, was_read=was_read)
+            continues = Continue(
+                after=parse_folder(found.folder),
+                seen=self._seen,
+                resumed_from=found.folder,
+                was_read=outcome.was_in_primary and only is None,
             )
+            self._work.client.continue_from(continues)
             self._work.saves.restored(found.step, found.lineage_steps)
             self._resumed = True
 
@@ -550,7 +521,18 @@ class Resuming:
         self._origins = {}
         if not self._knows_lineage:
             seen = self._work.client.instance.newest_point()
-            refuse_to_leave(newest_of(self._store), self._store.url)
+            newest = newest_of(self._store)
+            if newest is not None:
+                raise UsageError(
+                    "this save would abandon the checkpoints of the run",
+                    where=self._store.url,
+                    expected="restore() before the first save",
+                    found=f"step {newest.step}, which was not restored",
+                    remedy=(
+                        "call restore() to continue from it, pass new_lineage=True to start a new "
+                        "lineage, or choose another path"
+                    ),
+                )
             self._work.client.continue_from(Continue(seen=seen))
             self._knows_lineage = True
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expect import raises, warned
+from laststep import preempting
 from laststep.checkpointer import Checkpointer
 from laststep.errors import StorageError, UsageError
 from laststep.events import Bus, PreemptionSeen
+from laststep.preempting import Preempting
 from laststep.process.signals import preemption_signal
 from laststep.ranks.group import Rank
-from laststep.saving import preempting
-from laststep.saving.preempting import Preempting
 from laststep.settings import Options, Preemption
 from waiting import PATIENCE_S, wait_until
 

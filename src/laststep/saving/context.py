@@ -31,7 +31,6 @@ from laststep.storage.registry import local_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from laststep.catalog.listing import Listed
     from laststep.events import Bus
     from laststep.ranks.group import Rank
     from laststep.state.provider import StateProvider
@@ -138,21 +137,6 @@ def _unusable(path: Path, found: str) -> StorageError:
         found=found,
         remedy="give this user the right to write there, or choose another path",
     )
-
-
-def refuse_to_leave(newest: Listed | None, run: str) -> None:
-    """Raise `UsageError` if saves would start a second lineage beside `newest`."""
-    if newest is not None:
-        raise UsageError(
-            "this save would abandon the checkpoints of the run",
-            where=run,
-            expected="restore() before the first save",
-            found=f"step {newest.step}, which was not restored",
-            remedy=(
-                "call restore() to continue from it, pass new_lineage=True to start a new "
-                "lineage, or choose another path"
-            ),
-        )
 
 
 def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:

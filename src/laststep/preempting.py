@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.events import Bus
-    from laststep.flush.saves import SaveHandle, Saves
-    from laststep.process.signals import PreemptionSignal
+    from laststep.flush.saves import SaveHandle
     from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
+    from laststep.running import RunningParts
     from laststep.settings import Preemption
 
 
 log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_EACH_S = 0.25, 0.002
-"""Polling interval for a preemption seen by another rank: seconds, and seconds per rank. All ranks
-poll one store, so larger jobs poll less often."""
+"""Polling interval: seconds, and seconds per rank, since all ranks poll one store."""
 _DEAF = 20
-"""Number of consecutive failed polls after which a warning is logged."""
+"""Consecutive failed polls after which a warning is logged."""
 _SEEN, _STOP = "seen", "stop"
+_LATE = "the grace period ended before it was committed"
 _SILENCE = "the ranks did not agree on a step within the grace period"
 
 
@@ -155,9 +155,6 @@ class PreemptionWatcher:
         return StopNote(step=1 + max(map(int, notes.values()), default=-1), problem=problem)
 
 
-_LATE = "the grace period ended before it was committed"
-
-
 class Preempted(SystemExit):
     """Raised by `step()` after the last save of a preempted job. Ends the program with the exit
     code of its `Preemption`. `report` describes the last save.
@@ -169,23 +166,6 @@ class Preempted(SystemExit):
     def __init__(self, report: PreemptionEnded, exit_code: int) -> None:
         super().__init__(exit_code)
         self.report = report
-
-
-class Work(Protocol):
-    """The operations of a Checkpointer that ending a job needs."""
-
-    ends_well: bool
-
-    @property
-    def saves(self) -> Saves: ...
-
-    def hurry(self, is_over: Callable[[], bool]) -> None: ...
-
-    def committed(self, step: int) -> SaveHandle | None: ...
-
-    def drain(self) -> None: ...
-
-    def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]: ...
 
 
 class Preempting:
@@ -248,7 +228,9 @@ class Preempting:
             self._stops = step >= stop.step or bool(stop.problem)
         return self._stops
 
-    def carry_out(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+    def carry_out(
+        self, step: int, save: Callable[[], SaveHandle], work: RunningParts
+    ) -> SaveHandle | None:
         """Save the step unless it is committed or already being saved, wait until it is committed
         and replicated or the grace period is over, report which tiers have it, and raise
         `Preempted` unless the exit code is None: then the user's loop ends the program."""
@@ -262,7 +244,8 @@ class Preempting:
                     error = None if handle is None else handle.exception()
                     problem = "" if error is None else brief(error)
                     if handle is not None and not problem:
-                        work.drain()
+                        work.client.drain_last()  # rank 0 alone knows replicas to wait for
+                        signals.wait(work.client.drains.settled)
         except signals.DeadlineExceeded:
             is_primary = handle is not None and handle.committed.done()
             problem = problem or ("" if is_primary else _LATE)
@@ -271,7 +254,9 @@ class Preempting:
         self._end(step, handle, problem, work)
         return handle
 
-    def bound(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+    def bound(
+        self, step: int, save: Callable[[], SaveHandle], work: RunningParts
+    ) -> SaveHandle | None:
         """Make an ordinary save. End the job if a grace period that began since then is over while
         the save still waits for other ranks."""
         try:
@@ -282,7 +267,7 @@ class Preempting:
             self._end(step, None, _LATE, work)
             return None
 
-    def _end(self, step: int, handle: SaveHandle | None, problem: str, work: Work) -> None:
+    def _end(self, step: int, handle: SaveHandle | None, problem: str, work: RunningParts) -> None:
         """Report the outcome of the last save and raise `Preempted`."""
         since = self._tell()
         held = () if handle is None else work.tiers_of(handle)
@@ -306,7 +291,9 @@ class Preempting:
     def _grace_is_over(self) -> bool:
         return self._watched.known is not None and self._left_s(self._watched.known) <= 0
 
-    def _save(self, step: int, save: Callable[[], SaveHandle], work: Work) -> SaveHandle | None:
+    def _save(
+        self, step: int, save: Callable[[], SaveHandle], work: RunningParts
+    ) -> SaveHandle | None:
         """Return the handle of a save of this step; None if it is committed without one."""
         saves = work.saves
         if self._rank.ranks == 1:
@@ -316,11 +303,10 @@ class Preempting:
             saves.take_over()
             for error in saves.untold():
                 log.error("a save failed: %s", error)
-        if found is not None:
-            return found.handle
-        if step == saves.newest_committed():
-            return work.committed(step)
-        while True:
+        if found is None and step == saves.newest_committed():
+            last = work.client.newest_save
+            return last.handle if last is not None and last.step == step else None
+        while found is None:
             try:
                 return save()
             except LaststepError as error:
@@ -330,8 +316,7 @@ class Preempting:
                 if found is None and (self._rank.ranks > 1 or error.step in (None, step)):
                     raise
                 log.error("a save failed: %s", error)  # noqa: TRY400 (an earlier save's error)
-                if found is not None:
-                    return found.handle
+        return found.handle
 
     def _part(self) -> None:
         if self._watcher is not None:
