@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer", "folder_of"]
 
-FRAMEWORK = Framework(package="ray", extra="ray", first="2.60", last="2.60")
+FRAMEWORK = Framework(package="ray", extra="ray", tested="2.60")
 FRAMEWORK.check()
 
 _POINTER = "pointer.json"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FRAMEWORK = Framework(package="accelerate", extra="accelerate", first="1.15", last="1.15")
+FRAMEWORK = Framework(package="accelerate", extra="accelerate", tested="1.15")
 FRAMEWORK.check()
 FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
 FRAMEWORK.seam(Accelerator, "save_state", "output_dir", "safe_serialization")
@@ -104,7 +104,7 @@ def engines_of(accelerator: Any) -> list[Any]:
 
 def held(accelerator: Any, what: str) -> list[Any]:
     """Return what an Accelerator has recorded; it has no public way to list that."""
-    noted: list[Any] = need(accelerator, f"_{what}", tested=f"accelerate {FRAMEWORK.last}")
+    noted: list[Any] = need(accelerator, f"_{what}", tested=f"accelerate {FRAMEWORK.tested}")
     return noted
 
 

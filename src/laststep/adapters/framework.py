@@ -40,42 +40,29 @@ _STAMP = "framework"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework and the versions that its adapter supports."""
+    """A framework, by its name for pip, the extra of laststep that installs it, and the version
+    that its adapter was tested with."""
 
     package: str
-    """The framework's name for pip."""
     extra: str
-    """The extra of laststep that installs it."""
-    first: str
-    last: str
-    """The first and the last version that the adapter was tested with."""
+    tested: str
 
     @property
     def version(self) -> str:
-        """The installed version. Raises UsageError if the framework is not installed."""
+        """The installed version; "" if the framework is not installed."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
-            raise UsageError(
-                f"{self.package} is not installed",
-                expected=self._tested(),
-                remedy=f"pip install 'laststep[{self.extra}]'",
-            ) from None
+            return ""
 
     def check(self) -> None:
-        """Raise UsageError if the framework is too old. Log a warning if it is newer than all
-        tested versions; its signatures are still checked."""
-        installed = _numbers(self.version)
-        if installed < _numbers(self.first):
-            raise UsageError(
-                f"this version of {self.package} is too old",
-                expected=self._tested(),
-                found=self.version,
-                remedy=f"pip install 'laststep[{self.extra}]'",
-            )
-        last = _numbers(self.last)
-        if installed[: len(last)] > last:
-            log.warning("%s %s is newer than %s", self.package, self.version, self._tested())
+        """Raise UsageError if the framework is missing or too old. Log a warning if it is newer
+        than the tested version; its signatures are still checked."""
+        installed, tested = _numbers(self.version), _numbers(self.tested)
+        if installed < tested:
+            raise self._unfit(f"{self.package} is not installed or too old", self.version or "none")
+        if installed[: len(tested)] > tested:
+            log.warning("%s %s is newer than %s", self.package, self.version, self._expected())
 
     def seam(self, owner: type | ModuleType, method: str, *parameters: str) -> None:
         """Raise UsageError if a method that the adapter overrides or calls is missing, or if its
@@ -88,12 +75,8 @@ class Framework:
             if names[: len(parameters)] == list(parameters):
                 return
             found = f"{method}({', '.join(names)})"
-        raise UsageError(
-            f"{owner.__name__}.{method} of {self.package} {self.version} has an unknown signature",
-            expected=f"{method}({', '.join(parameters)}), as in {self._tested()}",
-            found=found,
-            remedy=f"pip install 'laststep[{self.extra}]'",
-        )
+        what = f"{owner.__name__}.{method} of {self.package} {self.version} is unknown"
+        raise self._unfit(what, f"{found} instead of {method}({', '.join(parameters)})")
 
     def stamp(self, **more: object) -> dict[str, object]:
         """Return the metadata of a save: framework, version, and the adapter's own values."""
@@ -125,9 +108,12 @@ class Framework:
             ),
         )
 
-    def _tested(self) -> str:
-        span = self.first if self.first == self.last else f"{self.first} to {self.last}"
-        return f"{self.package} {span}, with which laststep.{self.extra} was tested"
+    def _unfit(self, what: str, found: str) -> UsageError:
+        remedy = f"pip install 'laststep[{self.extra}]'"
+        return UsageError(what, expected=self._expected(), found=found, remedy=remedy)
+
+    def _expected(self) -> str:
+        return f"{self.package} {self.tested}, with which laststep.{self.extra} was tested"
 
 
 def _newest_first(ckpt: Checkpointer) -> Iterator[Peeked]:

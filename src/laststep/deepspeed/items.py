@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-FRAMEWORK = Framework(package="deepspeed", extra="deepspeed", first="0.19", last="0.19")
+FRAMEWORK = Framework(package="deepspeed", extra="deepspeed", tested="0.19")
 TESTED = "DeepSpeed 0.19.8"
 
 need = functools.partial(flat_state.need, tested=TESTED)

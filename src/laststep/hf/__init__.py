@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from laststep.adapters.framework import Framework
 
-FRAMEWORK: Framework = Framework(package="transformers", extra="hf", first="5.22", last="5.22")
+FRAMEWORK: Framework = Framework(package="transformers", extra="hf", tested="5.22")
 FRAMEWORK.check()  # before any module imports transformers
 
 from laststep.hf.trainer import TrainerMixin, attach  # noqa: E402

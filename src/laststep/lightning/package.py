@@ -19,7 +19,7 @@ _HAS_NEW = importlib.util.find_spec("lightning") is not None
 _OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
 _PACKAGE = "lightning" if _HAS_NEW else "pytorch-lightning"
 
-FRAMEWORK = Framework(package=_PACKAGE, extra="lightning", first="2.6", last="2.6")
+FRAMEWORK = Framework(package=_PACKAGE, extra="lightning", tested="2.6")
 FRAMEWORK.check()
 
 _NAME = "lightning.pytorch" if _HAS_NEW and not _OLD else "pytorch_lightning"

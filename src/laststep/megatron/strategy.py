@@ -22,7 +22,7 @@ from laststep.adapters.framework import Framework
 from laststep.dcp import Reader, Writer
 from laststep.errors import UsageError
 
-FRAMEWORK = Framework(package="megatron-core", extra="megatron", first="0.16", last="0.16")
+FRAMEWORK = Framework(package="megatron-core", extra="megatron", tested="0.16")
 FRAMEWORK.check()  # before the imports below, which fail if it is not installed
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402

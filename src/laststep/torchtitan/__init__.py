@@ -25,7 +25,7 @@ from laststep.settings import as_keywords
 from laststep.state.provider import RNG, PerRank, StateDictProvider
 from laststep.storage.registry import open_store
 
-FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", first="0.3", last="0.3")
+FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", tested="0.3")
 FRAMEWORK.check()  # before the imports below, which fail if it is not installed
 
 import tyro  # noqa: E402

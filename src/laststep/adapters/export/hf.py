@@ -1,6 +1,6 @@
 """Write an item as a Hugging Face model: safetensors files, and an index if there are several.
 
-A pure plan first finds everything that cannot work. Tensors are split into files as
+Everything that cannot work is found before anything is written. Tensors are split into files as
 `save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
 cannot share bytes, so only the first of several tied tensors is written, unless `keep_tied` is set.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections import OrderedDict, deque
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -80,51 +81,22 @@ class ExportTensor(NamedTuple):
         return size_bytes(self.dtype, self.shape)
 
 
-class ExportPlan(NamedTuple):
-    """The tensors of each file to write."""
-
-    files: dict[str, tuple[ExportTensor, ...]]
-    dropped: dict[str, str]
-    """Tied tensors that are not written, and the name under which each one is stored."""
-    omitted_values: tuple[str, ...]
-    """Values of the item that are not tensors."""
-
-
 def export_hf(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, item: str, choices: Choices
 ) -> Exported:
-    """Write an item to a new folder."""
+    """Write an item to a new folder. Raise UsageError if the request cannot be fulfilled."""
     tensors = ItemTensors(checkpoint, item)
-    plan = plan_export(tensors, choices)
-    with new_folder(target) as folder:
-        files = []
-        for name, entries in plan.files.items():
-            with new_file(folder / name) as file:
-                file.write(_header(entries))
-                for entry in entries:
-                    for _, piece in tensors.pieces(entry.stored):
-                        cast = _cast(piece, entry, tensors.item).contiguous()
-                        file.write(cast.reshape(-1).view(torch.uint8).numpy().data)
-                files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
-        if len(plan.files) > 1:
-            with new_file(folder / "model.safetensors.index.json") as file:
-                file.write(_index(plan))
-    return Exported(files=tuple(files), dropped=plan.dropped, omitted_values=plan.omitted_values)
-
-
-def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
-    """Decide names, dtypes and files. Raise UsageError if the request cannot be fulfilled."""
     paths, omitted_values = _leaves(tensors)
     names = _renamed(paths, choices.renames, tensors)
     first: dict[str, str] = {}
     dropped: dict[str, str] = {}
-    kept: list[str] = []
-    for stored in paths:
+    kept: dict[str, str] = {}
+    for stored, name in names.items():
         known = first.setdefault(tensors.source_of(stored), stored)
         if known == stored or choices.keep_tied:
-            kept.append(stored)
+            kept[stored] = name
         else:
-            dropped[names[stored]] = names[known]
+            dropped[name] = names[known]
     if not kept:
         raise UsageError(
             "there is nothing to export",
@@ -133,15 +105,26 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
             found="none",
             remedy="name another item with --item",
         )
-    _check_names(kept, names, tensors)
-    kept_names = [names[stored] for stored in kept]
+    _check_names(kept, tensors)
     for cast in choices.casts:
         if cast.pattern is not None:
-            _check_used("--dtype", cast.pattern, kept_names, tensors)
-    entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
-    return ExportPlan(
-        files=_files(entries, choices.shard_bytes), dropped=dropped, omitted_values=omitted_values
-    )
+            _check_used("--dtype", cast.pattern, kept.values(), tensors)
+    to_write = [_entry(stored, name, tensors, choices.casts) for stored, name in kept.items()]
+    planned = _files(to_write, choices.shard_bytes)
+    with new_folder(target) as folder:
+        files = []
+        for name, entries in planned.items():
+            with new_file(folder / name) as file:
+                file.write(_header(entries))
+                for entry in entries:
+                    for _, piece in tensors.pieces(entry.stored):
+                        made = _cast(piece, entry, tensors.item).contiguous()
+                        file.write(made.reshape(-1).view(torch.uint8).numpy().data)
+                files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
+        if len(planned) > 1:
+            with new_file(folder / "model.safetensors.index.json") as file:
+                file.write(_index(planned))
+    return Exported(files=tuple(files), dropped=dropped, omitted_values=omitted_values)
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -193,10 +176,9 @@ def _renamed(
     return names
 
 
-def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTensors) -> None:
+def _check_names(kept: Mapping[str, str], tensors: ItemTensors) -> None:
     taken: dict[str, str] = {}
-    for stored in kept:
-        name = names[stored]
+    for stored, name in kept.items():
         other = taken.setdefault(name, stored)
         if name in ("", _RESERVED) or other != stored:
             holders = dict.fromkeys(f"{tensors.item}/{holder}" for holder in (other, stored))
@@ -292,13 +274,13 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
-def _index(plan: ExportPlan) -> bytes:
-    entries = [entry for entries in plan.files.values() for entry in entries]
+def _index(files: Mapping[str, Sequence[ExportTensor]]) -> bytes:
+    entries = list(chain.from_iterable(files.values()))
     document = {
         "metadata": {
             "total_parameters": sum(math.prod(entry.shape) for entry in entries),
             "total_size": sum(entry.size_bytes for entry in entries),
         },
-        "weight_map": {entry.name: file for file, inside in plan.files.items() for entry in inside},
+        "weight_map": {entry.name: file for file, inside in files.items() for entry in inside},
     }
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
