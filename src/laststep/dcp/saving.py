@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -61,14 +61,6 @@ if TYPE_CHECKING:
 KIND = "value"
 
 
-class Files(NamedTuple):
-    """The files that one rank has written."""
-
-    folder: str
-    rank: int
-    written: WrittenIndexes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenEntry:
     """An entry that was written, for the coordinator and DCP's metadata. Its record is a `part` if
@@ -78,12 +70,14 @@ class WrittenEntry:
     box: Box | None = None
     """The box that was written, if the entry is a tensor."""
     dtype: str = ""
+    shape: Index = ()
+    """The shape of the tensor that is stored: the whole one, or a `part` of it."""
     tree: bytes | None = None
     """The typed JSON of an entry that is a value; `tensors` is then the number of tensors in it."""
     tensors: int = 1
     tensor_bytes: int = 0
-    files: Files | None = None
-    """The files of the rank; set only on its first entry."""
+    files: tuple[str, int, WrittenIndexes] | None = None
+    """The folder, the rank and its files; set only on the rank's first entry."""
 
 
 Source: TypeAlias = "WriteItem | torch.Tensor"
@@ -125,7 +119,7 @@ def write_items(
     plan = plan_save(specs, rank=rank, values=())
     sources = [source for _, source in chain.from_iterable(work.values())]
     written = _write_files(plan, sources, planner, attempt, rank, threads)
-    entries[0] = replace(entries[0], files=Files(attempt.folder, rank[0], written))
+    entries[0] = replace(entries[0], files=(attempt.folder, rank[0], written))
     return [
         WriteResult(
             index=item.index,
@@ -194,7 +188,8 @@ def _add_tensor(
             # The same name that a Checkpointer uses; `~6` never occurs in a tensor's path.
             name, part = f"{name}~6at{','.join(map(str, start))}", BoxPart(name, shape, start)
         pieces.append((_piece(name, dtype, sizes, size, part), item))
-    return WrittenEntry(record=record, box=box, dtype=dtype, tensor_bytes=size)
+    stored_shape = sizes if is_part else shape
+    return WrittenEntry(record=record, box=box, dtype=dtype, shape=stored_shape, tensor_bytes=size)
 
 
 def _write_files(
@@ -295,25 +290,20 @@ def make_commit(
         part: WrittenEntry = result.storage_data
         written.setdefault(result.index.fqn, []).append(part)
         if part.files is not None:
-            if part.files.folder != attempt.folder:
+            folder, rank, indexes[rank] = part.files
+            if folder != attempt.folder:
                 raise AbortedError(
                     "the Writer was used for another save before this one finished",
                     expected=f"files in {attempt.folder}",
-                    found=f"files in {part.files.folder}",
+                    found=f"files in {folder}",
                     remedy="make a Writer for each of the saves that run at once",
                 )
-            indexes[part.files.rank] = part.files.written
+    fqns = dict.fromkeys([*metadata.state_dict_metadata, *written])
     entries = [
         entry
-        for fqn, content in metadata.state_dict_metadata.items()
-        for entry in _checked(fqn, written.get(fqn, []), content)
+        for fqn in fqns
+        for entry in _checked(fqn, written.get(fqn, []), metadata.state_dict_metadata.get(fqn))
     ]
-    unknown = sorted(written.keys() - metadata.state_dict_metadata.keys())
-    if unknown:
-        raise UsageError(
-            "the planner's metadata does not list everything that was written",
-            found=listed(unknown),
-        )
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     nodes: list[tuple[Path, object]] = []
     for entry in entries:
@@ -329,9 +319,14 @@ def make_commit(
     values[dcp_record.OBJECT_NAME] = dcp_record.encode(record)
     for rank in range(ranks):  # a rank without results has written nothing
         indexes[rank] = indexes.get(rank) or _write_index(attempt, (rank, ranks))
-    # What belongs to no rank has an index of the coordinator, after those of the ranks.
-    empty = _empty_tensors(written, metadata)
-    indexes[ranks] = _write_index(attempt, (ranks, ranks), empty, values)
+    # What belongs to no rank has an index of the coordinator, after those of the ranks: values, and
+    # tensors without elements, of which no rank has written a chunk.
+    empty: dict[str, TensorEntry] = {}
+    for part in chain.from_iterable(written.values()):
+        if part.box is not None and 0 in part.shape:
+            name = f"{part.record.location[0]}/{tensor_name(part.record.location)}"
+            empty[name] = TensorEntry(name, part.dtype, part.shape, 0, 0)
+    indexes[ranks] = _write_index(attempt, (ranks, ranks), tuple(empty.values()), values)
     return Commit(
         run=save.writer.run.id,
         step=at.step,
@@ -365,13 +360,14 @@ def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list
     records = [entry.record for entry in written]
     boxes = [entry.box for entry in written if entry.box is not None]
     is_at_one_place = len({(entry.record.location, entry.dtype) for entry in written}) == 1
+    is_whole = False
     if isinstance(content, TensorStorageMetadata):
         if records and all(record.kind == "part" for record in records):
             return records
         is_whole = len(boxes) == len(written) and covers_once(
             tuple(content.size), [box for box in boxes if box.volume]
         )
-    else:
+    elif content is not None:
         is_whole = len(written) == 1 and not boxes
     if is_at_one_place and is_whole:
         return records[:1]
@@ -385,23 +381,6 @@ def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list
         ),
         remedy="save on all ranks that hold a shard of it, without no_dist",
     )
-
-
-def _empty_tensors(
-    written: Mapping[str, Sequence[WrittenEntry]], metadata: Metadata
-) -> tuple[TensorEntry, ...]:
-    """Return the tensors without elements, of which no rank has written a chunk."""
-    entries: dict[str, TensorEntry] = {}
-    for fqn, content in metadata.state_dict_metadata.items():
-        for entry in written[fqn]:
-            if isinstance(content, TensorStorageMetadata) and entry.box is not None:
-                location = entry.record.location
-                is_part = entry.record.kind == "part"
-                shape = entry.box.shape if is_part else tuple(content.size)
-                name = f"{location[0]}/{tensor_name(location)}"
-                if 0 in shape:
-                    entries[name] = TensorEntry(name, entry.dtype, shape, 0, 0)
-    return tuple(entries.values())
 
 
 def _write_index(

@@ -9,6 +9,7 @@ several ranks; tied tensors refer to the same bytes. The state of an optimizer g
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from itertools import chain
@@ -74,9 +75,7 @@ def export_dcp(
         for number, tensors in enumerate(sources):
             name = f"__0_{number}.distcp"
             with new_file(folder / name) as file:
-                writer = _EntryAppender(file, name, tensors, metadata)
-                for leaf in leaves[tensors.item]:
-                    writer.write(leaf)
+                _write_item(file, name, tensors, leaves[tensors.item], metadata)
                 kinds = [leaf.kind for leaf in leaves[tensors.item]]
                 values += kinds.count("value")
                 count = kinds.count("tensor")
@@ -167,69 +166,56 @@ def _torch_form(tree: object) -> object:
             return tagged.value  # DCP treats it as a dict
         if tagged.tag != OWNED:
             return tagged
-        return _as_torch(owned(tagged).state)
+        state = owned(tagged).state
+        if not is_optimizer_state(state) or len(state) > 2:
+            return state
+        groups = [{**group["options"], "params": [*group["params"]]} for group in state["groups"]]
+        return {"state": state["state"], "param_groups": groups}
 
     return rebuild(tree, leaf=lambda ref: ref, revive=open_tag)
 
 
-def _as_torch(state: object) -> object:
-    """Convert an optimizer's state to torch's form; return any other state unchanged."""
-    if not is_optimizer_state(state) or len(state) > 2:
-        return state
-    groups = [{**group["options"], "params": list(group["params"])} for group in state["groups"]]
-    return {"state": state["state"], "param_groups": groups}
+def _write_item(
+    file: BinaryIO, name: str, tensors: ItemTensors, leaves: Sequence[Leaf], metadata: Metadata
+) -> None:
+    """Append entries to a file, and record their locations in the metadata."""
 
-
-class _EntryAppender:
-    """Appends entries to one file, and records their locations in the metadata."""
-
-    def __init__(self, file: BinaryIO, name: str, tensors: ItemTensors, metadata: Metadata) -> None:
-        self._file = file
-        self._name = name
-        self._tensors = tensors
-        self._metadata = metadata
-        self._pieces: dict[str, list[tuple[Box, _StorageInfo]]] = {}
-        """The pieces of each tensor that has been written."""
-
-    def write(self, leaf: Leaf) -> None:
-        name = leaf.name
-        self._metadata.planner_data[name] = leaf.path
-        if type(leaf.node) is TensorRef:
-            self._write_tensor(name, leaf.node.name)
-            return
-        try:
-            value = rebuild(
-                leaf.node,
-                leaf=lambda ref: self._tensors.whole(ref.name),
-                revive=lambda tagged: _revived(tagged, name),
-            )
-            info = self._append(value)
-        except pickle.PicklingError as error:
-            raise UsageError(
-                "cannot export a value that only code could load",
-                where=name,
-                expected="what torch.save can pickle",
-                found=str(error)[:200],
-                remedy="export the items without it, each with --item",
-            ) from error
-        add_value(self._metadata, name, info)
-
-    def _write_tensor(self, name: str, stored: str) -> None:
-        source = self._tensors.source_of(stored)
-        if source not in self._pieces:
-            self._pieces[source] = []
-            for first, piece in self._tensors.pieces(stored):
-                box = whole(tuple(piece.shape)).moved((first,) + (0,) * (piece.dim() - 1))
-                self._pieces[source].append((box, self._append(_alone(piece))))
-        add_chunks(self._metadata, name, self._tensors.spec(stored), self._pieces[source])
-
-    def _append(self, value: object) -> _StorageInfo:
+    def append(value: object) -> _StorageInfo:
         # Not directly into the file: torch's writer hides the file's errors, such as a full disk.
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        start = self._file.tell()
-        self._file.write(buffer.getbuffer())
-        return _StorageInfo(self._name, start, self._file.tell() - start)
+        start = file.tell()
+        file.write(buffer.getbuffer())
+        return _StorageInfo(name, start, file.tell() - start)
+
+    pieces: dict[str, list[tuple[Box, _StorageInfo]]] = {}  # of the tensors that are written
+    for leaf in leaves:
+        metadata.planner_data[leaf.name] = leaf.path
+        if type(leaf.node) is not TensorRef:
+            try:
+                value = rebuild(
+                    leaf.node,
+                    leaf=lambda ref: tensors.whole(ref.name),
+                    revive=functools.partial(_revived, where=leaf.name),
+                )
+                add_value(metadata, leaf.name, append(value))
+            except pickle.PicklingError as error:
+                raise UsageError(
+                    "cannot export a value that only code could load",
+                    where=leaf.name,
+                    expected="what torch.save can pickle",
+                    found=str(error)[:200],
+                    remedy="export the items without it, each with --item",
+                ) from error
+            continue
+        stored = leaf.node.name
+        source = tensors.source_of(stored)
+        if source not in pieces:
+            pieces[source] = []
+            for first, piece in tensors.pieces(stored):
+                box = whole(tuple(piece.shape)).moved((first,) + (0,) * (piece.dim() - 1))
+                pieces[source].append((box, append(_alone(piece))))
+        add_chunks(metadata, leaf.name, tensors.spec(stored), pieces[source])
 
 
 def _revived(tagged: Tagged, where: str) -> object:
