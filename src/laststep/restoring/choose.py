@@ -40,7 +40,6 @@ from laststep.format.manifest import Commit
 from laststep.process import signals
 from laststep.ranks.group import collective
 from laststep.read.content import Content
-from laststep.restoring.plan import selection
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.registry import open_store
 from laststep.tiers.nearest import NearestStore, look_at_replicas, only_there
@@ -267,7 +266,7 @@ def _look_at_replicas(near: NearestStore, wanted: RestoreRequest, ranks: Ranks) 
         if not ranks.rank.is_first:
             return {}
         found[:] = look_at_replicas(near, wanted.tiers)
-        return only_there(near, found, wanted.step, lambda item: selection(wanted.only, item)[0])
+        return only_there(near, found)
 
     told = ranks.broadcast(0, msgspec.msgpack.encode(collective(ranks, look)))
     places = msgspec.msgpack.decode(told, type=dict[str, str])

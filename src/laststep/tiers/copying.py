@@ -7,8 +7,8 @@ the correct files that are already there. A file that the target has in another 
 linked. A partial copy, with only some items, has indexes and a manifest of its own.
 
 Each of several threads holds one chunk in memory, plus the memory to decode a block; the rate limit
-and the stop event apply to all threads together. The first error ends a copy. This module knows
-nothing of torch or retention. A `Copier` is used by one thread.
+and the stop event apply to all threads together. The first error ends a copy. Knows nothing of
+torch or retention. A `Copier` is used by one thread.
 """
 
 from __future__ import annotations
@@ -126,10 +126,7 @@ class Copier:
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
-            gone = attempts.deleted(self.source, folder)
-            if gone is not None:
-                raise gone from error
-            raise
+            raise (attempts.deleted(self.source, folder) or error) from error
         return moved
 
     def abort(self, folder: str, reason: str) -> bool:
@@ -143,19 +140,17 @@ class Copier:
         there = attempts.read_decision(self.target, folder)
         if not isinstance(there, manifest.Commit):
             return False
-        omitted: tuple[str, ...] = ()
         commit = None if self._items is None else self._commit(folder)
-        if commit is not None and (omitted := self._omitted_items(commit)) != commit.omitted_items:
-            same = is_partial(there, commit, omitted)
-        else:
+        if commit is not None and not self._is_whole(commit):
+            same = is_partial(there, commit, omitted_items_of(commit, self._items or ()))
+        else:  # bytes, not values: NaN is not equal to itself
             original = attempts.read_manifest(self.source, folder)
             same = original == attempts.read_manifest(self.target, folder)
         if not same:
             raise AlreadyExistsError(
                 "a different checkpoint has this name",
                 where=f"{self.target.url}/{folder}",
-                expected=f"a copy of {self.source.url}/{folder}{_without(omitted)}",
-                found=f"another manifest{_without(there.omitted_items)}",
+                expected=f"a copy of {self.source.url}/{folder} with the same items",
                 remedy="copy to another place",
             )
         return True
@@ -201,29 +196,36 @@ class Copier:
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
-        commit, data = self._manifest(folder)
-        names = [index_format.index_name(rank, commit.ranks) for rank in range(commit.index_count)]
-        self._check_whole(folder, dict.fromkeys(names))
-        indexes = attempts.read_indexes(self.target, folder, commit)
-        sizes = {file.name: file.size_bytes for index in indexes for file in index.files}
-        self._check_whole(folder, sizes)
+        commit, data = self._commit(folder), attempts.read_manifest(self.source, folder)
+        written, sizes = manifest.WrittenIndexes(), dict[str, int]()
+        originals = [self._original(folder, commit, rank) for rank in range(commit.index_count)]
+        for rank, (index, encoded, _) in enumerate(originals):
+            written = written.plus(index_format.written_of(index, encoded))
+            sizes[index_format.index_name(rank, commit.ranks)] = len(encoded)
+            sizes |= {file.name: file.size_bytes for file in index.files}
+        if not self._is_whole(commit):
+            data = manifest.encode(partial_of(commit, self._items or (), written))
+        there = self._sizes(folder, sizes)
+        for name, size in sizes.items():
+            if there.get(name) != size:
+                raise StorageError(
+                    "cannot commit a copy that is not whole",
+                    where=f"{self.target.url}/{folder}/{name}",
+                    expected=f"{size} bytes",
+                    found=str(there.get(name, "no file")),
+                    remedy=_RESUMES,
+                )
         attempt = self._attempt(folder)
-        attempt.sync([*names, *sizes])
+        attempt.sync(sizes)
         attempt.publish(data)
-        for index in indexes:
-            self.shared.add(folder, index.files)
+        for original in originals:
+            self.shared.add(folder, original.part.files)
         if attempts.PIN_NAME in self.source.file_names(folder):
             with contextlib.suppress(AlreadyExistsError):
                 self.target.create(f"{folder}/{attempts.PIN_NAME}", b"")
         for name in filter(attempts.COPYING_NAME.fullmatch, self.target.file_names(folder)):
             self.target.delete(f"{folder}/{name}")
-        _log.info(
-            "copied %s from %s to %s (%d bytes)",
-            folder,
-            self.source.url,
-            self.target.url,
-            commit.size_bytes,
-        )
+        _log.info("copied %s from %s to %s", folder, self.source.url, self.target.url)
 
     # The checkpoint as the target will have it
 
@@ -233,26 +235,14 @@ class Copier:
             raise NotFoundError("there is no such checkpoint", where=f"{self.source.url}/{folder}")
         return commit
 
-    def _omitted_items(self, commit: manifest.Commit) -> tuple[str, ...]:
-        if self._items is None:
-            return commit.omitted_items
-        return omitted_items_of(commit, self._items)
-
-    def _manifest(self, folder: str) -> tuple[manifest.Commit, bytes]:
-        commit = self._commit(folder)
-        if self._omitted_items(commit) == commit.omitted_items:
-            return commit, attempts.read_manifest(self.source, folder)
-        written = manifest.WrittenIndexes()
-        for rank in range(commit.index_count):
-            original = self._original(folder, commit, rank)
-            written = written.plus(index_format.written_of(original.part, original.data))
-        commit = partial_of(commit, self._items or (), written)
-        return commit, manifest.encode(commit)
+    def _is_whole(self, commit: manifest.Commit) -> bool:
+        """Return True if the copy has all items of its original."""
+        return self._items is None or omitted_items_of(commit, self._items) == commit.omitted_items
 
     def _original(self, folder: str, commit: manifest.Commit, rank: int) -> _CopiedIndex:
         data, where = attempts.read_index_bytes(self.source, folder, commit, rank)
         index = index_format.decode(data, where=where)
-        if self._omitted_items(commit) == commit.omitted_items:
+        if self._is_whole(commit):
             return _CopiedIndex(index, data)
         part = only_items(index, self._items or ())
         dropped = {file.name for file in index.files} - {file.name for file in part.files}
@@ -301,20 +291,6 @@ class Copier:
             remedy="wait for that copy to end",
         )
 
-    def _check_whole(self, folder: str, wanted: Mapping[str, int | None]) -> None:
-        """Raise `StorageError` if a file is missing at the target or, where a size is given, has
-        another one."""
-        there = self._sizes(folder, wanted)
-        for name, size in wanted.items():
-            if name not in there or size not in (None, there[name]):
-                raise StorageError(
-                    "cannot commit a copy that is not whole",
-                    where=f"{self.target.url}/{folder}/{name}",
-                    expected="a file" if size is None else f"{size} bytes",
-                    found=str(there.get(name, "no file")),
-                    remedy=_RESUMES,
-                )
-
     def _sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files in a folder at the target and in subfolders of `names`."""
         listed = {"": self.target.list(folder)}
@@ -334,10 +310,6 @@ class _CopiedIndex(NamedTuple):
     part: index_format.Index
     data: bytes
     dropped: frozenset[str] = frozenset()
-
-
-def _without(items: Sequence[str]) -> str:
-    return f" without {', '.join(items)}" if items else ""
 
 
 class TargetFiles:
@@ -580,22 +552,15 @@ class Records:
         known = terms.Terms(self._source)
         if numbers := [n for n in known.numbers() if term is None or n <= term]:
             terms.make_folder(self._target)
-        folder = terms.TERMS_FOLDER
-        there = {f"{folder}/{name}" for name in self._target.file_names(folder)} if numbers else ()
+        there = set(self._target.file_names(terms.TERMS_FOLDER)) if numbers else set[str]()
         for number in numbers:
             record = known.read(number)
             wanted = [terms.term_record_name(number)]
             if record is not None and record.start:
                 wanted.append(ending_name(record.start))
-            for name in (name for name in wanted if name not in there):
-                try:
-                    data = self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES)
-                    self._target.create(name, data)
-                except NotFoundError:
-                    continue  # the job instance did not end well
-                except AlreadyExistsError:
-                    if not self._is_same(name):
-                        raise self._other(f"{name} differs") from None
+            for name in (name for name in wanted if name.rpartition("/")[2] not in there):
+                with contextlib.suppress(NotFoundError):  # the job instance did not end well
+                    self._create(name)
 
     def check(self) -> None:
         """Raise `UsageError` if the run ids differ, or if the target has a term that the source
@@ -604,48 +569,43 @@ class Records:
         Of the terms that both have, only the newest is compared: every term belongs to one job
         instance, so if the places had diverged earlier, this record would differ too.
         """
-        self._check_run()
+        if attempts.RUN_NAME not in self._same:
+            expected, found = (run.run_id(store) for store in (self._source, self._target))
+            if expected and found and expected != found:
+                raise self._other(f"run {found} instead of {expected}")
         here, there = (
             frozenset(terms.Terms(store).numbers()) for store in (self._source, self._target)
         )
         wrong = [] if self._may_be_ahead else sorted(there - here)
-        wrong += [
-            number
-            for number in sorted(here & there)[-1:]
-            if not self._is_same(terms.term_record_name(number))
-        ]
+        for number in sorted(here & there)[-1:]:
+            if not self._is_same(terms.term_record_name(number)):
+                wrong.append(number)
         if wrong:
             who = terms.Terms(self._target).described(wrong[0])
             raise self._other(f"another job saved there separately: {who}")
 
     def bring_run(self) -> None:
-        is_same, name = self._check_run(), attempts.RUN_NAME
-        if name in self._same:
+        if attempts.RUN_NAME in self._same:
             return
-        has_record = name in self._target.file_names("")
+        expected, found = (run.run_id(store) for store in (self._source, self._target))
+        if expected != found and (found or Scanner(self._target).names()):
+            raise self._other(
+                f"run {found}" if found else "folders of checkpoints without a record"
+            )
+        if attempts.RUN_NAME not in self._target.file_names(""):
+            try:
+                self._create(attempts.RUN_NAME)
+            except NotFoundError:
+                return  # folders without run.json are also a run
+        self._same.add(attempts.RUN_NAME)
+
+    def _create(self, name: str) -> None:
         try:
             data = self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES)
-        except NotFoundError:  # folders without run.json are also a run
-            if has_record and not is_same:
-                raise self._other("the other has a record, this one has none") from None
-            return
-        if not has_record and Scanner(self._target).names() and not is_same:
-            raise self._other("folders of checkpoints without a record")
-        # Even if `has_record`: that record may exist only in shared memory.
-        with contextlib.suppress(AlreadyExistsError):
             self._target.create(name, data)
-        self._check_run()
-        self._same.add(name)
-
-    def _check_run(self) -> bool:
-        """Return True if the two places have the same run id. Raise `UsageError` if they differ. If
-        one has lost `run.json`, its manifests provide the id."""
-        if attempts.RUN_NAME in self._same:
-            return True
-        expected, found = (run.run_id(store) for store in (self._source, self._target))
-        if expected and found and expected != found:
-            raise self._other(f"run {found} instead of {expected}")
-        return bool(expected) and expected == found
+        except AlreadyExistsError:  # another process was faster
+            if not self._is_same(name):
+                raise self._other(f"{name} differs") from None
 
     def _is_same(self, name: str) -> bool:
         if name not in self._same:

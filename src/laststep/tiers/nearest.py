@@ -1,10 +1,9 @@
 """A run as a restore sees it, including snapshots in shared memory and checkpoints of replicas.
 
 `NearestStore` forwards every call to the run's own store, except for the folders of in-memory
-snapshots and of checkpoints that are read from a replica. Records of the run and its terms that the
-store has lost are read from memory too; nothing is written. A primary that has lost the run gets
-its records again from a replica, so that it is the same run. If primary and replica have diverged,
-the primary is authoritative. A primary without any checkpoint is not treated as a new run while a
+snapshots and of checkpoints that are read from a replica. A primary that has lost the run gets its
+records again from a replica, so that it is the same run. If primary and replica have diverged, the
+primary is authoritative. A primary without any checkpoint is not treated as a new run while a
 replica cannot be reached.
 """
 
@@ -28,7 +27,7 @@ from laststep.storage.store import Store, StoreEntry
 from laststep.tiers import recovery, snapshots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from laststep.catalog.listing import Listed
     from laststep.memory.segments import Segment
@@ -178,11 +177,10 @@ class NearestStore(Store):
                 for name, size in sorted(found[folder].sizes().items())
             ]
         entries = {entry.name: entry for entry in self._place(folder).list(folder)}
-        if folder == "":
-            nearer = {name: snapshot.record.created_s for name, snapshot in found.items()}
-            for name, created_s in {**dict.fromkeys(self._elsewhere, 0.0), **nearer}.items():
-                made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
-                entries.setdefault(name, made)
+        for name in (*found, *self._elsewhere) if folder == "" else ():
+            created_s = found[name].record.created_s if name in found else 0.0
+            made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
+            entries.setdefault(name, made)
         return sorted(entries.values(), key=lambda entry: entry.name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
@@ -196,16 +194,13 @@ class NearestStore(Store):
         place = self._place(name) if snapshot is None else snapshot
         return place.open_reader(name, cached=cached)
 
-    # Everything else is forwarded to the run's own store.
+    # Everything else is forwarded to the run's own store
 
     def create(self, name: str, data: bytes) -> None:
         self.primary.create(name, data)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         self.primary.make_folder(name, parents=parents)
-
-    def sync_folder(self, name: str) -> None:
-        self.primary.sync_folder(name)
 
     def delete(self, name: str) -> None:
         self.primary.delete(name)
@@ -222,12 +217,6 @@ class NearestStore(Store):
     def is_locked(self, name: str) -> bool:
         return self.primary.is_locked(name)
 
-    def marked(self, name: str) -> tuple[tuple[int, int], ...]:
-        return self.primary.marked(name)
-
-    def free_bytes(self) -> int | None:
-        return self.primary.free_bytes()
-
 
 # --- replicas -----------------------------------------------------------------------------------
 
@@ -240,58 +229,59 @@ class ReplicaHas(NamedTuple):
     store: Store
     listed: tuple[Listed, ...]
     """The checkpoints with all items, in the order of commits; files may be missing."""
-    partial: tuple[Listed, ...]
-    """The partial checkpoints of which no file is missing."""
+    has_partial: bool
 
 
 def look_at_replicas(nearest: Store, tiers: Sequence[Tier]) -> list[ReplicaHas]:
     """List the checkpoints of the replicas, nearest first. If one cannot be reached, log a warning
     if there is a checkpoint nearer than the replicas, else raise `StorageError`."""
-    has_some, found = bool(_listed(nearest)), []
+    has_some, found = bool(_listed(nearest)), list[ReplicaHas]()
     for url in (tier.url for tier in tiers):
         try:
             found.append(ask(url, BRIEF_S if has_some else None))
         except (LaststepError, OSError) as error:
             if not has_some:
-                told, remedy = str(error), "start again when it can be reached"
-                if isinstance(error, LaststepError):
-                    told, remedy = error.without_remedy(), error.remedy or remedy
                 raise StorageError(
                     f"there is no checkpoint here, but {url} may have some",
                     where=nearest.url,
-                    found=told,
-                    remedy=f"{remedy}; leave that tier out to start a new run without it",
+                    found=str(error),
+                    remedy="start again when it can be reached; leave that tier out to start a new "
+                    "run without it",
                 ) from error
             log.warning("cannot check whether %s has a newer checkpoint: %s", url, error)
+    if not has_some and not any(has.listed for has in found):
+        for has in (has for has in found if has.has_partial):
+            raise UsageError(
+                "there is no whole checkpoint",
+                where=nearest.url,
+                found=f"some items of this run at {has.url}",
+                remedy="restore these with restore(only=[…]) and a Checkpointer on that tier "
+                "alone, or leave that tier out to start a new run",
+            )
     return found
 
 
-def only_there(
-    nearest: Store, found: list[ReplicaHas], step: int | None, takes: Callable[[str], bool]
-) -> dict[str, str]:
+def only_there(nearest: Store, found: list[ReplicaHas]) -> dict[str, str]:
     """Map the folders of checkpoints that exist only on replicas to the replica to read them from.
-    At most one partial checkpoint is included: the one to restore, as judged by the items that
-    `takes` accepts.
 
     The primary gets the term records that it lacks, so that it is the same run again. A replica
     that is a different run, or has diverged, is removed from `found`.
     """
     here = {one.folder: one for one in _listed(nearest)}
     has_some, places = bool(here), dict[str, str]()
-    for has in tuple(found):
-        more = {one.folder: one for one in has.listed if one.folder not in here}
+    for has in [has for has in found if has.listed]:
         try:
-            if has.listed or has.partial:
-                _make_same_run(nearest, tuple(here.values()), has)
+            _make_same_run(nearest, tuple(here.values()), has)
         except UsageError as error:
             if not has_some:
                 raise
             log.warning("nothing is read at %s: %s", has.url, error)
             found.remove(has)
             continue
+        more = {one.folder: one for one in has.listed if one.folder not in here}
         here |= more
         places |= dict.fromkeys(more, has.url)
-    return places | _partial_beyond(tuple(here.values()), found, step, takes)
+    return places
 
 
 def ask(url: str, within_s: float | None) -> ReplicaHas:
@@ -302,8 +292,8 @@ def ask(url: str, within_s: float | None) -> ReplicaHas:
     def listing() -> ReplicaHas:
         tier = open_store(url)
         listed = _listed(tier)
-        partial = tuple(one for one in listed if _lacking(one) and one.is_whole)
-        return ReplicaHas(url, tier, tuple(one for one in listed if not _lacking(one)), partial)
+        whole = tuple(one for one in listed if one.commit is None or not one.commit.omitted_items)
+        return ReplicaHas(url, tier, whole, len(whole) < len(listed))
 
     answered = threading.Event()
     future = WorkerPool("ask", 1).submit(listing)
@@ -321,35 +311,6 @@ def ask(url: str, within_s: float | None) -> ReplicaHas:
     return future.result()
 
 
-def _partial_beyond(
-    here: Sequence[Listed],
-    found: Sequence[ReplicaHas],
-    step: int | None,
-    takes: Callable[[str], bool],
-) -> dict[str, str]:
-    """Return the partial checkpoint to restore and its replica: the newest that is newer than all
-    here, or the one of `step` if none here has it.
-
-    It must have every item that `takes` accepts. If there is nothing else at all, one that lacks
-    some is returned too, so that the restore reports the missing items.
-    """
-    newest = max((one.point for one in here), default=(0, 0))
-    has_it = any(step in (None, one.step) for one in here)
-    for has in found:
-        if step is None:
-            wanted = [one for one in has.partial if one.on_lineage and one.point > newest]
-        else:
-            wanted = [one for one in has.partial if one.step == step and not has_it]
-        for one in wanted[-1:]:
-            if not (has_it and any(map(takes, _lacking(one)))):
-                return {one.folder: has.url}
-            lacking = ", ".join(_lacking(one))
-            log.warning(
-                "%s is complete nowhere: %s has it without %s", one.folder, has.url, lacking
-            )
-    return {}
-
-
 def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> None:
     """Copy the run's records that the primary lacks: of all terms, including those without a
     commit, so that the next term gets an unused number.
@@ -359,7 +320,6 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> N
     """
     from laststep.tiers.copying import Records  # imported late: few restores need it
 
-    there = {one.folder: one for one in (*has.listed, *has.partial)}
     records = Records(has.store, nearest, may_be_ahead=True)
     records.check()
     ours, theirs = (frozenset(Terms(store).numbers()) for store in (nearest, has.store))
@@ -369,8 +329,8 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> N
     if ours - theirs and min(ours - theirs) > max(theirs):  # older records were lost here
         records.bring(None)
         return
-    names = {**there, **{one.folder: one for one in here}}.values()
-    known = {name.folder for name in Run.open(has.store).would_descend(names)} | there.keys()
+    names = {one.folder: one for one in (*has.listed, *here)}.values()
+    known = {name.folder for name in (*Run.open(has.store).would_descend(names), *has.listed)}
     newest = max(here, key=lambda one: one.point).folder if here else None
     if ours - theirs or not (newest is None or newest in known):
         raise UsageError(
@@ -383,10 +343,6 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> N
             ),
         )
     records.bring(None)
-
-
-def _lacking(listed: Listed) -> tuple[str, ...]:
-    return () if listed.commit is None else listed.commit.omitted_items
 
 
 def _listed(store: Store) -> tuple[Listed, ...]:
