@@ -368,7 +368,7 @@ class Half:
 @pytest.mark.usefixtures("hurried")
 def test_the_first_rank_waits_for_one_that_brings_its_files_however_long(places: Places) -> None:
     order, copy = ReplicaOrder(url=str(places.far)), Half(looks=20)
-    replicator = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, (), 0, 2)
+    replicator = Replicator(DirectoryStore(str(places.primary)), order, lambda _: None, 0, 2)
     replicator.ask_to_end(at_once=False)
     at = AttemptName(step=1, term=1, attempt=1)
     replicator._commit_when_whole(copy, at)  # type: ignore[arg-type]
@@ -384,7 +384,7 @@ def replicators_of(
         ReplicaOrder(url=str(places.far), items=items),
     )
     return [
-        Replicator(primary, order, said.news.append, (order.url,), rank, len(heard))
+        Replicator(primary, order, said.news.append, rank, len(heard))
         for rank, said in enumerate(heard)
     ]
 

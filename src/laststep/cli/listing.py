@@ -156,9 +156,10 @@ def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
 def _tier_document(tier: ReplicaStatus, now_s: float) -> dict[str, object]:
     newest = tier.newest
     return {
-        **fields(tier, "tier checkpoints behind_steps behind_s omitted_items error"),
-        "step": None if newest is None else newest.name.step,
-        "folder": None if newest is None else newest.name.folder,
+        **fields(tier, "tier checkpoints behind_steps behind_s error"),
+        "omitted_items": list(_omitted_items(tier)),
+        "step": None if newest is None else newest.step,
+        "folder": None if newest is None else newest.folder,
         "created_s": None if newest is None else newest.created_s,
         "age_s": None if newest is None else now_s - newest.created_s,
     }
@@ -168,7 +169,7 @@ def _tier_row(tier: ReplicaStatus, now_s: float) -> dict[str, str]:
     newest = tier.newest
     return {
         "tier": tier.tier,
-        "step": "" if newest is None else str(newest.name.step),
+        "step": "" if newest is None else str(newest.step),
         "age": "" if newest is None else duration_text(max(now_s - newest.created_s, 0.0)),
         "checkpoints": "?" if tier.error else f"{tier.checkpoints:,}",
         "at risk": _at_risk(tier),
@@ -183,10 +184,14 @@ def _at_risk(tier: ReplicaStatus) -> str:
     if tier.behind_s or tier.behind_steps:
         steps = count_text(tier.behind_steps or 0, "step")
         text = f"{steps}, {duration_text(tier.behind_s or 0)}"
-    if tier.omitted_items:  # the replica has partial checkpoints
-        rest = f"; of {', '.join(tier.items)} {text}" if text else ""
-        return f"all of {', '.join(tier.omitted_items)}{rest}"
+    if omitted := _omitted_items(tier):  # the replica has partial checkpoints
+        return f"all of {', '.join(omitted)}" + (f"; of the rest {text}" if text else "")
     return text or "nothing"
+
+
+def _omitted_items(tier: ReplicaStatus) -> tuple[str, ...]:
+    commit = None if tier.newest is None else tier.newest.commit
+    return () if commit is None else commit.omitted_items
 
 
 def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:

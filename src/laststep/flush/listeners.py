@@ -176,10 +176,8 @@ class ReplicationListener(Listener):
     def __init__(self, store: Store, orders: Orders, send: Callable[[ToTrainer], None]) -> None:
         from laststep.tiers.replicating import Replicator  # late: every start waits
 
-        urls = tuple(order.url for order in orders.replicas)
         self._replicators = [
-            Replicator(store, order, send, urls, orders.rank, orders.ranks)
-            for order in orders.replicas
+            Replicator(store, order, send, orders.rank, orders.ranks) for order in orders.replicas
         ]
         for replicator in self._replicators:
             replicator.start()

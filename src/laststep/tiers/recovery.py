@@ -13,14 +13,14 @@ import enum
 import logging
 import mmap
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from laststep.catalog import terms
-from laststep.catalog.attempt import RUN_NAME, Attempt, read_decision
+from laststep.catalog.attempt import RUN_NAME, Attempt, AttemptName, read_decision
 from laststep.catalog.run import Run, newest_point, run_id
 from laststep.constants import CHUNK_BYTES, align_up
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, UsageError
@@ -284,125 +284,110 @@ def recover(
     """Store the snapshots of dead processes that exist only in shared memory, of one run or of all,
     and remove the segments that are no longer needed. With `keep` nothing is removed; with
     `dry_run` nothing is changed. A named run that is gone from its place is created again there."""
-    place = absolute(base)
-    store = None if run is None else open_store(run)
-    if store is not None and not dry_run:
-        _put_records(store, place)
-    found = segments.found(place, None if store is None else real_place(store.url))
+    base = absolute(base)
+    place = None if run is None else real_place(open_store(run).url)
+    found = segments.found(base, place)
     alive = {one.folder for one in found if one.is_alive()}
-    runs = {one.owner.run: _RunInMemory(run or one.owner.run) for one in found}
-    if not dry_run:
-        for before in {one.owner.run for one in found if one.folder not in alive}:
-            runs[before].store_all(place)
+    fates: dict[str, _Fates] = {}
+    for place in {one.owner.run for one in found}:
+        there = [one for one in found if one.owner.run == place]
+        stores = not dry_run and any(one.folder not in alive for one in there)
+        fates[place] = _fates(there, run or place, base, stores=stores, is_named=run is not None)
     left = []
     for segment in found:
-        orphan = runs[segment.owner.run].describe(segment, is_alive=segment.folder in alive)
+        fates_here = fates[segment.owner.run]
+        orphan = _described(segment, fates_here, is_alive=segment.folder in alive)
         if not (orphan.is_needed or keep or dry_run):
             orphan = replace(orphan, is_removed=segment.remove())
         left.append(orphan)
-    debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
+    debris = [] if keep or dry_run or run is not None else segments.remove_debris(base)
     return RecoverReport(segments=tuple(left), debris=tuple(debris))
 
 
-def _put_records(store: Store, base: str) -> None:
-    """Write the records of the run and the term of each snapshot, in order, if they are lost."""
-    for snapshot in snapshots_of(store, base):
-        with closing(snapshot):
-            for name, data in snapshot.record.records:
-                if name != RUN_NAME:
-                    terms.make_folder(store)
-                with contextlib.suppress(AlreadyExistsError):
-                    store.create(name, data)
+_Fates = dict[tuple[str, AttemptName], tuple[SnapshotState, str | None]]
+"""By run id and attempt: what became of a snapshot, and the reason if it could not be stored."""
 
 
-class _RunInMemory:
-    """One run that has segments in shared memory."""
-
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self._run: Run | None = None
-        self._recovered: set[str] = set()
-        self._failed: dict[str, LaststepError] = {}
-        """The errors of snapshots that could not be stored, by folder."""
-        self._error: LaststepError | None = None
-        """The reason why nothing can be stored in the run."""
-        self._has_tried = False
-        try:
-            self._run = Run.open(open_store(url))
-        except LaststepError as error:
-            self._error = error
-
-    def store_all(self, base: str) -> None:
-        self._has_tried = True
-        if self._run is None:
-            return
-        try:
-            found = snapshots_of(self._run.store, base)
-        except LaststepError as error:
-            self._error = error
-            return
-        with ExitStack() as stack:
-            for snapshot in found:
-                stack.callback(snapshot.close)
-            for snapshot in found:
+def _fates(
+    there: Sequence[Segment],
+    url: str | os.PathLike[str],
+    base: str,
+    *,
+    stores: bool,
+    is_named: bool,
+) -> _Fates:
+    """Return the fates of the snapshots in these segments of one run, after storing them if
+    `stores`."""
+    records = [record for segment in there for record in snapshots.records_in(segment)]
+    fates, errors, stored = _Fates(), dict[str, str](), set[str]()
+    try:
+        store = open_store(url)
+        for snapshot in snapshots_of(store, base) if stores else ():
+            with closing(snapshot):
                 try:
-                    if store_snapshot(self._run.store, snapshot):
-                        self._recovered.add(snapshot.folder)
+                    if is_named:
+                        _put_records(store, snapshot.record)
+                    if store_snapshot(store, snapshot):
+                        stored.add(snapshot.folder)
                 except LaststepError as error:
-                    self._failed[snapshot.folder] = error
+                    errors[snapshot.folder] = str(error)
+        run = Run.open(store)
+        for record in records:
+            folder, standing = record.at.folder, standing_of(store, record)
+            fate, why = SnapshotState.NOT_STORED, None
+            if record.run != run.id:
+                why = f"its run is gone: {store.url} holds another run"
+            elif standing is Standing.COMMITTED:
+                fate = SnapshotState.RECOVERED if folder in stored else SnapshotState.STORED
+            elif standing is Standing.LEFT_BEHIND:
+                fate = SnapshotState.LEFT_BEHIND
+            elif stores:
+                why = errors.get(folder, f"not all parts of {there[0].owner.ranks} ranks are here")
+            else:
+                fate = SnapshotState.ALONE
+            fates[record.run, record.at] = fate, why
+    except LaststepError as error:
+        lost = SnapshotState.NOT_STORED, str(error)
+        fates = {(record.run, record.at): lost for record in records}
+    return fates
 
-    def describe(self, segment: Segment, *, is_alive: bool) -> OrphanedSegment:
-        owner, saves = segment.owner, []
-        records = snapshots.records_in(segment)
-        for save in records:
-            fate, error = self._fate(save, owner.ranks)
-            if is_alive and fate is SnapshotState.NOT_STORED:
-                fate, error = SnapshotState.ALONE, None  # its owner is alive: not tried
-            saves.append(
-                OrphanedSnapshot(
-                    step=save.at.step,
-                    folder=save.at.folder,
-                    created_s=save.created_s,
-                    size_bytes=save.tensor_bytes,
-                    fate=fate,
-                    error=error,
-                )
+
+def _put_records(store: Store, record: snapshots.SnapshotRecord) -> None:
+    """Write the records of the run and the term, in order, if the store has lost them."""
+    for name, data in record.records:
+        if name != RUN_NAME:
+            terms.make_folder(store)
+        with contextlib.suppress(AlreadyExistsError):
+            store.create(name, data)
+
+
+def _described(segment: Segment, fates: _Fates, *, is_alive: bool) -> OrphanedSegment:
+    owner, saves = segment.owner, []
+    records = snapshots.records_in(segment)
+    for save in records:
+        fate, error = fates.get((save.run, save.at), (SnapshotState.ALONE, None))
+        if is_alive and fate is SnapshotState.NOT_STORED:
+            fate, error = SnapshotState.ALONE, None  # its owner is alive: not tried
+        saves.append(
+            OrphanedSnapshot(
+                step=save.at.step,
+                folder=save.at.folder,
+                created_s=save.created_s,
+                size_bytes=save.tensor_bytes,
+                fate=fate,
+                error=error,
             )
-        return OrphanedSegment(
-            folder=segment.folder,
-            run=owner.run,
-            rank=owner.rank,
-            ranks=owner.ranks,
-            pid=owner.pid,
-            host=owner.host,
-            created_s=owner.created_s,
-            size_bytes=segment.size_bytes,
-            is_alive=is_alive,
-            saves=tuple(saves),
-            unreadable=max(len(segment.records()) - len(records), 0),
         )
-
-    def _fate(self, save: snapshots.SnapshotRecord, ranks: int) -> tuple[SnapshotState, str | None]:
-        """Return the state of a snapshot, and the reason if it could not be stored."""
-        folder, run = save.at.folder, self._run
-        if run is None:
-            return SnapshotState.NOT_STORED, str(self._error)
-        if save.run != run.id:
-            return SnapshotState.NOT_STORED, f"its run is gone: {run.store.url} holds another run"
-        try:
-            standing = standing_of(run.store, save)
-        except LaststepError as error:
-            return SnapshotState.NOT_STORED, str(error)
-        if standing is Standing.COMMITTED:
-            is_new = folder in self._recovered
-            return (SnapshotState.RECOVERED if is_new else SnapshotState.STORED), None
-        if standing is Standing.LEFT_BEHIND:
-            return SnapshotState.LEFT_BEHIND, None
-        if not self._has_tried:
-            return SnapshotState.ALONE, None
-        why: object = self._failed.get(folder, self._error)
-        if why is None:
-            why = (
-                f"it is the snapshot of one of {ranks} ranks, and those of the others are not on "
-                "this machine"
-            )
-        return SnapshotState.NOT_STORED, str(why)
+    return OrphanedSegment(
+        folder=segment.folder,
+        run=owner.run,
+        rank=owner.rank,
+        ranks=owner.ranks,
+        pid=owner.pid,
+        host=owner.host,
+        created_s=owner.created_s,
+        size_bytes=segment.size_bytes,
+        is_alive=is_alive,
+        saves=tuple(saves),
+        unreadable=max(len(segment.records()) - len(records), 0),
+    )

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOTE_NAME = "tiers.json"
-_NOTE_LIMIT_BYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 """The first and the longest pause before a failed copy is retried; the pause doubles each time."""
 _LOOK_S = 1.0
@@ -85,50 +83,14 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
 Tell = Callable[[TierStatus], None]
 
 
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file that lists a run's replicas; nothing depends on it."""
-
-    tiers: tuple[str, ...]
-    """The URLs of the replicas, nearest first."""
-
-
-def noted_replicas(store: Store) -> tuple[str, ...]:
-    """Return the replicas that a run has recorded."""
-    try:
-        data = store.read(_NOTE_NAME, limit_bytes=_NOTE_LIMIT_BYTES)
-        return msgspec.json.decode(data, type=_Note).tiers
-    except NotFoundError:
-        pass
-    except (CorruptError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("cannot read the tiers of %s: %s: %s", store.url, _NOTE_NAME, error)
-    return ()
-
-
-def _note_replicas(store: Store, urls: tuple[str, ...]) -> None:
-    """Record the replicas in the run, if they have changed. A failure is only logged."""
-    try:
-        if noted_replicas(store) != urls:
-            store.delete(_NOTE_NAME)
-            store.create(_NOTE_NAME, msgspec.json.encode(_Note(tiers=urls)))
-    except LaststepError as error:
-        log.warning("cannot record the tiers of %s: %s", store.url, error)
-
-
 class Replicator:
     """Copies checkpoints from the primary to one replica, on a thread of its own."""
 
     # No dataclass: every start of a flusher would wait for its imports.
     def __init__(
-        self,
-        primary: Store,
-        order: ReplicaOrder,
-        tell: Tell,
-        urls: tuple[str, ...],
-        rank: int,
-        ranks: int,
+        self, primary: Store, order: ReplicaOrder, tell: Tell, rank: int, ranks: int
     ) -> None:
-        """`urls` are those of all replicas, to be recorded in the run."""
-        self.primary, self.order, self.tell, self.urls = primary, order, tell, urls
+        self.primary, self.order, self.tell = primary, order, tell
         self.rank, self.ranks = rank, ranks
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -260,7 +222,6 @@ class Replicator:
                 copier.bring(at.folder, [0], self._progress_of(at))
                 self._commit_when_whole(copier, at)
         self._report(at, "held")
-        _note_replicas(self.primary, self.urls)
         self._retain()
 
     def _commit_when_whole(self, copier: Copier, at: attempts.AttemptName) -> None:

@@ -5,9 +5,7 @@ record contains an index like that of any checkpoint, except that its only file 
 which a chunk is stored at its slot's offset. In a job of several ranks, each rank has a segment and
 an index; the manifest is computed from all their records, just as rank 0 would have written it.
 Ranks may be on several nodes: the nodes exchange records, and each rank reads the pools on its own
-node.
-
-This module knows nothing of torch.
+node. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -54,7 +52,6 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     at: AttemptName
     created_s: float
     index: bytes
-    """The encoded index of the rank; its only file is the pool of the segment."""
     items: tuple[manifest.ItemRecord, ...]
     metrics: bytes
     metadata: bytes
@@ -110,6 +107,7 @@ def in_slots(
     return index_format.StoredLayout(layout=layout, digests=digests, runs=runs, lossy=lossy)
 
 
+_Place = TypeVar("_Place")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(SnapshotRecord).decode
 
@@ -165,7 +163,6 @@ class MemorySnapshot:
         self._pools.clear()  # the last reader of a pool closes it
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file."""
         pools = {name: size_bytes for name, (_, size_bytes) in self._pools.items()}
         return pools | {name: len(data) for name, data in self._data.items()}
 
@@ -327,17 +324,26 @@ class _BytesReader:
 
 
 def complete(there: Iterable[Segment]) -> list[RankParts]:
-    """Return the snapshots of which these segments hold the parts of all ranks. An attempt belongs
-    to one job instance, so all parts of it do."""
-    by_attempt: dict[tuple[str, int, AttemptName], dict[int, tuple[Segment, SnapshotRecord]]] = {}
-    for segment in there:
-        for record in records_in(segment):
-            parts = by_attempt.setdefault((record.run, segment.owner.ranks, record.at), {})
-            parts[segment.owner.rank] = segment, record
+    """Return the snapshots of which these segments hold the parts of all ranks."""
+    return _whole(
+        (segment.owner.rank, segment.owner.ranks, record, segment)
+        for segment in there
+        for record in records_in(segment)
+    )
+
+
+def _whole(
+    parts: Iterable[tuple[int, int, SnapshotRecord, _Place]],
+) -> list[Sequence[tuple[_Place, SnapshotRecord]]]:
+    """Assemble parts (rank, ranks, record, place). An attempt belongs to one job instance, so all
+    parts of it do."""
+    found: dict[tuple[str, int, AttemptName], dict[int, tuple[_Place, SnapshotRecord]]] = {}
+    for rank, ranks, record, place in parts:
+        found.setdefault((record.run, ranks, record.at), {})[rank] = place, record
     return [
-        [parts[rank] for rank in range(ranks)]
-        for (_, ranks, _), parts in by_attempt.items()
-        if parts.keys() == set(range(ranks))
+        [by_rank[rank] for rank in range(ranks)]
+        for (_, ranks, _), by_rank in found.items()
+        if by_rank.keys() == set(range(ranks))
     ]
 
 
@@ -368,27 +374,24 @@ def complete_over_nodes(
 ) -> list[tuple[RankParts, Readers]]:
     """Return the snapshots whose parts are all on some node, with the segments that ranks of this
     node can open. `nodes` has the node of every rank, `parts` the parts on each node."""
-    found: dict[tuple[str, str, int], dict[int, tuple[str, NodePart]]] = {}
-    for node, lying in parts.items():
-        for part in lying:
-            key = part.record.run, part.record.at.folder, part.ranks
-            found.setdefault(key, {})[part.rank] = node, part
-    by_snapshot = [parts for key, parts in found.items() if parts.keys() == set(range(key[2]))]
+    whole = _whole(
+        (part.rank, part.ranks, part.record, (node, part.folder))
+        for node, lying in parts.items()
+        for part in lying
+    )
     return [
         (
-            [_local(*by_rank[rank], this_node) for rank in range(len(by_rank))],
+            [(_opened(folder, node == this_node), record) for (node, folder), record in each],
             {
                 writer: frozenset(rank for rank, name in enumerate(nodes) if name == node)
-                for writer, (node, _) in by_rank.items()
+                for writer, ((node, _), _) in enumerate(each)
             },
         )
-        for by_rank in by_snapshot
+        for each in whole
     ]
 
 
-def _local(node: str, part: NodePart, this_node: str) -> tuple[Segment | None, SnapshotRecord]:
-    segment = None
-    if node == this_node:
-        with contextlib.suppress(StorageError):  # removed meanwhile
-            segment = segments.opened(part.folder)
-    return segment, part.record
+def _opened(folder: str, is_here: bool) -> Segment | None:  # noqa: FBT001
+    with contextlib.suppress(StorageError):  # removed meanwhile
+        return segments.opened(folder) if is_here else None
+    return None
