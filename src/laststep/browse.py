@@ -146,8 +146,8 @@ class Checkpoint(OnlyOne):
         self.metrics = commit.metrics
         self.metadata = commit.metadata
         self.created_s = commit.created_s
-        self.size_bytes = commit.size_bytes
-        self.lossy = commit.lossy
+        self.size_bytes = commit.written.size_bytes
+        self.lossy = commit.written.lossy
         """The rounding that was applied to tensors; empty if all are exact."""
         self.omitted_items = commit.omitted_items
         """In a partial checkpoint, the items of the original that it lacks."""

@@ -139,7 +139,7 @@ def test_a_store_that_cannot_be_reached_is_not_damage(
 def test_what_ranks_share_with_an_earlier_checkpoint_counts_once(write: Write, run: Run) -> None:
     first, _ = write()
     second, commit = write(2, origin=first)
-    assert commit.shared_bytes == 2 * SIZE
+    assert commit.written.shared_bytes == 2 * SIZE
     listed = run.checkpoints()
     sharing = sharing_of(run.store, listed)
     whole = sum(item.stored_bytes for item in listed)

@@ -292,9 +292,9 @@ def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
     index = read_index(DirectoryStore(training.run), training.folder(1).name, commit, 0)
     shared = {file.name: file for file in index.files}["model~1-1.safetensors"]
     assert (shared.origin, shared.sharers) == (training.folder(0).name, 1)
-    assert commit.shared_bytes == shared.size_bytes
+    assert commit.written.shared_bytes == shared.size_bytes
     there = sum(path.stat().st_size for path in data_files(training.folder(1)))
-    assert (commit.size_bytes, commit.written.files) == (there, len(index.files))
+    assert (commit.written.size_bytes, commit.written.files) == (there, len(index.files))
     assert (training.folder(1) / shared.name).stat().st_nlink == 2
 
 

@@ -128,7 +128,7 @@ def test_missing_short_and_long_files_are_damage(maker) -> None:
     end = 4096 + BLOCK_BYTES + 10
     block, size = damage(short)
     assert (*block[:3], block[4]) == ("block 1", 4096 + BLOCK_BYTES, end, ("model/weight",))
-    assert names(block[3], "10", "1048576")
+    assert str(end) in block[3]
     assert (*size[:3], size[4]) == ("size", end, end, ("model/weight",))
     assert "1052682" in size[3]
     extra = 4

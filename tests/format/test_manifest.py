@@ -113,7 +113,7 @@ def test_what_ranks_have_written_adds_up() -> None:
 
 def test_a_commit_knows_what_was_written() -> None:
     commit = changed(OF_RANKS, written=changed(OF_RANKS.written, shared_bytes=4000))
-    assert (commit.size_bytes, commit.shared_bytes) == (9000, 4000)
+    assert (commit.written.size_bytes, commit.written.shared_bytes) == (9000, 4000)
     assert commit.index_count == 6
     assert commit.index_digest(2) == bytes(range(32, 48))
 

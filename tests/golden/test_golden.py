@@ -186,7 +186,9 @@ def test_checkpoints_that_share_files_restore_and_each_stands_alone(tmp_path: Pa
         model, position = contents.borrowed(step)
         alone = Path(shutil.copytree(folder, tmp_path / str(step)))
         assert_same(laststep.load(alone), {"model": model, "position": position})
-    shared = [listed.commit.shared_bytes for listed in Run.open(DirectoryStore(run)).checkpoints()]
+    shared = [
+        listed.commit.written.shared_bytes for listed in Run.open(DirectoryStore(run)).checkpoints()
+    ]
     assert [size > 0 for size in shared] == [False, True, False]
 
 

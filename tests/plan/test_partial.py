@@ -63,7 +63,7 @@ def test_an_excerpt_has_the_files_of_its_items_and_what_they_share(items: set[st
     assert index.values == {item: item.encode() for item in items}
     assert {one.name for one in commit.items} == items
     assert commit.omitted_items == tuple(sorted(set(ITEMS) - items))
-    assert (commit.written.files, commit.size_bytes) == (len(wanted), index.size_bytes)
+    assert (commit.written.files, commit.written.size_bytes) == (len(wanted), index.size_bytes)
     assert isinstance(manifest.decode(manifest.encode(commit), where=""), Commit)
 
 

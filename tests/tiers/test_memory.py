@@ -380,7 +380,7 @@ def test_what_is_rounded_is_rounded_in_memory_too(base: str, run_folder: Path) -
     values = torch.randn(5 << 20)
     fail_after_a_save(opened(base, run_folder, {"m": values}, lossy={"state/m": "bf16"}), 1)
     (found,) = snapshots_of(DirectoryStore(str(run_folder)), base)
-    assert found.commit.lossy == ("bf16",)
+    assert found.commit.written.lossy == ("bf16",)
     found.close()
     state = {"m": torch.zeros(5 << 20)}
     with opened(base, run_folder, state) as ckpt:

@@ -123,7 +123,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
         counted: tuple[str, ...] = ()
         if isinstance(self.decided, Commit) and self.passed_over:
             # The manifest's total includes data files beside the subfolders: count them once.
-            size_bytes, counted = self.decided.size_bytes, _DATA_FILES
+            size_bytes, counted = self.decided.written.size_bytes, _DATA_FILES
         for entry in self.entries:
             if not entry.is_folder and not entry.name.endswith(counted):
                 size_bytes += entry.size_bytes
@@ -356,7 +356,7 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: terms.Chain) -> tupl
                 on_lineage=name in counted,
                 superseded_by=None if by is None else by.folder,
                 pinned=attempts.PIN_NAME in files,
-                size_bytes=size_bytes if commit is None else commit.size_bytes,
+                size_bytes=size_bytes if commit is None else commit.written.size_bytes,
                 stored_bytes=size_bytes,
                 created_s=files[MANIFEST_NAME].modified_s if commit is None else commit.created_s,
                 incomplete=item.incomplete,

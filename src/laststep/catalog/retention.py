@@ -451,7 +451,9 @@ def file_id(file: StoredFile, folder: str) -> FileId:
 def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
     """Return which files each of these checkpoints contains. Indexes are read only if any
     checkpoint shares files; a checkpoint whose indexes cannot be read counts as sharing none."""
-    any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
+    any_shares = any(
+        item.commit is not None and item.commit.written.shared_bytes for item in listed
+    )
     sharing = Sharing()
     for item in listed:
         files: list[StoredFile] = []

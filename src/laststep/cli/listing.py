@@ -98,7 +98,7 @@ def _row(item: Listed, *, share: bool) -> dict[str, str]:
     """Return the table cells by column; with `share`, also the size of its new files."""
     commit, new_bytes = item.commit, ""
     if commit is not None:
-        new_bytes = size_text(commit.size_bytes - commit.shared_bytes)
+        new_bytes = size_text(commit.written.size_bytes - commit.written.shared_bytes)
     return {
         "step": str(item.step),
         "when": output.time_text(item.created_s),
@@ -115,7 +115,9 @@ def _status(item: Listed) -> str:
     place = "●" if item.on_lineage else lineage_of(item)
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
-    place += f" rounded to {', '.join(item.commit.lossy)}" if item.commit.lossy else ""
+    place += (
+        f" rounded to {', '.join(item.commit.written.lossy)}" if item.commit.written.lossy else ""
+    )
     if item.commit.omitted_items:
         place += f" only {', '.join(record.name for record in item.commit.items)}"
     return place if item.incomplete is None else f"{place} incomplete"
@@ -128,7 +130,9 @@ def _unreadable(item: Listed) -> str:
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
     if not checkpoints:
         say(f"{run} has no checkpoint yet")
-    share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
+    share = any(
+        item.commit is not None and item.commit.written.shared_bytes for item in checkpoints
+    )
     print_table([_row(item, share=share) for item in checkpoints])
     for item in checkpoints:
         if item.error is not None:

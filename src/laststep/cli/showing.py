@@ -211,20 +211,24 @@ def _print_facts(shown: ShownCheckpoint) -> None:
         lineage = lineage_of(entry)
         lineage += f" by {entry.superseded_by}" if entry.superseded_by is not None else ""
         lineage += ", pinned" if entry.pinned else ""
-    size = f"{size_text(commit.size_bytes)} in {count_text(commit.written.files, 'data file')}"
+    size = (
+        f"{size_text(commit.written.size_bytes)} in {count_text(commit.written.files, 'data file')}"
+    )
     shared_bytes, sharers = shown.shared()
     if sharers:
         count = count_text(len(sharers), "other checkpoint")
         size += f", {size_text(shared_bytes)} of it shared with {count}"
-    elif commit.shared_bytes:
-        size += f", {size_text(commit.shared_bytes)} of it written for earlier checkpoints"
+    elif commit.written.shared_bytes:
+        size += f", {size_text(commit.written.shared_bytes)} of it written for earlier checkpoints"
     facts = {
         "step": f"{commit.step} (term {commit.term}, attempt {commit.attempt})",
         "folder": f"{place.store.url}/{place.folder}",
         "saved": f"{output.time_text(commit.created_s)} by {count_text(commit.ranks, 'rank')} "
         f"with laststep {commit.laststep}, format {commit.format}",
         "size": size,
-        "exact": f"no: tensors are rounded to {', '.join(commit.lossy)}" if commit.lossy else "yes",
+        "exact": f"no: tensors are rounded to {', '.join(commit.written.lossy)}"
+        if commit.written.lossy
+        else "yes",
         "metrics": output.metrics_text(commit.metrics) or "none",
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage,

@@ -278,39 +278,27 @@ def _problem(index: Index) -> str | None:
         return f"format {index.format}"
     if len(index.files) > MAX_FILES:
         return "very many files"
-    names: set[str] = set()
-    for file in index.files:
-        if file.name in names:
-            return f"the file {file.name[:100]!r} twice"
-        names.add(file.name)
-        if not file.name.endswith(_DATA_SUFFIXES) or not is_file_name(file.name):
-            return f"a file named {file.name[:100]!r}"
-        if not file.size_bytes:
-            return f"a file {file.name!r} without a byte"
-        if file.origin and not is_plain_name(file.origin):
-            return f"a file of {file.origin[:100]!r}"
-    if len(set(index.encodings)) != len(index.encodings):
-        return "an encoding twice"
+    for name, size_bytes, origin, _ in map(msgspec.structs.astuple, index.files):
+        is_data = is_file_name(name) and name.endswith(_DATA_SUFFIXES) and size_bytes
+        if not is_data or (origin and not is_plain_name(origin)):
+            return f"a file {name[:100]!r} of {size_bytes} bytes and of {origin[:100]!r}"
     for codec, element_bytes in index.encodings:
         if not _ENCODING_NAME.fullmatch(codec) or element_bytes not in _ELEMENT_BYTES:
             return f"the encoding {codec[:100]!r} with elements of {element_bytes} bytes"
-    names.clear()
-    for stored in index.layouts:
-        name = stored.layout.name
-        if name in names or not is_file_name(name):
-            return f"the layout {name[:100]!r}, twice or without a plain name"
-        names.add(name)
-        problem = stored.layout.problem() or _stored_problem(stored, index)
+    names = [stored.layout.name for stored in index.layouts]
+    for many in ([file.name for file in index.files], index.encodings, names):
+        if len(set(many)) != len(many):
+            return "a file, an encoding or a layout twice"
+    for stored, name in zip(index.layouts, names, strict=True):
+        layout, blocks = stored.layout, range(stored.layout.block_count)
+        problem = None if is_file_name(name) else "no plain name"
+        if len(stored.digests) != len(blocks) * DIGEST_BYTES:
+            problem = f"{len(stored.digests)} bytes of digests for {len(blocks)} blocks"
+        problem = problem or layout.problem()
+        problem = problem or _run_problem(stored.runs, index, stored, blocks, is_base=False)
         if problem is not None:
             return f"{name[:100]!r}: {problem}"
     return None
-
-
-def _stored_problem(stored: StoredLayout, index: Index) -> str | None:
-    layout = stored.layout
-    if len(stored.digests) != layout.block_count * DIGEST_BYTES:
-        return f"{len(stored.digests)} bytes of digests for {layout.block_count} blocks"
-    return _run_problem(stored.runs, index, stored, range(layout.block_count), is_base=False)
 
 
 def _run_problem(
@@ -350,19 +338,12 @@ def _run_problem(
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:
     """Return the summary that a rank reports about its index, whose encoded bytes are `data`."""
-    size_bytes = shared_bytes = 0
-    for file in index.files:
-        size_bytes += file.size_bytes
-        if file.origin:
-            shared_bytes += file.size_bytes
-    lossy: set[str] = set()
-    for stored in index.layouts:
-        lossy.update(stored.lossy.values())
+    lossy = {how for stored in index.layouts for how in stored.lossy.values()}
     return WrittenIndexes(
         indexes=data[:DIGEST_BYTES],
         files=len(index.files),
-        size_bytes=size_bytes,
-        shared_bytes=shared_bytes,
+        size_bytes=index.size_bytes,
+        shared_bytes=sum(file.size_bytes for file in index.files if file.origin),
         lossy=tuple(sorted(lossy)),
     )
 

@@ -85,12 +85,9 @@ def decode_plain(
         raise _corrupt(where, "JSON that is no object")
     try:
         msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
-    except msgspec.ValidationError as error:
-        raise _corrupt(where, f"metadata that is not a map of strings: {error}") from None
-    try:
         entries = msgspec.convert(parsed, dict[str, _RawEntry])
     except msgspec.ValidationError as error:
-        raise _corrupt(where, f"an unsound entry: {error}") from None
+        raise _corrupt(where, f"unsound metadata or an unsound entry: {error}") from None
     tensors = [
         TensorEntry(name, _dtype_of(name, entry.dtype, where), entry.shape, *entry.data_offsets)
         for name, entry in entries.items()

@@ -28,7 +28,7 @@ from laststep.errors import CorruptError, UsageError
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 
 _MAX_NAME_BYTES = 255
@@ -107,47 +107,14 @@ class Span(NamedTuple):
 
 def spans_of(ranks: Iterable[int]) -> tuple[Span, ...]:
     """Convert ranks, given in ascending order, to a few spans."""
-    starts: list[int] = []
-    stops: list[int] = []
+    spans: list[Span] = []
     for rank in ranks:
-        if stops and rank == stops[-1]:
-            stops[-1] = rank + 1
+        if spans and (spans[-1].length == 1 or rank == spans[-1].stop - 1 + spans[-1].stride):
+            first, length, _ = spans[-1]
+            spans[-1] = Span(first, length + 1, (rank - first) // length)
         else:
-            starts.append(rank)
-            stops.append(rank + 1)
-    spans = [Span(start, stop - start) for start, stop in zip(starts, stops, strict=True)]
-    # Many equal spans at equal distances become one span per position in them. The result may be
-    # regular again, like the dimensions of a mesh. Terminates, since the number of spans falls.
-    while len(fewer := _transposed(spans)) < len(spans):
-        spans = fewer
+            spans.append(Span(rank, 1))
     return tuple(spans)
-
-
-def _transposed(spans: Sequence[Span]) -> list[Span]:
-    transposed: list[Span] = []
-    at = 0
-    while at < len(spans):
-        (first, length, stride), many = spans[at], _alike(spans, at)
-        if length < many:
-            period = spans[at + 1].first - first
-            transposed += [Span(first + n * stride, many, period) for n in range(length)]
-        else:
-            transposed += spans[at : at + many]
-        at += many
-    return transposed
-
-
-def _alike(spans: Sequence[Span], at: int) -> int:
-    """Count the spans from `at` on that have equal length and stride and start at equal
-    distances."""
-    last = at
-    while (
-        last + 1 < len(spans)
-        and spans[last + 1][1:] == spans[at][1:]
-        and spans[last + 1].first - spans[last].first == spans[at + 1].first - spans[at].first
-    ):
-        last += 1
-    return last - at + 1
 
 
 def cover_once(spans: Iterable[Span], ranks: int) -> bool:
@@ -180,15 +147,12 @@ _TABLE = re.compile(r"[0-9a-f]{32}")
 
 
 class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ranks have made durable: the digests of their indexes, and totals over
-    them."""
+    """Everything that ranks have made durable: the digests of their indexes, concatenated, and
+    totals over all data files."""
 
     indexes: bytes = b""
-    """Concatenated digests, in the order of ranks."""
     files: Count = 0
-    """Number of data files."""
     size_bytes: Count = 0
-    """Size of all data files."""
     shared_bytes: Count = 0
     """Size of the files that were written for earlier checkpoints."""
     lossy: tuple[str, ...] = ()
@@ -263,21 +227,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def index_digest(self, number: int) -> bytes:
         """Return the digest of a rank's index."""
         return self.written.indexes[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all its data files."""
-        return self.written.size_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of the files that were written for earlier checkpoints."""
-        return self.written.shared_bytes
-
-    @property
-    def lossy(self) -> tuple[str, ...]:
-        """Roundings applied to its tensors; empty if all are exact."""
-        return self.written.lossy
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -361,18 +310,15 @@ def _corrupt(where: str, expected: str, found: str) -> CorruptError:
 def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (expected, found) of the first problem, or None if the commit is valid. `plain` is its
     document."""
+    written = commit.written
     if not math.isfinite(commit.created_s) or commit.created_s < 0:
         return "a time of creation", repr(commit.created_s)
     if commit.continues is not None and not is_plain_name(commit.continues):
         return "the name of a checkpoint's folder", repr(commit.continues)
-    if not 1 <= commit.ranks <= MAX_RANKS:
-        return f"from 1 to {MAX_RANKS} ranks", str(commit.ranks)
-    written = commit.written
-    rest_bytes = len(written.indexes) % DIGEST_BYTES
-    if rest_bytes or not commit.ranks <= commit.index_count:
+    if not 1 <= commit.ranks <= commit.index_count <= MAX_RANKS:
+        return f"1 to {MAX_RANKS} ranks with an index each", f"{commit.ranks} ranks"
+    if len(written.indexes) % DIGEST_BYTES:
         return f"the digests of {commit.ranks} indexes", f"{len(written.indexes)} bytes"
-    if commit.index_count > MAX_RANKS:
-        return f"at most {MAX_RANKS} indexes", str(commit.index_count)
     if written.shared_bytes > written.size_bytes:
         return f"at most {written.size_bytes} shared bytes", str(written.shared_bytes)
     problem = _group_problem(commit, plain) if commit.layout_groups else None

@@ -9,8 +9,7 @@ This is the only place where stored data are compared with their digests. A bloc
 match is read a second time, bypassing every cache of the file's reader, before it counts as
 damaged. Damage is a value: one bad block does not hide another, and each caller decides whether to
 list it or to raise it. A digest covers the decoded block, so damage to encoded bytes shows in the
-decoded ones; a damaged base is reported instead of the block that needs it. Does not
-import torch.
+decoded ones; a damaged base is reported instead of the block that needs it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -344,13 +343,11 @@ class Extent:
     def stored(self) -> tuple[int, int]:
         """Return the number of its bytes and blocks that the files contain; counts partial
         blocks."""
-        there_bytes = blocks = 0
+        there: list[int] = []
         for piece in self.pieces:
             end = self._reader.file(piece.ref.file).reader.size_bytes
-            there = [min(stop, end) - start for _, _, start, stop in piece.blocks() if start < end]
-            there_bytes += sum(there)
-            blocks += len(there)
-        return there_bytes, blocks
+            there += [min(b, end) - a for _, _, a, b in piece.blocks() if a < end]
+        return sum(there), len(there)
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and return the damage found. A failing device counts as
@@ -437,31 +434,21 @@ class Extent:
             return [damage_of(error, file=file.name, what="data", start=start, stop=end, data=data)]
 
     def _missing(self, group: Sequence[StoredPiece], file: OpenFile, end: int) -> list[Damage]:
-        """Return a damage for each block of these pieces that is partly or entirely past the end of
-        the file."""
+        """Return the damage of the blocks that are partly or entirely past the end of the file."""
+        lost = [block for piece in group for block in piece.blocks() if block[3] > end]
+        at, _, start, stop = lost[0]
+        data = self._data(at, lost[-1][1])
         if file.is_missing:
-            data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
             return [replace(file.damage[0], data=data)]
-        lost = []
-        blocks = [block for piece in group for block in piece.blocks() if block[3] > end]
-        for at, image_stop, start, stop in blocks:
-            there = max(0, end - start)
-            error = CorruptError(
-                "a data file is too short",
-                where=file.where,
-                expected=f"at least {stop} bytes",
-                found=f"{there} of {stop - start} bytes of a block, up to byte {start + there}",
-            )
-            damage = damage_of(
-                error,
-                file=file.name,
-                what=f"block {self.first + at // BLOCK_BYTES}",
-                start=start,
-                stop=start + there,
-                data=self._data(at, image_stop),
-            )
-            lost.append(damage)
-        return lost
+        error = CorruptError(
+            "a data file is too short",
+            where=file.where,
+            expected=f"at least {stop} bytes",
+            found=f"{end} bytes",
+        )
+        what = f"block {data[0] // BLOCK_BYTES}"
+        stop = max(start, end)
+        return [damage_of(error, file=file.name, what=what, start=start, stop=stop, data=data)]
 
     def _data(self, start: int, stop: int) -> tuple[int, int]:
         at = self.first * BLOCK_BYTES

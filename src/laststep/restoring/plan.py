@@ -335,7 +335,7 @@ def _check_all_used(
 
 def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> None:
     """Raise `MismatchError` if a tensor to restore was rounded when it was saved."""
-    if not content.commit.lossy:
+    if not content.commit.written.lossy:
         return
     for match in matches:
         for name in match.reads:

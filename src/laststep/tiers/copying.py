@@ -348,7 +348,9 @@ class TargetFiles:
     def _add_stored(self, folder: str, *, only_sharing: bool) -> None:
         with contextlib.suppress(LaststepError):  # unreadable checkpoints share nothing
             decided = attempts.read_decision(self._store, folder)
-            if isinstance(decided, manifest.Commit) and (decided.shared_bytes or not only_sharing):
+            if isinstance(decided, manifest.Commit) and (
+                decided.written.shared_bytes or not only_sharing
+            ):
                 for index in attempts.read_indexes(self._store, folder, decided):
                     self.add(folder, index.files)
 
