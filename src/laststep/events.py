@@ -182,12 +182,10 @@ class ReplicasDiffer(Event):
 
     step: int
     tensors: tuple[str, ...]
-    """Full names of the differing tensors, of those ranks that answered in time."""
-    ranks: tuple[int, ...]
-    """The first few ranks whose tensors differ from the stored ones."""
-    more_ranks: int
-    stored: int
-    """The rank whose tensors are stored."""
+    """Full names of the differing tensors; empty if one of the ranks did not answer in time."""
+    ranks: tuple[int, int]
+    """Two ranks that differ, the lower one first. The lowest rank of all that hold the tensors
+    stores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,11 +318,9 @@ def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
             level, text = logging.WARNING, f"{event.reason}; until one has it, all are kept"
         case ReplicasDiffer():
             level = logging.WARNING
-            ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
-            more = f" and {event.more_ranks} more" if event.more_ranks else ""
             text = (
-                f"step {event.step}: {listed(event.tensors) or 'tensors'} differ on {ranks}{more} "
-                f"from rank {event.stored}, whose copy is stored: replicas have diverged"
+                f"step {event.step}: {listed(event.tensors) or 'tensors'} differ between rank "
+                f"{event.ranks[0]} and rank {event.ranks[1]}: replicas have diverged"
             )
         case PreemptionSeen():
             level = logging.WARNING

@@ -1,5 +1,5 @@
 """A job of many ranks in one process: notes in a dict, flushers that are told what happens to them,
-a run in memory, and a clock of its own.
+a run in a folder, and a clock of its own.
 
 Each rank that saves is a thread. Time stands still while any of them works; when all wait it goes
 on by a bit, and all look again. So a deadline of 30 s passes in no time, and only if nobody can go
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import math
+import shutil
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ from laststep.plan.files import ItemSpec, SavePlan
 from laststep.plan.layouts import LocalItem, LocalTensor
 from laststep.plan.receipts import Groups
 from laststep.ranks.group import Rank
-from laststep.storage.memory import MemoryStore, clear
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import Disk
 from saves_of import flush
 
 if TYPE_CHECKING:
@@ -41,7 +43,16 @@ DEADLINE_S = 30.0
 _TICK_S = 0.5
 _END_S = 1000.0
 """Nobody waits that long: then somebody waits for ever."""
-_numbers = itertools.count()
+
+
+class Unsynced(Disk):
+    """Nothing that a job leaves has to survive it."""
+
+    @staticmethod
+    def sync(_: int) -> None:
+        pass
+
+    sync_folder = sync
 
 
 class Clock:
@@ -315,9 +326,7 @@ class SimulatedRank:
         self.at: dict[str, Callable[[], None]] = {}
         """What happens once, before this rank leaves a note whose name ends so; `decide`: before
         the first rank, which has all receipts, has its flusher commit."""
-        self._begun = 0
         self._thread: threading.Thread | None = None
-        self._resting: threading.Thread | None = None
         self._error: LaststepError | None = None
         self._died: BaseException | None = None
         self.kv = kv = MemoryBoard(job.clock, job.notes, self.comes_to)
@@ -343,10 +352,7 @@ class SimulatedRank:
 
     def begin(self, step: int, *, problem: str = "") -> None:
         """Save that step; with a problem, take no part in it."""
-        self._begun += 1
         self._job.clock.stir()
-        if self._resting is not None:
-            self._resting.join()
         self._thread = self._start(self._save, step, problem)
 
     def outcome(self) -> str:
@@ -368,17 +374,6 @@ class SimulatedRank:
             self._error = error
         except BaseException as error:  # noqa: BLE001 (raised by who asks)
             self._died = error
-            return
-        self._resting = self._start(self._rest, self._begun)
-
-    def _rest(self, begun: int) -> None:
-        """Until the next save, as the commit thread does."""
-        part, clock = self._participant, self._job.clock
-        while (rest_s := part.rest_s()) is not None:
-            until_s = clock.now_s + rest_s
-            if clock.until(lambda: self._begun != begun, until_s):
-                return
-            part.look_up()
 
     def _start(self, work: Callable[..., None], *arguments: object) -> threading.Thread:
         """A thread that the clock counts."""
@@ -425,7 +420,8 @@ class SimulatedJob:
     def __init__(self, ranks: int, *, group: int | None = None) -> None:
         self.clock = Clock()
         self.notes: dict[str, bytes] = {}
-        self.store = MemoryStore(f"memory://job{next(_numbers)}")
+        self._folder = tempfile.mkdtemp(prefix="laststep-job-")
+        self.store = DirectoryStore(self._folder, disk=Unsynced())
         self.attempts = 0
         self.groups = Groups(ranks, group or ranks)
         self.ranks = [SimulatedRank(self, number) for number in range(ranks)]
@@ -452,4 +448,4 @@ class SimulatedJob:
         return [manifest for manifest in found if isinstance(manifest, Commit)]
 
     def close(self) -> None:
-        clear(self.store.url)
+        shutil.rmtree(self._folder)

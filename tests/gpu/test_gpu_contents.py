@@ -44,9 +44,11 @@ def test_equal_tensors_have_equal_digests_and_one_bit_makes_another() -> None:
 
 def test_which_tensors_are_on_a_device_is_told_so_that_only_like_is_compared_with_like() -> None:
     tensors = made()
-    assert Contents(tensors).ways == Contents(made()).ways
-    moved = Contents([tensor.cpu() for tensor in tensors])
-    differs = [a != b for a, b in zip(Contents(tensors).ways, moved.ways, strict=True)]
+    moved = Contents([tensor.cpu() for tensor in tensors]).digests()
+    found = Contents(tensors).digests()
+    assert found is not None
+    assert moved is not None
+    differs = [a[:1] != b[:1] for a, b in zip(found, moved, strict=True)]
     assert differs == [tensor.is_cuda and tensor.numel() > 0 for tensor in tensors]
 
 

@@ -18,7 +18,9 @@ from laststep.plan.receipts import (
     Differing,
     Groups,
     Receipt,
+    Shared,
     Summary,
+    diverged,
     items_of,
     layout_groups_of,
     objection_to,
@@ -66,7 +68,10 @@ def jobs(draw: st.DrawFn) -> tuple[GlobalLayout, dict[int, Receipt]]:
         shared = ItemRecord(name="m", kind="value", tensors=2 * wrote, size_bytes=rank * wrote)
         own = ItemRecord(name="own", kind="value", per_rank=True, tensors=1, size_bytes=1)
         receipts[rank] = Receipt(
-            global_layout=agreed, written=written, trees={"m": tree}, items=(shared, own)
+            global_layout=agreed,
+            written=written,
+            contents={Shared(global_layout.layout_group_of[rank], "m"): tree},
+            items=(shared, own),
         )
     return global_layout, receipts
 
@@ -112,17 +117,27 @@ def test_what_was_written_adds_up_in_the_order_of_ranks(
     assert total.lossy == tuple(sorted({how for part in parts for how in part.lossy}))
 
 
-def test_ranks_whose_plain_values_differ_are_found_within_a_group_and_between_groups() -> None:
+def test_ranks_whose_contents_differ_are_found_within_a_group_and_between_groups() -> None:
     global_layout = global_layout_of([0, 1, 0, 1])
-    receipts = {
-        rank: Receipt(global_layout=global_layout.digest, trees={"m": bytes([rank % 2])})
-        for rank in range(4)
-    }
+
+    def receipt(rank: int, content: bytes) -> Receipt:
+        group = global_layout.layout_group_of[rank]
+        contents = {
+            Shared(group, "m"): content,
+            Shared(group): content,
+            Shared(9, ways=bytes([rank])): b"",
+        }
+        return Receipt(global_layout=global_layout.digest, contents=contents)
+
+    receipts = {rank: receipt(rank, bytes([rank % 2])) for rank in range(4)}
     assert not objection_to(cut(global_layout, receipts, 2), global_layout)
-    receipts[3] = Receipt(global_layout=global_layout.digest, trees={"m": b"z"})
+    assert diverged(cut(global_layout, receipts, 2)) is None
+    receipts[3] = receipt(3, b"z")
     for size in (1, 2, 3, 4):
-        found = objection_to(cut(global_layout, receipts, size), global_layout)
-        assert found == Differing(item="m", ranks=(1, 3))
+        summaries = cut(global_layout, receipts, size)
+        found = objection_to(summaries, global_layout)
+        assert found == Differing(shared=Shared(1, "m"), ranks=(1, 3))
+        assert diverged(summaries) == Differing(shared=Shared(1), ranks=(1, 3))
 
 
 def test_classes_are_told_by_their_tables_and_few_spans() -> None:

@@ -49,7 +49,7 @@ def test_plain_tensors_are_compared_and_nothing_else() -> None:
         LocalItem("mine", "value", True, ()),
     )
     assert found(local_layout, local_layout, local_layout) == (
-        ReplicatedTensors((0,), (("model", "w"), ("model", "b")), 0),
+        ReplicatedTensors((0,), (("model", "w"), ("model", "b"))),
     )
 
 
@@ -59,6 +59,6 @@ def test_ranks_that_hold_other_things_as_well_are_compared_in_what_they_share() 
 
     held = found(stage("first"), stage("tied", "b"), stage("tied", "c"), stage("tied", "c"))
     assert held == (
-        ReplicatedTensors((1, 2), (("model", "tied"),), 1),
-        ReplicatedTensors((2,), (("model", "c"),), 2),
+        ReplicatedTensors((1, 2), (("model", "tied"),)),
+        ReplicatedTensors((2,), (("model", "c"),)),
     )

@@ -36,7 +36,7 @@ def test_a_tensor_that_ranks_describe_differently_is_named(
 def test_plain_values_that_differ_are_named_and_not_committed(crew: Crew, run_folder: Path) -> None:
     for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how="values"):
         assert kind == "AbortedError"
-        assert names(message, "state/number", "6", "rank 0", "7", "rank 2")
+        assert names(message, "state/number", "rank 0", "rank 2")
         assert "laststep.PerRank" in message
         assert steps == [1, 2]
 
@@ -52,7 +52,7 @@ def test_plain_values_are_named_that_differ_on_ranks_other_than_the_first(
     for message, steps in crew(
         "tasks:save_stages", 4, run=str(run_folder), size=size, stages=stages
     ):
-        assert names(message, "schedule/at/lr", "0.1", f"rank {first}", "0.3", "rank 3")
+        assert names(message, "schedule/at/lr", f"rank {first}", "rank 3")
         assert steps == [2]
 
 

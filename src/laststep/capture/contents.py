@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 16 << 20
 """Strided device tensors up to this size are copied to be digested."""
+_EMPTY, _ON_HOST, _ON_DEVICE = b"\0", b"\1", b"\2"
+"""The first byte of a digest: the way in which the tensor was digested."""
 
 
 class _OnDevice(NamedTuple):
@@ -40,28 +42,24 @@ class Contents:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: dict[int, bytes] = {}
         self._under_way: list[_OnDevice] = []
-        self.ways = bytes(
-            0 if tensor.numel() == 0 else 1 if tensor.device.type == "cpu" else 2
-            for tensor in tensors
-        )
-        """The way in which each tensor is digested: not at all, on the host, on a device."""
         self._known = True
         """All tensors could be digested; some would need too much device memory or time."""
         devices: dict[torch.device, list[int]] = {}
         with torch.no_grad():
             for number, tensor in enumerate(tensors):
                 if tensor.numel() == 0:
-                    self._digests[number] = b""
+                    self._digests[number] = _EMPTY
                 elif tensor.device.type == "cpu":
                     whole = flat(tensor)
-                    self._digests[number] = host_digest(whole.data_ptr(), whole.nbytes)
+                    self._digests[number] = _ON_HOST + host_digest(whole.data_ptr(), whole.nbytes)
                 else:
                     devices.setdefault(tensor.device, []).append(number)
             for device, numbers in devices.items():
                 self._begin(device, numbers, [tensors[number].detach() for number in numbers])
 
     def digests(self) -> list[bytes] | None:
-        """Return one digest per tensor, or None if that was too expensive. Waits for devices."""
+        """Return the way and the digest of each tensor, or None if that was too expensive. Waits
+        for devices."""
         for batch in self._under_way:
             batch.done.synchronize()
             parts: dict[int, bytearray] = {}
@@ -69,7 +67,7 @@ class Contents:
             for owner, row in zip(batch.fingerprint.owners, sums, strict=True):
                 parts.setdefault(owner, bytearray()).extend(row.tobytes())
             for owner, part in parts.items():
-                self._digests[batch.numbers[owner]] = digest(part)
+                self._digests[batch.numbers[owner]] = _ON_DEVICE + digest(part)
         self._under_way = []
         if not self._known:
             return None

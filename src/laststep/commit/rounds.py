@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -26,37 +25,21 @@ import msgspec
 
 from laststep.catalog.attempt import abort
 from laststep.codecs.digests import digest
-from laststep.commit.differences import (
-    ReplicaContents,
-    UnequalRanks,
-    Values,
-    describe,
-    gone_apart,
-    incomparable,
-    unequal,
-    values_of,
-)
-from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound, grace_s, margin_s
+from laststep.commit import differences
+from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound, margin_s
 from laststep.constants import listed
 from laststep.errors import AbortedError, LaststepError, MismatchError, StorageError
+from laststep.events import ReplicasDiffer
 from laststep.flush.protocol import Begun, Decide
 from laststep.format.manifest import Commit, WrittenIndexes
-from laststep.plan.receipts import (
-    Differing,
-    Groups,
-    Receipt,
-    Summary,
-    items_of,
-    layout_groups_of,
-    objection_to,
-    seen_by,
-    summarise,
-)
+from laststep.plan import receipts
+from laststep.plan.receipts import Differing, Groups, Receipt, Shared, Summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.catalog.attempt import AttemptName
+    from laststep.commit.differences import Parts, Replicas
     from laststep.commit.layouts import GlobalLayouts
     from laststep.events import Bus
     from laststep.flush.client import Client
@@ -86,10 +69,10 @@ class GivenUp(Exception):
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a save; an empty reason means committed. If `asks` is set, the save is not
-    decided yet: rank 0 asks ranks for the values or tensors in which they differ."""
+    decided yet: rank 0 asks two ranks in what they differ."""
 
     reason: str = ""
-    asks: Differing | UnequalRanks | None = None
+    asks: Differing | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +87,7 @@ class Round:
     receipt: Receipt = field(default_factory=Receipt)
     """This rank's receipt without the fields known only at the end; filled in together with
     `trees`."""
-    contained: ReplicaContents | None = None
+    replicas: Replicas | None = None
     """This rank's replicas, if this save compares them."""
     problem: str = ""
     """The reason why this rank takes no part."""
@@ -116,6 +99,7 @@ class Round:
     """The time at which this rank started to take part (monotonic)."""
     own_s: float = 0.0
     """Seconds of this rank's own work since then, which do not count as waiting for others."""
+    has_answered: bool = False
 
     def seal(self, trees: dict[str, bytes], rank: int) -> bytes:
         """Record the plain values of each item and return the encoded receipt, complete except for
@@ -123,25 +107,24 @@ class Round:
         assert self.save is not None  # noqa: S101 (a rank without a save seals nothing)
         assert self.global_layout is not None  # noqa: S101 (as above)
         plan = self.save.plan
+        group = self.global_layout.layout_group_of[rank]
+        shared = [item.name for item in plan.items if not item.per_rank]
         self.trees.update(trees)
         self.receipt = Receipt(
             global_layout=self.global_layout.digest,
-            layout_group=self.global_layout.layout_group_of[rank],
+            layout_group=group,
             items=plan.item_records,
-            trees={item.name: digest(trees[item.name]) for item in plan.items if not item.per_rank},
+            contents={Shared(group, name): digest(trees[name]) for name in shared},
         )
         return msgspec.msgpack.encode(self.receipt)
 
     def key(self, name: str) -> str:
         return f"s/{self.number}/{name}"
 
-    def answer_key(self, asked: Differing | UnequalRanks, rank: int) -> str:
-        return self.key(f"{'v' if isinstance(asked, Differing) else asked.number}/{rank}")
-
-    def answer_to(self, asked: Differing | UnequalRanks) -> bytes:
-        if isinstance(asked, Differing):
-            return msgspec.msgpack.encode(values_of(self.trees[asked.item]))
-        return b"" if self.contained is None else self.contained.single(asked.number)
+    def answer_to(self, asked: Shared) -> Parts:
+        if asked.item:
+            return differences.values_of(asked.item, self.trees[asked.item])
+        return {} if self.replicas is None else self.replicas.parts(asked.number)
 
 
 @dataclass(eq=False)
@@ -162,14 +145,7 @@ class Participant:
         self.settle(round_, self._outcome(round_))
         # Free this memory now: the next save may be far away.
         round_.trees.clear()
-        round_.contained = None
-
-    def rest_s(self) -> float | None:
-        """Return how long to wait for a save before calling `look_up`; None means without limit."""
-        return None
-
-    def look_up(self) -> None:
-        """Refuse a save of rank 0 that this rank has not reached in time."""
+        round_.replicas = None
 
     def settle(self, round_: Round, error: LaststepError | None) -> LaststepError | None:
         """Make sure that this rank's save is over, and return its error, or None if it is
@@ -296,11 +272,11 @@ class Participant:
         error = round_.save.error or round_.save.lost
         if error is not None:
             return Receipt(problem=error.without_remedy())
-        return msgspec.structs.replace(
-            round_.receipt,
-            written=round_.save.written,
-            replicas={} if round_.contained is None else round_.contained.sums(),
-        )
+        contents = dict(round_.receipt.contents)
+        if round_.replicas is not None:
+            contents |= round_.replicas.contents()
+        written = round_.save.written
+        return msgspec.structs.replace(round_.receipt, written=written, contents=contents)
 
     def _gather(self, round_: Round, names: Sequence[str], until_s: float) -> dict[str, bytes]:
         """Wait for keys of this save that other ranks publish. Raise at the first problem, or
@@ -319,6 +295,17 @@ class Participant:
             self._listen(round_)
             raise self._absent(round_, self._missing(round_, late))
         return {keys[key]: note for key, note in notes.items()}
+
+    def _summary(
+        self, round_: Round, groups: Groups, mine: Receipt, global_layout: GlobalLayout
+    ) -> Summary:
+        """Collect the receipts of this rank's group and sum them up."""
+        me = self.rank.number
+        names = {f"r/{rank}": rank for rank in groups.group_of(me) if rank != me}
+        notes = self._gather(round_, list(names), self._until_s(round_, _SUMMARISED))
+        decode = msgspec.msgpack.Decoder(Receipt).decode
+        others = {rank: decode(notes[name]) for name, rank in names.items()}
+        return receipts.summarise({me: mine, **others}, global_layout)
 
     def _missing(self, round_: Round, late: Sequence[str]) -> list[str]:
         """Describe the ranks that have not reported. If the summary of a group is missing, these
@@ -358,7 +345,6 @@ class Leader(Participant):
     _posted: int = field(default=0, init=False)
     """The number of the last save that was published to the other ranks."""
     _past: deque[EndedRound] = field(default_factory=lambda: deque(maxlen=_PAST), init=False)
-    _told_incomparable: bool = field(default=False, init=False)
     _before: list[str] = field(default_factory=list, init=False)
     """Keys of the previous save, removed when the next one is decided."""
     _layout_groups: tuple[GlobalLayout | None, tuple[LayoutGroupRecord, ...]] = field(
@@ -381,17 +367,18 @@ class Leader(Participant):
         if mine.problem:
             self._tell(round_, self._trouble(mine.problem))
             return
-        summaries = self._summaries(round_, mine, global_layout)
-        objection = objection_to(summaries, global_layout)
+        summaries = [self._summary(round_, self.groups, mine, global_layout)]
+        names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
+        notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
+        decode = msgspec.msgpack.Decoder(Summary).decode
+        summaries += [decode(notes[name]) for name in names]
+        objection = receipts.objection_to(summaries, global_layout)
         if isinstance(objection, Differing):  # the ranks publish their values only on request
-            decode = msgspec.msgpack.Decoder(Values).decode
-            notes = self._ask(round_, objection)
-            values = {rank: decode(note) for rank, note in notes.items()}
-            objection = describe(objection, values)
+            objection = differences.describe(objection, self._ask(round_, objection))
         if objection:
             self.client.send(Decide(save=save.number, reason=objection))
         else:
-            self._tell_of_replicas(round_, global_layout, summaries)
+            self._tell_of_replicas(round_, summaries)
             self._commit(save, global_layout, summaries)
         self._await_flusher(save, self._until_s(round_, _COMMITTED))
         late = f"did not commit step {round_.step} within {self.deadline_s:g} s"
@@ -442,62 +429,42 @@ class Leader(Participant):
         self.kv.put("now", msgspec.msgpack.encode(now))
         self._posted = round_.number
 
-    def _summaries(
-        self, round_: Round, mine: Receipt, global_layout: GlobalLayout
-    ) -> list[Summary]:
-        """Wait for the receipts of this rank's group and the summaries of all other groups."""
-        own, leaders = self.groups.group_of(0)[1:], self.groups.leaders[1:]
-        names = [*(f"r/{rank}" for rank in own), *(f"g/{leader}" for leader in leaders)]
-        notes = self._gather(round_, names, self._until_s(round_, _GATHERED if leaders else 0.0))
-        decode = msgspec.msgpack.Decoder(Receipt).decode
-        receipts = {0: mine} | {rank: decode(notes[f"r/{rank}"]) for rank in own}
-        decode_summary = msgspec.msgpack.Decoder(Summary).decode
-        summaries = [decode_summary(notes[f"g/{leader}"]) for leader in leaders]
-        return [summarise(receipts, global_layout), *summaries]
-
     def _commit(self, save: Save, global_layout: GlobalLayout, summaries: list[Summary]) -> None:
         if self._layout_groups[0] is not global_layout:
-            self._layout_groups = (global_layout, layout_groups_of(global_layout))
+            self._layout_groups = (global_layout, receipts.layout_groups_of(global_layout))
         written = WrittenIndexes()
         for summary in summaries:
             written = written.plus(summary.written)
         self.client.send(
             Decide(
                 save=save.number,
-                items=items_of(summaries, global_layout),
+                items=receipts.items_of(summaries, global_layout),
                 written=written,
                 layout_groups=self._layout_groups[1],
                 ranks=self.rank.ranks,
             )
         )
 
-    def _tell_of_replicas(
-        self, round_: Round, global_layout: GlobalLayout, summaries: list[Summary]
-    ) -> None:
-        """Emit an event for each replica set that differs; one rank's contents are stored."""
-        seen = seen_by(summary.replicas for summary in summaries)
-        for differs in unequal(seen, global_layout):
-            shown = self._ask(round_, differs)
-            self.bus.emit(gone_apart(round_.step, differs, shown, global_layout))
-        if (ranks := incomparable(seen)) is not None and not self._told_incomparable:
-            self._told_incomparable = True
-            log.warning(
-                "replicas of ranks %d and %d are not compared: some are on a device here "
-                "and on the host there",
-                *ranks,
-            )
+    def _tell_of_replicas(self, round_: Round, summaries: list[Summary]) -> None:
+        """Emit an event if replicas differ; those of the lowest rank that holds them are stored."""
+        differing = receipts.diverged(summaries)
+        if differing is not None:
+            names = tuple(self._ask(round_, differing))
+            self.bus.emit(ReplicasDiffer(step=round_.step, tensors=names, ranks=differing.ranks))
 
-    def _ask(self, round_: Round, asked: Differing | UnequalRanks) -> dict[int, bytes]:
-        """Ask the differing ranks for their values or digests; return, by rank, the answers that
-        arrive in time."""
+    def _ask(self, round_: Round, asked: Differing) -> list[str]:
+        """Ask the two ranks in what they differ; return the names if both answer in time."""
         self.kv.put(round_.key("decision"), msgspec.msgpack.encode(Decision(asks=asked)))
-        names = {round_.answer_key(asked, rank): rank for rank in asked.ranks if rank != 0}
+        names = {round_.key(f"v/{rank}"): rank for rank in asked.ranks if rank != 0}
         # These ranks have just reported, so a short wait is enough: one that does not answer died.
         soon_s = self.kv.now_s() + margin_s(self.deadline_s)
         notes = self.kv.wait_all(names, min(soon_s, self._until_s(round_, _COMMITTED)))
-        shown = {names[name]: note for name, note in notes.items()}
         self.kv.remove(names)
-        return shown | ({0: round_.answer_to(asked)} if 0 in asked.ranks else {})
+        decode = msgspec.msgpack.Decoder(dict[str, bytes]).decode
+        answers = {names[name]: decode(note) for name, note in notes.items()}
+        if 0 in asked.ranks:
+            answers[0] = round_.answer_to(asked.shared)
+        return differences.names_that_differ(asked, answers)
 
     def _tell(self, round_: Round, reason: str) -> None:
         if not round_.number or self._posted != round_.number:
@@ -519,18 +486,11 @@ class Member(Participant):
 
     It finds the save of its own step under `now`; if several saves have that step, it takes the
     first that it has not joined. If ranks save different steps, the save of the lower step fails at
-    once: a rank that skipped a save is back in sync at the higher step. A step that no other rank
-    saves is an error and fails after a grace period of seconds, whichever rank made it.
+    once: a rank that skipped a save is back in sync at the higher step.
     """
 
-    _passed_by: CurrentRound | None = None
-    """The save of a higher step that rank 0 led when this rank last saved another step."""
-    _passed_with, _passed_s = 0, 0.0
-    """The step of this rank's save at that moment, and its time (monotonic)."""
-    _alone_s = math.inf
-    """Deadline (monotonic) after which this rank abandons a step that rank 0 does not save."""
-    _answered = ""
-    """The key of this rank's last answer to a question of rank 0."""
+    _passed = 0
+    """The number of the last save of a higher step for which this rank gave up its own."""
     _left: tuple[str, ...] = ()
     """Keys of receipts of this rank's group, removed once a summary is published."""
 
@@ -549,7 +509,7 @@ class Member(Participant):
         if groups.leader_of(me) == me:
             summary = self._summary(round_, groups, mine, round_.global_layout)
             self.kv.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
-            left, self._left = self._left, ()
+            left, self._left = self._left, tuple(round_.key(f"r/{n}") for n in groups.group_of(me))
             self.kv.remove(left)
 
         def look() -> Decision | None:
@@ -580,60 +540,40 @@ class Member(Participant):
             now = self._now()
             if now is not None and now.number > self.known:
                 self._check_missed(round_, now)
-                if now.step == round_.step:
+                if self._fits(round_, now):
                     return now
-                self._part_ways(round_, now)
-            elif now is not None and self.kv.now_s() >= self._alone_s:
-                raise GivenUp(_apart(now, round_))
             if round_.problem:
                 why = self._trouble(round_.problem)
                 self.global_layouts.refuse(round_.step, self.known, why)
             self._join_layouts()
             return None
 
-        self._alone_s = math.inf
         now = self.kv.until(look, self._until_s(round_, _BEGUN))
         if now is None:
             raise self._absent(round_, [self.global_layouts.last_of(0)])
         self.known = round_.number = now.number
-        self._passed_by = None
         round_.groups, round_.place = Groups(self.rank.ranks, now.group_size), now.place
         if now.place is None:
             raise GivenUp(now.problem)
         return now.place, round_.groups
 
-    def _part_ways(self, round_: Round, now: CurrentRound) -> None:
-        """Handle rank 0's save of another step; raise `GivenUp` if this rank's save has to fail."""
-        if now.step > round_.step:
-            if self._passed_by is None or self._passed_by.number != now.number:
-                # Rank 0 may have skipped this step; this rank's next save may then match.
-                self._passed_by, self._passed_with = now, round_.step
-                self._passed_s = self.kv.now_s()
-                raise GivenUp(_apart(now, round_))
-            self._refuse(now, round_.step)
-        elif self._alone_s < math.inf:  # rank 0 has moved on to yet another step
-            raise GivenUp(_apart(now, round_))
-        elif now.place is None or self.kv.look(f"s/{now.number}/decision"):
-            self.known = now.number  # it is over; rank 0 may reach this step next
-        else:
-            self._alone_s = self.kv.now_s() + grace_s(self.deadline_s)
-            self._refuse(now, round_.step)
-
-    def rest_s(self) -> float | None:
-        if self._passed_by is None or self._passed_by.number <= self.known:
-            return None
-        return max(self._passed_s + grace_s(self.deadline_s) - self.kv.now_s(), 0)
-
-    def look_up(self) -> None:
-        if self._passed_by is not None:
-            self._refuse(self._passed_by, self._passed_with)
-
-    def _refuse(self, now: CurrentRound, step: int) -> None:
-        """Notify rank 0, once, that this rank will not take part in its save."""
-        self.known, self._passed_by = now.number, None
-        reason = f"rank {self.rank.number} saves step {step} and not {now.step}"
-        log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, reason, SAME_STEPS)
-        self.kv.put(f"s/{now.number}/failed", f"{reason}; {SAME_STEPS}".encode())
+    def _fits(self, round_: Round, now: CurrentRound) -> bool:
+        """Return whether rank 0's save is this rank's. Raise `GivenUp` if this rank's save has to
+        fail, and refuse rank 0's if this rank will not join it."""
+        is_passed = now.number == self._passed
+        is_over = now.place is None or self.kv.look(f"s/{now.number}/decision") is not None
+        if now.step == round_.step and not (is_passed and is_over):
+            return True
+        if now.step > round_.step and not is_passed:
+            # Rank 0 may have skipped this step; this rank's next save may then match.
+            self._passed = now.number
+            raise GivenUp(f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}")
+        self.known = now.number
+        if not is_over:
+            reason = f"rank {self.rank.number} saves step {round_.step} and not {now.step}"
+            log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, reason, SAME_STEPS)
+            self.kv.put(f"s/{now.number}/failed", f"{reason}; {SAME_STEPS}".encode())
+        return False
 
     def _now(self) -> CurrentRound | None:
         note = self.kv.look("now")
@@ -642,25 +582,12 @@ class Member(Participant):
     def _check_missed(self, round_: Round, now: CurrentRound) -> None:
         """Raise `GivenUp` with the reason if rank 0 has finished this save without this rank."""
         # A save that this rank has refused or given way to does not count as missed.
-        known = max(self.known, 0 if self._passed_by is None else self._passed_by.number)
+        known = max(self.known, self._passed)
         for past in now.past:
             if past.step == round_.step and past.number > known:
                 self.known = past.number
                 late = f"rank {self.rank.number} did not take part and was late"
                 raise GivenUp(past.reason or f"{late}; {SAME_STEPS}")
-
-    def _summary(
-        self, round_: Round, groups: Groups, mine: Receipt, global_layout: GlobalLayout
-    ) -> Summary:
-        """Collect the receipts of this rank's group and sum them up."""
-        me = self.rank.number
-        others = groups.group_of(me)[1:]
-        self._left += tuple(round_.key(f"r/{rank}") for rank in groups.group_of(me))
-        names = [f"r/{rank}" for rank in others]
-        notes = self._gather(round_, names, self._until_s(round_, _SUMMARISED))
-        decode = msgspec.msgpack.Decoder(Receipt).decode
-        receipts = {me: mine} | {rank: decode(notes[f"r/{rank}"]) for rank in others}
-        return summarise(receipts, global_layout)
 
     def _listen(self, round_: Round) -> None:
         decision = self._heard(round_)
@@ -674,10 +601,10 @@ class Member(Participant):
             decision = msgspec.msgpack.decode(note, type=Decision)
             if (asked := decision.asks) is None:
                 return decision
-            name = round_.answer_key(asked, self.rank.number)
-            if self.rank.number in asked.ranks and self._answered != name:
-                self._answered = name
-                self.kv.put(name, round_.answer_to(asked))
+            if self.rank.number in asked.ranks and not round_.has_answered:
+                round_.has_answered = True
+                answer = msgspec.msgpack.encode(round_.answer_to(asked.shared))
+                self.kv.put(round_.key(f"v/{self.rank.number}"), answer)
         now = self._now()
         if now is None or now.number <= round_.number:
             return None
@@ -686,7 +613,3 @@ class Member(Participant):
             if past.number == round_.number:
                 return Decision(reason=past.reason)
         return Decision(reason=f"rank {self.rank.number} was not told its outcome in time")
-
-
-def _apart(now: CurrentRound, round_: Round) -> str:
-    return f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}"

@@ -8,7 +8,6 @@ Before the first save, the ranks agree on a random key prefix for this job insta
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -20,7 +19,7 @@ from laststep.codecs.digests import digest
 from laststep.commit.differences import Comparing
 from laststep.commit.layouts import GlobalLayouts
 from laststep.commit.rounds import Leader, Member, Participant, Round
-from laststep.errors import LaststepError, StorageError, UsageError
+from laststep.errors import StorageError, UsageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
 from laststep.ranks.group import RankGroup, Ranks, ranks_per_node
@@ -99,9 +98,7 @@ class CommitThread:
         assert prepared.write_shard is not None  # noqa: S101 (set whenever there are several ranks)
         global_layout = prepared.write_shard.global_layout
         round_ = Round(save.step, save, global_layout)
-        round_.contained = self._comparing.begin(
-            save.handle, taken, global_layout, self.rank.number
-        )
+        round_.replicas = self._comparing.begin(save.handle, taken, global_layout, self.rank.number)
         seal = functools.partial(round_.seal, rank=self.rank.number)
         self._client.begin(save, prepared.plan, functools.partial(taken.seal, prepared, seal))
         self._enter(round_)
@@ -133,7 +130,7 @@ class CommitThread:
     # -- on the commit thread ---------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (round_ := self._next()) is not None:
+        while (round_ := self._rounds.get()) is not None:
             try:
                 self._participant.go_through(round_)
             except BaseException as error:
@@ -143,20 +140,6 @@ class CommitThread:
                         round_.save.failed(StorageError("a commit failed", found=repr(error)))
                     raise
             self._ended += 1
-
-    def _next(self) -> Round | None:
-        """Return the next save, or None at the end. While waiting, refuse saves of rank 0 that this
-        rank will not join (`look_up`)."""
-        while True:
-            try:
-                return self._rounds.get(timeout=self._participant.rest_s())
-            except queue.Empty:
-                # If this fails, the other ranks find out at their deadline.
-                with (
-                    threads.outlasting(log, "the other ranks are told late"),
-                    contextlib.suppress(LaststepError),
-                ):
-                    self._participant.look_up()
 
 
 _made: Counter[str] = Counter()

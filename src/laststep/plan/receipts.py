@@ -2,8 +2,8 @@
 
 Pure. Every rank posts a receipt. The first rank of each group sums up its group, and rank 0 sums up
 the groups; the result does not depend on how ranks are grouped. Jobs of more than 256 ranks are
-grouped, so that no rank hears from more than a few hundred others. Replicas that should be equal
-are compared by digest.
+grouped, so that no rank hears from more than a few hundred others. What ranks should hold alike is
+compared by digest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from laststep.codecs.digests import DIGEST_BYTES
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes, spans_of
 from laststep.plan.layouts import Replicas, digest_of, encode_local_layout
 
@@ -57,42 +56,32 @@ def cut(ranks: int, per_node: int = 1) -> Groups:
     return Groups(ranks, min(nodes * per_node, ranks))
 
 
-NAMED = 4
-"""At most this many ranks whose contents differ from what is stored are asked for the tensors."""
+class Shared(NamedTuple):
+    """Something that several ranks should hold alike: the plain values of an item on the ranks of a
+    layout group, or a set of tensors (`held_alike`)."""
+
+    number: int
+    """The number of the layout group, or of the set of tensors."""
+    item: str = ""
+    """The item whose plain values these are; "" for tensors."""
+    ways: bytes = b""
+    """A digest of how each tensor was digested: only equal ways can be compared."""
 
 
-class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks with equal contents: the first few, and their number."""
-
-    digest: bytes
-    ranks: tuple[int, ...]
-    count: int
-
-    @property
-    def ways(self) -> bytes:
-        """A digest of how they digested; only ranks with the same can be compared."""
-        return self.digest[:DIGEST_BYTES]
-
-    def plus(self, more: EqualRanks) -> EqualRanks:
-        ranks = tuple(sorted((*self.ranks, *more.ranks))[:NAMED])
-        return EqualRanks(digest=self.digest, ranks=ranks, count=self.count + more.count)
-
-
-Seen = dict[int, tuple[EqualRanks, ...]]
-"""Contents seen on ranks, by the number of the set of tensors."""
+Seen = dict[Shared, dict[bytes, int]]
+"""Digests of the contents, each with the first rank that has it. Only two are kept of each: that is
+enough to find ranks that differ."""
 
 
 class ReplicatedTensors(NamedTuple):
-    """Tensors that the ranks of the same layout groups hold, and the lowest of these ranks, which
-    stores them."""
+    """Tensors that the ranks of the same layout groups hold."""
 
     layout_groups: tuple[int, ...]
     keys: tuple[Key, ...]
-    lowest: int
 
 
 def held_alike(global_layout: GlobalLayout) -> tuple[ReplicatedTensors, ...]:
-    """Return everything that should be equal on several ranks, in the same order everywhere."""
+    """Return all tensors that should be equal on several ranks, in the same order everywhere."""
     holders: dict[Key, list[int]] = {}
     for number, alike in enumerate(global_layout.layout_groups):
         for item in alike.local_layout:
@@ -103,32 +92,13 @@ def held_alike(global_layout: GlobalLayout) -> tuple[ReplicatedTensors, ...]:
     for key, numbers in holders.items():
         if sum(len(global_layout.layout_groups[number].ranks) for number in numbers) > 1:
             held.setdefault(tuple(numbers), []).append(key)
-    return tuple(
-        ReplicatedTensors(
-            numbers,
-            tuple(keys),
-            min(global_layout.layout_groups[number].ranks[0] for number in numbers),
-        )
-        for numbers, keys in held.items()
-    )
+    return tuple(ReplicatedTensors(numbers, tuple(keys)) for numbers, keys in held.items())
 
 
-def seen_by(many: Iterable[Seen]) -> Seen:
-    """Merge the reports of several ranks."""
-    merged: dict[int, dict[bytes, EqualRanks]] = {}
-    for seen in many:
-        for number, equals in seen.items():
-            known = merged.setdefault(number, {})
-            for equal in equals:
-                before = known.get(equal.digest)
-                known[equal.digest] = equal if before is None else before.plus(equal)
-    return {number: tuple(known.values()) for number, known in merged.items()}
+class Differing(msgspec.Struct, frozen=True, kw_only=True):
+    """Two ranks that do not hold the same."""
 
-
-class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Two ranks whose plain values of an item differ."""
-
-    item: str
+    shared: Shared
     ranks: tuple[int, int]
 
 
@@ -140,25 +110,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The number of its layout group in that global layout."""
     written: WrittenIndexes = WrittenIndexes()
     items: tuple[ItemRecord, ...] = ()
-    trees: dict[str, bytes] = {}
-    """Digests of the plain values of items that ranks share."""
-    replicas: dict[int, bytes] = {}
-    """Digests of the replicas that should be equal, if they are compared."""
+    contents: dict[Shared, bytes] = {}
+    """Digests of what other ranks should hold alike; those of tensors only if they are compared."""
     problem: str = ""
-
-
-class Trees(msgspec.Struct, frozen=True, kw_only=True):
-    """The digests of a rank's plain values."""
-
-    rank: int
-    trees: dict[str, bytes]
-
-    def differs(self, other: Trees) -> Differing | None:
-        """Return an item whose values differ on another rank of the same layout group, if any."""
-        for name, tree in self.trees.items():
-            if other.trees.get(name) != tree:
-                return Differing(item=name, ranks=(self.rank, other.rank))
-        return None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,41 +120,36 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     global_layouts: tuple[tuple[bytes, int], ...]
     """The global layouts that ranks assume, each with the first rank that does."""
-    trees: dict[int, Trees]
-    """The plain values of each layout group, as its first rank in this group has them."""
     items: tuple[ItemRecord, ...]
     written: WrittenIndexes = WrittenIndexes()
-    replicas: Seen = {}
-    differing: Differing | None = None
+    seen: Seen = {}
 
 
 def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> Summary:
     """Sum up the receipts of a group, by rank, under the global layout that the summing rank
     assumes."""
     global_layouts: dict[bytes, int] = {}
-    firsts: dict[int, Trees] = {}
+    seen: Seen = {}
     written = WrittenIndexes()
-    differing = None
     in_order = sorted(receipts.items())
     for rank, receipt in in_order:
         written = written.plus(receipt.written)
         global_layouts.setdefault(receipt.global_layout, rank)
         if receipt.global_layout == global_layout.digest:
-            trees = Trees(rank=rank, trees=receipt.trees)
-            first = firsts.setdefault(global_layout.layout_group_of[rank], trees)
-            differing = differing or first.differs(trees)
-    seen = seen_by(
-        {n: (EqualRanks(digest=sums, ranks=(rank,), count=1),) for n, sums in own.replicas.items()}
-        for rank, own in in_order
-    )
+            for shared, content in receipt.contents.items():
+                _see(seen, shared, content, rank)
     return Summary(
         global_layouts=tuple(global_layouts.items()),
-        trees=firsts,
         items=_added_up(item for _, receipt in in_order for item in receipt.items),
         written=written,
-        replicas=seen,
-        differing=differing,
+        seen=seen,
     )
+
+
+def _see(seen: Seen, shared: Shared, content: bytes, rank: int) -> None:
+    ranks = seen.setdefault(shared, {})
+    if len(ranks) < 2:
+        ranks.setdefault(content, rank)
 
 
 def objection_to(summaries: Sequence[Summary], global_layout: GlobalLayout) -> str | Differing:
@@ -212,15 +161,25 @@ def objection_to(summaries: Sequence[Summary], global_layout: GlobalLayout) -> s
                 f"rank {rank} describes the state differently than rank 0 expected; the ranks "
                 "exchange layouts again, and the next save works"
             )
-    firsts: dict[int, Trees] = {}
+    differing = _differing(summaries)
+    return next((found for found in differing if found.shared.item), "")
+
+
+def diverged(summaries: Sequence[Summary]) -> Differing | None:
+    """Return two ranks whose replicas of tensors differ, if there are any."""
+    return next((found for found in _differing(summaries) if not found.shared.item), None)
+
+
+def _differing(summaries: Sequence[Summary]) -> list[Differing]:
+    seen: Seen = {}
     for summary in summaries:
-        if summary.differing is not None:
-            return summary.differing
-        for number, trees in summary.trees.items():
-            differing = firsts.setdefault(number, trees).differs(trees)
-            if differing is not None:
-                return differing
-    return ""
+        for shared, contents in summary.seen.items():
+            for content, rank in contents.items():
+                _see(seen, shared, content, rank)
+    pairs = ((shared, tuple(contents.values())) for shared, contents in seen.items())
+    return [
+        Differing(shared=shared, ranks=(ranks[0], ranks[1])) for shared, ranks in pairs if ranks[1:]
+    ]
 
 
 def _added_up(parts: Iterable[ItemRecord]) -> tuple[ItemRecord, ...]:
