@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
     from laststep.flush.saves import Save
 
-NODE = 8
 DCP_RANKS = 512
 """DCP's planner takes too long for more ranks than these."""
 
@@ -98,7 +97,7 @@ def _measure(kind: str, ranks: int) -> dict[str, Any]:
     global_layout = _agreed(job)
     receipts = _receipts(job, global_layout)
     notes = list(map(msgspec.msgpack.encode, receipts))
-    groups = cut(ranks, NODE)
+    groups = cut(ranks)
 
     def notes_of(leader: int) -> dict[int, bytes]:
         return {rank: notes[rank] for rank in groups.group_of(leader)}

@@ -332,10 +332,8 @@ class SimulatedRank:
         self.kv = kv = MemoryBoard(job.clock, job.notes, self.comes_to)
         rank = Rank(number, job.groups.ranks)
         self.global_layouts = GlobalLayouts(rank, kv, deadline_s=DEADLINE_S)
-        shared = (rank, kv, self.flusher, self.global_layouts, job.store, DEADLINE_S)
-        self._participant: Participant = (
-            Leader(*shared, job.groups, Bus()) if number == 0 else Member(*shared)
-        )
+        shared = (rank, kv, self.flusher, self.global_layouts, job.store, DEADLINE_S, job.groups)
+        self._participant: Participant = Leader(*shared, Bus()) if number == 0 else Member(*shared)
         self.global_layouts.known = lambda: self._participant.known
 
     def comes_to(self, name: str) -> None:

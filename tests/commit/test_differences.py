@@ -60,7 +60,9 @@ def test_the_first_value_that_differs_is_named(one: object, other: object, where
 
 def test_how_many_more_differ_is_told() -> None:
     message = said(dict.fromkeys("abcdef", 1), dict.fromkeys("abcdef", 0))
-    assert message.startswith("extra/a, extra/b, extra/c and 3 more differs between rank 1 and rank 3")
+    assert message.startswith(
+        "extra/a, extra/b, extra/c and 3 more differs between rank 1 and rank 3"
+    )
 
 
 def test_a_rank_that_shows_nothing_leaves_the_item_named() -> None:

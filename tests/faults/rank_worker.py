@@ -142,7 +142,7 @@ class Ahead:
 def pretend(group: int | None, *, folders: bool) -> None:
     """Have groups of so many ranks, and folders for the files of two, as only large jobs have."""
     if group is not None:
-        teaming.cut = lambda ranks, per_node: Groups(ranks, group)
+        teaming.cut = lambda ranks: Groups(ranks, group)
     if folders:
         index_format.FLAT_RANKS, index_format._RANKS_PER_FOLDER = 2, 2
 

@@ -71,7 +71,7 @@ def fsdp2(run: str) -> None:
 
 def groups(run: str) -> None:
     """The same by four ranks that report in groups of two, as those of large jobs do."""
-    teaming.cut = lambda ranks, per_node: Groups(ranks, 2)
+    teaming.cut = lambda ranks: Groups(ranks, 2)
     fsdp2(run)
 
 

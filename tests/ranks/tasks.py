@@ -388,7 +388,7 @@ def save_stages(run: str, size: int, stages: list[int]) -> tuple[str, list[int]]
     learning rate for once."""
     rank, cut = dist.get_rank(), teaming.cut
     schedule = {"at": {"lr": 0.3 if rank == 3 else 0.1}, "n": 1}
-    teaming.cut = lambda ranks, per_node: Groups(ranks, size)
+    teaming.cut = lambda ranks: Groups(ranks, size)
     try:
         with opened(run, model={f"stage{stages[rank]}": torch.ones(3)}, schedule=schedule) as c:
             _, message = kinds(lambda: c.save(1).wait())

@@ -66,9 +66,6 @@ class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
     place: AttemptName | None
     problem: str
     past: tuple[EndedRound, ...]
-    group_size: int
-    """The number of ranks per group. Rank 0 decides it, since nodes differ in size and in what
-    their ranks know."""
 
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from laststep.events import Bus
     from laststep.flush.client import Client
     from laststep.flush.saves import Save
-    from laststep.format.manifest import LayoutGroupRecord
     from laststep.plan.layouts import GlobalLayout
     from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
@@ -92,9 +91,8 @@ class Round:
     problem: str = ""
     """The reason why this rank takes no part."""
     number: int = 0
-    """Rank 0's number of this save; known together with the next two fields."""
+    """Rank 0's number of this save; a member knows it together with `place`."""
     place: AttemptName | None = None
-    groups: Groups | None = None
     began_s: float = 0.0
     """The time at which this rank started to take part (monotonic)."""
     own_s: float = 0.0
@@ -137,8 +135,11 @@ class Participant:
     global_layouts: GlobalLayouts
     store: Store
     deadline_s: float
+    groups: Groups
     known: int = field(default=0, init=False)
     """The number of the last save of rank 0 that this rank led, joined or refused."""
+    _left: tuple[str, ...] = field(default=(), init=False)
+    """Keys of the previous save that this rank removes."""
 
     def go_through(self, round_: Round) -> None:
         """Take part in a save; it is over when this returns, committed or not."""
@@ -293,37 +294,29 @@ class Participant:
         late = [name for key, name in keys.items() if key not in notes]
         if late:
             self._listen(round_)
-            raise self._absent(round_, self._missing(round_, late))
+            raise self._absent(round_, [self._reporter(name) for name in late])
         return {keys[key]: note for key, note in notes.items()}
 
-    def _summary(
-        self, round_: Round, groups: Groups, mine: Receipt, global_layout: GlobalLayout
-    ) -> Summary:
+    def _summary(self, round_: Round, mine: Receipt, global_layout: GlobalLayout) -> Summary:
         """Collect the receipts of this rank's group and sum them up."""
         me = self.rank.number
-        names = {f"r/{rank}": rank for rank in groups.group_of(me) if rank != me}
+        names = {f"r/{rank}": rank for rank in self.groups.group_of(me) if rank != me}
         notes = self._gather(round_, list(names), self._until_s(round_, _SUMMARISED))
         decode = msgspec.msgpack.Decoder(Receipt).decode
         others = {rank: decode(notes[name]) for name, rank in names.items()}
         return receipts.summarise({me: mine, **others}, global_layout)
 
-    def _missing(self, round_: Round, late: Sequence[str]) -> list[str]:
-        """Describe the ranks that have not reported. If the summary of a group is missing, these
-        are the ranks that its leader waits for, or the leader itself."""
-        last_of, missing = self.global_layouts.last_of, []
-        for name in late:
-            kind, _, number = name.partition("/")
-            if kind == "r" or round_.groups is None:
-                missing.append(last_of(int(number)))
-                continue
-            group = round_.groups.group_of(int(number))
-            there = self.kv.look_all(round_.key(f"r/{rank}") for rank in group)
-            silent = [rank for rank in group if round_.key(f"r/{rank}") not in there]
-            missing += map(last_of, silent)
-            if not silent:
-                whose = f"which speaks for ranks {group[0]} to {group[-1]}"
-                missing.append(f"{last_of(group[0])}, {whose},")
-        return missing
+    def _reporter(self, name: str) -> str:
+        """Return the rank, and the group for which it speaks, that should have left this key."""
+        kind, _, number = name.partition("/")
+        group, rank = self.groups.group_of(int(number)), self.global_layouts.last_of(int(number))
+        return rank if kind == "r" else f"{rank}, which speaks for ranks {group[0]} to {group[-1]},"
+
+    def _tidy(self, round_: Round, names: Sequence[str] = ()) -> None:
+        """Remove keys of the previous save; these and the receipts of this rank's group are next."""
+        left, group = self._left, self.groups.group_of(self.rank.number)
+        self._left = tuple(map(round_.key, (*names, *(f"r/{rank}" for rank in group))))
+        self.kv.remove(left)
 
     def _await_flusher(self, save: Save, until_s: float | None = None) -> None:
         """Wait until the flusher has reported a decided save's outcome or has died."""
@@ -336,7 +329,6 @@ class Participant:
 class Leader(Participant):
     """Rank 0 in the commit of saves: it numbers them, collects the receipts and decides."""
 
-    groups: Groups
     bus: Bus
     _number: int = field(default_factory=lambda: time.time_ns() // 1_000_000, init=False)
     """The number of the last save that this rank led. It starts at the current time in ms, so that
@@ -345,29 +337,22 @@ class Leader(Participant):
     _posted: int = field(default=0, init=False)
     """The number of the last save that was published to the other ranks."""
     _past: deque[EndedRound] = field(default_factory=lambda: deque(maxlen=_PAST), init=False)
-    _before: list[str] = field(default_factory=list, init=False)
-    """Keys of the previous save, removed when the next one is decided."""
-    _layout_groups: tuple[GlobalLayout | None, tuple[LayoutGroupRecord, ...]] = field(
-        default=(None, ()), init=False
-    )
 
     def _take_part(self, round_: Round) -> None:
         """Lead a save until it is committed or aborted, and publish the outcome."""
-        round_.groups = self.groups
+        self._number += 1
+        round_.number = self.known = self._number
         round_.place = self._begun(round_)
-        round_.number = self._next_number()
         save, global_layout = round_.save, round_.global_layout
         if round_.place is None or save is None or global_layout is None:
-            reason = self._trouble(self._own_receipt(round_).problem)
-            self._post(round_, problem=reason)
-            self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
+            self._tell(round_, self._trouble(self._own_receipt(round_).problem))
             return
         self._post(round_)
         mine = self._own_receipt(round_)
         if mine.problem:
             self._tell(round_, self._trouble(mine.problem))
             return
-        summaries = [self._summary(round_, self.groups, mine, global_layout)]
+        summaries = [self._summary(round_, mine, global_layout)]
         names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
         notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
         decode = msgspec.msgpack.Decoder(Summary).decode
@@ -390,11 +375,6 @@ class Leader(Participant):
             objection = self._trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find the outcome in the run
             self._tell(round_, objection)
-
-    def _next_number(self) -> int:
-        self._number += 1
-        self.known = self._number
-        return self._number
 
     def _warn(self, round_: Round, reason: str) -> None:
         self._tell(round_, reason)
@@ -424,14 +404,11 @@ class Leader(Participant):
             place=None if problem else round_.place,
             problem=problem,
             past=tuple(self._past),
-            group_size=self.groups.size,
         )
         self.kv.put("now", msgspec.msgpack.encode(now))
         self._posted = round_.number
 
     def _commit(self, save: Save, global_layout: GlobalLayout, summaries: list[Summary]) -> None:
-        if self._layout_groups[0] is not global_layout:
-            self._layout_groups = (global_layout, receipts.layout_groups_of(global_layout))
         written = WrittenIndexes()
         for summary in summaries:
             written = written.plus(summary.written)
@@ -440,7 +417,7 @@ class Leader(Participant):
                 save=save.number,
                 items=receipts.items_of(summaries, global_layout),
                 written=written,
-                layout_groups=self._layout_groups[1],
+                layout_groups=receipts.layout_groups_of(global_layout),
                 ranks=self.rank.ranks,
             )
         )
@@ -467,17 +444,12 @@ class Leader(Participant):
         return differences.names_that_differ(asked, answers)
 
     def _tell(self, round_: Round, reason: str) -> None:
-        if not round_.number or self._posted != round_.number:
-            # This save was never published: publish it now, together with its outcome.
-            round_.number = round_.number or self._next_number()
+        if self._posted != round_.number:  # publish it now, together with its outcome
             self._post(round_, problem=reason)
         self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
         self.kv.put(round_.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
-        self.kv.remove(self._before)
-        names = ["decision", "failed"]
-        names += [f"r/{rank}" for rank in self.groups.group_of(0)[1:]]
-        names += [f"g/{leader}" for leader in self.groups.leaders[1:]]
-        self._before = [round_.key(name) for name in names]
+        names = ["decision", "failed", *(f"g/{leader}" for leader in self.groups.leaders[1:])]
+        self._tidy(round_, names)
 
 
 class Member(Participant):
@@ -491,26 +463,23 @@ class Member(Participant):
 
     _passed = 0
     """The number of the last save of a higher step for which this rank gave up its own."""
-    _left: tuple[str, ...] = ()
-    """Keys of receipts of this rank's group, removed once a summary is published."""
 
     def _take_part(self, round_: Round) -> None:
         save, me = round_.save, self.rank.number
-        place, groups = self._join(round_)
-        if save is not None:
+        self._join(round_)
+        if save is not None and round_.place is not None:
             self._listen(round_)  # this rank may be late: the save may be decided
             save.begin()  # the flusher must know the save before it gets its attempt
-            self.client.send(Begun(save=save.number, at=place))
+            self.client.send(Begun(save=save.number, at=round_.place))
         mine = self._own_receipt(round_)
         if mine.problem or save is None or round_.global_layout is None:
             self.kv.put(round_.key("failed"), self._trouble(mine.problem).encode())
             return
         self.kv.put(round_.key(f"r/{me}"), msgspec.msgpack.encode(mine))
-        if groups.leader_of(me) == me:
-            summary = self._summary(round_, groups, mine, round_.global_layout)
+        if self.groups.leader_of(me) == me:
+            summary = self._summary(round_, mine, round_.global_layout)
             self.kv.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
-            left, self._left = self._left, tuple(round_.key(f"r/{n}") for n in groups.group_of(me))
-            self.kv.remove(left)
+            self._tidy(round_)
 
         def look() -> Decision | None:
             decision = self._heard(round_)
@@ -533,7 +502,7 @@ class Member(Participant):
             reason = reason if reason.startswith(mine) else f"{mine} gave it up: {reason}"
             self.kv.put(round_.key("failed"), reason.encode())
 
-    def _join(self, round_: Round) -> tuple[AttemptName, Groups]:
+    def _join(self, round_: Round) -> None:
         """Wait for rank 0's save of this step; raise `GivenUp` if there will be none."""
 
         def look() -> CurrentRound | None:
@@ -552,10 +521,9 @@ class Member(Participant):
         if now is None:
             raise self._absent(round_, [self.global_layouts.last_of(0)])
         self.known = round_.number = now.number
-        round_.groups, round_.place = Groups(self.rank.ranks, now.group_size), now.place
+        round_.place = now.place
         if now.place is None:
             raise GivenUp(now.problem)
-        return now.place, round_.groups
 
     def _fits(self, round_: Round, now: CurrentRound) -> bool:
         """Return whether rank 0's save is this rank's. Raise `GivenUp` if this rank's save has to

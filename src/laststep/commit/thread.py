@@ -22,7 +22,7 @@ from laststep.commit.rounds import Leader, Member, Participant, Round
 from laststep.errors import StorageError, UsageError
 from laststep.plan.receipts import cut
 from laststep.process import threads
-from laststep.ranks.group import RankGroup, Ranks, ranks_per_node
+from laststep.ranks.group import RankGroup, Ranks
 from laststep.ranks.key_value import KeyValueStore
 from laststep.saving.schedule import SharedNotes
 from laststep.settings import WAIT_FOR_OTHERS_S
@@ -183,8 +183,7 @@ def gather(run: RunContext, client: Client) -> CommitThread:
     # One connection per thread: the training thread must not wait for the commit thread's requests.
     key_value = [KeyValueStore(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     global_layouts = GlobalLayouts(rank, key_value[0], deadline_s=deadline_s)
-    shared = (rank, key_value[1], client, global_layouts, open_store(url), deadline_s)
-    participant: Participant = Member(*shared)
-    if rank.is_first:
-        participant = Leader(*shared, cut(rank.ranks, ranks_per_node() or 1), run.bus)
+    store, groups = open_store(url), cut(rank.ranks)
+    shared = (rank, key_value[1], client, global_layouts, store, deadline_s, groups)
+    participant = Leader(*shared, run.bus) if rank.is_first else Member(*shared)
     return CommitThread(participant, client, Comparing(run.settings.compare_replicas))

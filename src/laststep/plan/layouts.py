@@ -126,6 +126,7 @@ class LayoutGroup(NamedTuple):
 
     local_layout: LocalLayout
     ranks: tuple[int, ...]
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def agree(digests: Sequence[bytes], local_layouts: dict[bytes, LocalLayout]) -> 
     for rank, local_layout in enumerate(digests):
         members.setdefault(local_layout, []).append(rank)
     layout_groups = tuple(
-        LayoutGroup(local_layouts[local_layout], tuple(ranks))
+        LayoutGroup(local_layouts[local_layout], tuple(ranks), local_layout)
         for local_layout, ranks in members.items()
     )
     layout_group_of = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes, spans_of
-from laststep.plan.layouts import Replicas, digest_of, encode_local_layout
+from laststep.plan.layouts import Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -48,12 +48,9 @@ class Groups(NamedTuple):
         return range(first, min(first + self.size, self.ranks))
 
 
-def cut(ranks: int, per_node: int = 1) -> Groups:
-    """Return the groups of a job, without splitting nodes of `per_node` ranks."""
-    if ranks <= ONE_GROUP_RANKS:
-        return Groups(ranks, ranks)
-    nodes = max(round(math.sqrt(ranks) / per_node), 1)
-    return Groups(ranks, min(nodes * per_node, ranks))
+def cut(ranks: int) -> Groups:
+    """Return the groups of a job: about as many as there are ranks in each."""
+    return Groups(ranks, ranks if ranks <= ONE_GROUP_RANKS else round(math.sqrt(ranks)))
 
 
 class Shared(NamedTuple):
@@ -208,9 +205,6 @@ def items_of(summaries: Sequence[Summary], global_layout: GlobalLayout) -> tuple
 def layout_groups_of(global_layout: GlobalLayout) -> tuple[LayoutGroupRecord, ...]:
     """Return the layout groups as the manifest lists them."""
     return tuple(
-        LayoutGroupRecord(
-            local_layout=digest_of(encode_local_layout(layout_group.local_layout)).hex(),
-            spans=spans_of(layout_group.ranks),
-        )
-        for layout_group in global_layout.layout_groups
+        LayoutGroupRecord(local_layout=group.digest.hex(), spans=spans_of(group.ranks))
+        for group in global_layout.layout_groups
     )
