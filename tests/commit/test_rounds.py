@@ -13,7 +13,6 @@ import pytest
 from simulated import written_by
 
 from expect import names
-from laststep.commit.layouts import _Call
 from laststep.format.manifest import WrittenIndexes
 
 if TYPE_CHECKING:
@@ -257,17 +256,6 @@ def test_ranks_that_did_not_describe_one_state_can_save_when_they_do(
     job.clock.pass_s(1)
     job.begin(1, *(number for number in range(3) if number not in early))
     assert [rank.outcome() for rank in job.ranks] == ["", "", ""]
-
-
-def test_a_mismatch_that_all_know_is_not_held_against_the_next_save(simulate: Simulate) -> None:
-    """A rank may report it only when the first rank asks again, for the same step."""
-    job = simulate(3)
-    job.ranks[2].size = 5
-    assert all(names(said, "float32[5]", "2") for said in job.save(1))
-    first, late = job.ranks[0].global_layouts, job.ranks[1].global_layouts
-    call = first._say(_Call(number=first._number + 1, step=1))
-    late.refuse(1, call.led, "float32[5] on rank 2")
-    assert late.kv.look(f"a/{call.number}/refused") is None
 
 
 @pytest.mark.parametrize("group", [None, 2])

@@ -1,13 +1,13 @@
 """Agree on a global layout: collect the local layouts of all ranks through the key-value store.
 
 1. Rank 0 starts a call: it numbers its calls and keeps the latest under the key `a/now`.
-2. While the call is open, each rank puts the digest of its local layout at `a/<number>/<rank>`.
+2. While the call is open, each rank puts the digest of its local layout at `a/<number>/<rank>`,
+   or the reason for which it takes no part in the save behind the call.
 3. Rank 0 settles the call under the same key, with the digests of all ranks or a problem.
 4. The lowest rank of each layout group puts the local layout at `t/<digest>`. A rank that has
    all of them has agreed.
 5. A rank whose layout does not match a settled call requests another one at `a/<number>/again`.
-6. A rank that takes no part in the save behind a call puts the reason at `a/<number>/refused`.
-7. A rank whose own layout has not changed answers, or starts a call, in the background, while one
+6. A rank whose own layout has not changed answers, or starts a call, in the background, while one
    of its saves is in progress.
 
 No number is used twice, and no rank relies on having seen an earlier call: if a key is lost, the
@@ -19,7 +19,6 @@ save that needed it fails, and the next call recovers.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -68,9 +67,6 @@ class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
     past: tuple[EndedRound, ...]
 
 
-log = logging.getLogger(__name__)
-
-
 _GRACE_S = 2.0
 """Time that a rank that sees a call waits for its own next save before it answers from the
 background thread. Usually the layouts of all ranks change at the same step."""
@@ -98,9 +94,7 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     step: int | None = None
-    """The step of the save that needs this call, the first save after number `led`; None if
-    unknown."""
-    led: int = 0
+    """The step of the save that needs this call; None if it is another rank's."""
     digests: bytes = b""
     problem: str = ""
 
@@ -111,6 +105,13 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 
 class _CalledAnew(Exception):
     """Rank 0 has abandoned this call and started another."""
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's answer to a call: the digest of its local layout, or why it takes no part."""
+
+    digest: bytes = b""
+    refusal: str = ""
 
 
 class GlobalLayouts:
@@ -135,13 +136,9 @@ class GlobalLayouts:
         self._called_s: float | None = None
         self._refused = 0
         """The last call that this rank refused."""
-        self._all_disagreed = False
-        """True if the last call ended in a mismatch, which every rank detects by itself."""
         self.known: Callable[[], int | None] = lambda: None
         """Returns the number of rank 0's last save that this rank has finished; None while a save
         of this rank is in progress. A higher number belongs to the next save."""
-        self._on_some: dict[str, list[int]] = {}
-        """The items on only some ranks that have already been logged."""
 
     def on(self, local_layout: LocalLayout, step: int) -> GlobalLayout:
         """Return the global layout for a save of `step`, given this rank's local layout. Waits for
@@ -181,21 +178,16 @@ class GlobalLayouts:
         finally:
             self._lock.release()
 
-    def refuse(self, step: int, known: int, why: str) -> None:
-        """Refuse rank 0's call, because this rank does not take part in its own save of `step`.
-        Does nothing unless rank 0 is waiting for this rank's layout for that step and has led no
-        save after number `known`."""
+    def refuse(self, step: int, why: str) -> None:
+        """Answer a call for a save of `step`, in which this rank takes no part, with the reason. A
+        rank that has a global layout answers it as usual."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # A rank that has a global layout answers the call anyway. After a mismatch, rank 0
-            # waits for no rank: a call that is open now belongs to its next save.
-            if self._global_layout is not None or self._all_disagreed:
-                return
-            call = self._latest()
-            if call and call.step == step and call.led <= known and call.number > self._refused:
+            call = None if self._global_layout is not None else self._latest()
+            if call and call.is_open and call.step == step and call.number > self._refused:
                 self._refused = call.number
-                self.kv.put(f"a/{call.number}/refused", why.encode())
+                self._answer(call, _Answer(refusal=why))
         finally:
             self._lock.release()
 
@@ -205,18 +197,16 @@ class GlobalLayouts:
         return f"rank {rank} ({f'last seen at {last.decode()}' if last else 'not seen before'})"
 
     def _agree(self, step: int | None) -> GlobalLayout:
-        self._global_layout, self._all_disagreed, began_s = None, False, self.kv.now_s()
+        self._global_layout, began_s = None, self.kv.now_s()
         mine = digest_of(self._data)
+        settle = self._lead if self._rank.is_first else self._follow
         while self._global_layout is None:
-            settle = self._lead if self._rank.is_first else self._follow
             call = settle(mine, step, began_s)
             with contextlib.suppress(_CalledAnew):
-                self._global_layout = self._agreed(call, mine, step, began_s)
-        if self._rank.is_first:
-            self._tell_of_some(self._global_layout)
+                self._global_layout = self._agreed(call, mine, began_s)
         return self._global_layout
 
-    def _agreed(self, call: _Call, mine: bytes, step: int | None, began_s: float) -> GlobalLayout:
+    def _agreed(self, call: _Call, mine: bytes, began_s: float) -> GlobalLayout:
         """Return the global layout of a settled call, after fetching the missing local layouts."""
         digests = _cut(call.digests)
         if digests.index(mine) == self._rank.number:
@@ -227,16 +217,11 @@ class GlobalLayouts:
         }
         until_s = began_s + self._deadline_s + margin_s(self._deadline_s)
 
-        def listen() -> None:
-            try:
-                self._listen(call, step)
-            except AbortedError:
-                # Rank 0 may have refused because of these layouts. If they have arrived since
-                # the last look, this rank finds the same difference and reports it itself.
-                if len(self.kv.look_all(new)) < len(new):
-                    raise
+        def look() -> None:
+            if (now := self._latest()) is not None and now.number != call.number:
+                raise _CalledAnew
 
-        notes = self.kv.wait_all(new, until_s, meanwhile=listen)
+        notes = self.kv.wait_all(new, until_s, meanwhile=look)
         for note, local_layout in new.items():
             if note not in notes:
                 raise AbortedError(
@@ -249,29 +234,8 @@ class GlobalLayouts:
         try:
             return agree(digests, self._local_layouts)
         except MismatchError:
-            self._answered, self._all_disagreed = 0, True
+            self._answered = 0
             raise
-
-    def _tell_of_some(self, global_layout: GlobalLayout) -> None:
-        """Log once which items only some ranks have: it may be intended or an oversight. Pipeline
-        stages do not count: every stage has the same item, with different tensors."""
-        holders: dict[str, list[int]] = {}
-        for layout_group in global_layout.layout_groups:
-            for item in layout_group.local_layout:
-                holders.setdefault(item.name, []).extend(layout_group.ranks)
-        some = {
-            name: sorted(ranks) for name, ranks in holders.items() if len(ranks) < self._rank.ranks
-        }
-        for name in [name for name, ranks in some.items() if self._on_some.get(name) != ranks]:
-            log.info(
-                "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
-                "that has it then; pass it on all if that is not meant",
-                name,
-                len(some[name]),
-                self._rank.ranks,
-                listed(some[name]),
-            )
-        self._on_some = some
 
     def _latest(self) -> _Call | None:
         note = self.kv.look("a/now")
@@ -281,52 +245,35 @@ class GlobalLayouts:
         self.kv.put("a/now", msgspec.msgpack.encode(call))
         return call
 
-    def _listen(self, call: _Call, step: int | None) -> None:
-        """Raise `AbortedError` if a rank that the call needs has refused, `_CalledAnew` if rank 0
-        has started another call."""
-        if self._rank.is_first:
-            note = self.kv.look(f"a/{call.number}/refused")
-            why = None if note is None else note.decode()
-        else:
-            why = self._refusal_of_first(step)
-            if (now := self._latest()) is not None and now.number != call.number:
-                raise _CalledAnew
-        if why is not None:
-            raise AbortedError(why)
+    def _answer(self, call: _Call, answer: _Answer) -> None:
+        self.kv.put(f"a/{call.number}/{self._rank.number}", msgspec.msgpack.encode(answer))
 
     def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
         """Start a call as rank 0 and settle it when all ranks have answered."""
         self._number += 1  # even if the call fails: old answers must not match a new call
-        call = self._say(_Call(number=self._number))
+        call = self._say(_Call(number=self._number, step=step))
         names = [f"a/{call.number}/{rank}" for rank in range(1, self._rank.ranks)]
 
         def late(notes: Container[str]) -> list[int]:
             return [rank for rank, name in enumerate(names, 1) if name not in notes]
 
         tell = self._impatience(lambda: late(self.kv.look_all(names)))
-
-        def meanwhile() -> None:
-            nonlocal call
-            if step is not None and call.step is None and (led := self.known()) is not None:
-                call = self._say(msgspec.structs.replace(call, step=step, led=led))
-            self._listen(call, step)
-            tell()
-
-        try:
-            # The other ranks wait a bit longer, so that they still get the missing ranks' names.
-            notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
-            if len(notes) < len(names):
-                raise self._missing(late(notes))
-        except AbortedError as error:
-            self._say(msgspec.structs.replace(call, problem=error.what))
-            raise
-        digests = b"".join([mine, *(notes[name] for name in names)])
+        # The other ranks wait a bit longer, so that they still get the missing ranks' names.
+        notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=tell)
+        decode = msgspec.msgpack.Decoder(_Answer).decode
+        answers = [decode(notes[name]) for name in names if name in notes]
+        problem = next((answer.refusal for answer in answers if answer.refusal), "")
+        if not problem and len(notes) < len(names):
+            problem = self._missing(late(notes))
+        if problem:
+            self._say(msgspec.structs.replace(call, problem=problem))
+            raise AbortedError(problem)
+        digests = b"".join([mine, *(answer.digest for answer in answers)])
         return self._say(msgspec.structs.replace(call, digests=digests))
 
-    def _missing(self, ranks: Sequence[int]) -> AbortedError:
+    def _missing(self, ranks: Sequence[int]) -> str:
         nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
-        what = f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
-        return AbortedError(what)
+        return f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
 
     def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
         """Return a function to be called repeatedly; it logs the late ranks once, after a few
@@ -362,7 +309,7 @@ class GlobalLayouts:
             elif call.is_open and call.number > self._refused:
                 if answered != call.number:
                     answered = self._answered = call.number
-                    self.kv.put(f"a/{call.number}/{me}", mine)
+                    self._answer(call, _Answer(digest=mine))
             elif is_settled(call):
                 return call
             elif call.number == answered and call.problem:
@@ -382,7 +329,7 @@ class GlobalLayouts:
         until_s = began_s + self._deadline_s + margin_s(self._deadline_s) / 2
         if settled := self.kv.until(look, until_s):
             return settled
-        raise self._missing([0])
+        raise AbortedError(self._missing([0]))
 
     def _refusal_of_first(self, step: int | None) -> str | None:
         """Return why rank 0 takes no part in this rank's save of `step`, if it has said so."""

@@ -313,7 +313,7 @@ class Participant:
         return rank if kind == "r" else f"{rank}, which speaks for ranks {group[0]} to {group[-1]},"
 
     def _tidy(self, round_: Round, names: Sequence[str] = ()) -> None:
-        """Remove keys of the previous save; these and the receipts of this rank's group are next."""
+        """Remove the keys of the previous save; remember these and those of receipts."""
         left, group = self._left, self.groups.group_of(self.rank.number)
         self._left = tuple(map(round_.key, (*names, *(f"r/{rank}" for rank in group))))
         self.kv.remove(left)
@@ -512,8 +512,7 @@ class Member(Participant):
                 if self._fits(round_, now):
                     return now
             if round_.problem:
-                why = self._trouble(round_.problem)
-                self.global_layouts.refuse(round_.step, self.known, why)
+                self.global_layouts.refuse(round_.step, self._trouble(round_.problem))
             self._join_layouts()
             return None
 
