@@ -94,7 +94,9 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     step: int | None = None
-    """The step of the save that needs this call; None if it is another rank's."""
+    """The step of the save that needs this call, the first save after number `led`; None if
+    unknown."""
+    led: int = 0
     digests: bytes = b""
     problem: str = ""
 
@@ -178,14 +180,16 @@ class GlobalLayouts:
         finally:
             self._lock.release()
 
-    def refuse(self, step: int, why: str) -> None:
-        """Answer a call for a save of `step`, in which this rank takes no part, with the reason. A
+    def refuse(self, step: int, known: int, why: str) -> None:
+        """Answer a call for a save of `step`, in which this rank takes no part, with the reason;
+        not if rank 0 has led a save after number `known`, since the call is then for a later one. A
         rank that has a global layout answers it as usual."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             call = None if self._global_layout is not None else self._latest()
-            if call and call.is_open and call.step == step and call.number > self._refused:
+            is_meant = call is not None and call.is_open and call.step == step
+            if call and is_meant and call.led <= known and call.number > self._refused:
                 self._refused = call.number
                 self._answer(call, _Answer(refusal=why))
         finally:
@@ -251,15 +255,22 @@ class GlobalLayouts:
     def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
         """Start a call as rank 0 and settle it when all ranks have answered."""
         self._number += 1  # even if the call fails: old answers must not match a new call
-        call = self._say(_Call(number=self._number, step=step))
+        call = self._say(_Call(number=self._number))
         names = [f"a/{call.number}/{rank}" for rank in range(1, self._rank.ranks)]
 
         def late(notes: Container[str]) -> list[int]:
             return [rank for rank, name in enumerate(names, 1) if name not in notes]
 
         tell = self._impatience(lambda: late(self.kv.look_all(names)))
+
+        def meanwhile() -> None:
+            nonlocal call
+            if step is not None and call.step is None and (led := self.known()) is not None:
+                call = self._say(msgspec.structs.replace(call, step=step, led=led))
+            tell()
+
         # The other ranks wait a bit longer, so that they still get the missing ranks' names.
-        notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=tell)
+        notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
         decode = msgspec.msgpack.Decoder(_Answer).decode
         answers = [decode(notes[name]) for name in names if name in notes]
         problem = next((answer.refusal for answer in answers if answer.refusal), "")

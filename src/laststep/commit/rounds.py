@@ -512,7 +512,8 @@ class Member(Participant):
                 if self._fits(round_, now):
                     return now
             if round_.problem:
-                self.global_layouts.refuse(round_.step, self._trouble(round_.problem))
+                why = self._trouble(round_.problem)
+                self.global_layouts.refuse(round_.step, self.known, why)
             self._join_layouts()
             return None
 
