@@ -31,7 +31,6 @@ from laststep.errors import (
 )
 from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.memory import MemoryStore
 from laststep.storage.store import StoreEntry
 
 Save = Callable[..., str]
@@ -199,17 +198,17 @@ def test_a_replaced_checkpoint_is_deleted_before_its_replacement(run: Run, save:
     assert run.lineage()[0].folder == folders[2]
 
 
-def test_a_manifest_that_is_listed_and_cannot_be_read_does_not_hang_a_scan() -> None:
+def test_a_manifest_that_is_listed_and_cannot_be_read_does_not_hang_a_scan(tmp_path: Path) -> None:
     """Some servers and network filesystems list a file for a while after it was deleted."""
 
-    class Stale(MemoryStore):
+    class Stale(DirectoryStore):
         stale = ""
 
         def list(self, folder: str) -> list[StoreEntry]:
             gone = StoreEntry(name="manifest.json", is_folder=False, size_bytes=9, modified_s=1.0)
             return [*super().list(folder), *([gone] if folder == self.stale else [])]
 
-    store = Stale("memory://stale")
+    store = Stale(tmp_path)
     run = Run.open_or_create(store)
     store.stale = run.begin(step=5, term=run.claim_term(None), attempt=1).folder
     assert run.checkpoints() == ()

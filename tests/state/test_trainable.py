@@ -15,7 +15,7 @@ from laststep.ranks.group import Rank
 from laststep.saving.context import RunContext, memory_for
 from laststep.settings import Settings, as_keywords
 from laststep.state.items import providers_for
-from laststep.storage.memory import MemoryStore
+from laststep.storage.directory import DirectoryStore
 from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:
         laststep.trainable({"w": torch.zeros(2)})  # type: ignore[arg-type]
 
 
-def test_no_memory_is_made_ready_for_what_is_frozen() -> None:
+def test_no_memory_is_made_ready_for_what_is_frozen(tmp_path: Path) -> None:
     model, frozen_bytes = Adapted(1), 64 * 65 * 4
     late = laststep.Deferred(lambda: model, laststep.trainable)
     items = ({"model": model}, {"model": laststep.trainable(model)}, {"model": late})
@@ -141,8 +141,8 @@ def test_no_memory_is_made_ready_for_what_is_frozen() -> None:
     providers[2]["model"].describe()  # which makes it
     contexts = [
         RunContext(
-            store=MemoryStore("memory://unused"),
-            tiers=arranged("memory://unused", (), None),
+            store=DirectoryStore(tmp_path),
+            tiers=arranged(str(tmp_path), (), None),
             providers=one,
             settings=Settings(),
             rank=Rank(0, 1),

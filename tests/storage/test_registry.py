@@ -13,7 +13,6 @@ from expect import raises
 from laststep.errors import NotFoundError, UsageError
 from laststep.storage import registry
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.memory import MemoryStore
 from laststep.storage.registry import open_parent, open_store, register_store
 from waiting import PATIENCE_S
 
@@ -82,16 +81,16 @@ def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
 ) -> None:
     with pytest.raises(UsageError) as caught:
         use("ftp://bucket/run")
-    assert "file://, gs://, memory://, s3://" in caught.value.expected
+    assert "file://, gs://, s3://" in caught.value.expected
     assert "laststep.register_store('ftp', …)" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
     ("scheme", "opener"),
     [
-        ("file", MemoryStore),
-        ("", MemoryStore),
-        ("a b", MemoryStore),
+        ("file", DirectoryStore),
+        ("", DirectoryStore),
+        ("a b", DirectoryStore),
         ("x", "nowhere"),
         ("x", None),
         ("x", "__main__:open_it"),
@@ -121,8 +120,8 @@ def test_what_cannot_be_imported_says_so() -> None:
 
 
 def test_a_whole_store_has_no_parent() -> None:
-    with raises(UsageError, where="memory://here"):
-        open_parent("memory://here")
+    with raises(UsageError, where="s3://here"):
+        open_parent("s3://here")
 
 
 def test_an_installed_package_brings_its_scheme_along(
@@ -131,7 +130,7 @@ def test_an_installed_package_brings_its_scheme_along(
     point = EntryPoint(name="shelf", value=shelf, group="laststep.stores")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point])
     assert open_store(f"shelf:/{tmp_path}/run").url == f"shelf:/{tmp_path}/run"
-    with raises(UsageError, expected="file://, gs://, memory://, s3://, shelf://"):
+    with raises(UsageError, expected="file://, gs://, s3://, shelf://"):
         open_store("ftp://x")
 
 
@@ -157,10 +156,11 @@ def test_the_flushers_process_opens_a_store_of_somebody_elses(shelf: str, tmp_pa
 
 
 def test_a_store_of_this_process_alone_is_refused_for_a_flusher_of_its_own() -> None:
-    with raises(UsageError, where="memory://refused", remedy="flush='thread'"):
-        laststep.Checkpointer("memory://refused", s={"a": 1})
+    register_store("shelf", DirectoryStore)
+    with raises(UsageError, where="shelf://refused", remedy="flush='thread'"):
+        laststep.Checkpointer("shelf://refused", s={"a": 1})
 
 
 def test_what_is_written_to_a_folder_is_refused_for_a_store() -> None:
-    with raises(UsageError, found="'memory://one-off'"):
-        laststep.save({"a": 1}, "memory://one-off")
+    with raises(UsageError, found="'shm://one-off'"):
+        laststep.save({"a": 1}, "shm://one-off")

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("link/run", "file://{folder}/real/run"),
         ("primary", "real/run", "link/run"),
         ("s3://bucket/run", "S3://bucket/run/"),
-        ("memory://primary", "gs://bucket/run", "gs://bucket//run"),
+        ("shm://primary", "gs://bucket/run", "gs://bucket//run"),
     ],
 )
 def test_a_place_that_is_named_twice_is_refused(folder: Path, places: tuple[str, ...]) -> None:
@@ -63,7 +63,7 @@ def test_a_tier_in_a_folder_that_a_run_needs_for_itself_is_refused(
         ("runs/gpt", "runs/gpt-far"),
         ("runs/gpt", "runs/gpt/far"),
         ("runs/gpt/near", "runs/gpt"),
-        ("s3://bucket/run", "s3://bucket/RUN", "gs://bucket/run", "memory://bucket/run"),
+        ("s3://bucket/run", "s3://bucket/RUN", "gs://bucket/run", "az://bucket/run"),
     ],
 )
 def test_places_of_their_own_are_taken(folder: Path, places: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """The only place that opens stores, by the path of a folder or by a URL.
 
 A folder is given as a path or `file://…`. `s3://`, `gs://` and `az://` are object stores,
-`shm://name` is a folder in shared memory, and `memory://…` is memory of this process, for tests.
+`shm://name` is a folder in shared memory.
 Any other scheme belongs to a third-party store: register its opener, or install it under the entry
 point `laststep.stores`. An opener given by its import path works in every process, including the
 flusher; a callable works only in this process. This module knows nothing about the stored data.
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from laststep.errors import UsageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import absolute, scheme_of
-from laststep.storage.memory import MemoryStore
 from laststep.storage.store import Store
 
 Opener = Callable[[str], Store]
@@ -29,7 +28,7 @@ _BUILT_IN = {
     "shm": "laststep.storage.shared_memory:SharedMemoryStore",
 }
 """Openers for schemes without a registered or installed one."""
-_openers: dict[str, Opener | str] = {"memory": MemoryStore}
+_openers: dict[str, Opener | str] = {}
 
 
 def register_store(scheme: str, opener: Opener | str) -> None:
