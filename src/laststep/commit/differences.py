@@ -78,7 +78,7 @@ def describe(asked: Differing, names: list[str]) -> str:
     return f"{what} differs between rank {first} and rank {second}; {remedy}"
 
 
-class Replicas:
+class ReplicaDigests:
     """The replicated tensors of this rank, as of one save."""
 
     def __init__(self, taken: TakenState, sets: dict[int, tuple[Key, ...]]) -> None:
@@ -124,7 +124,7 @@ class Comparing:
 
     def begin(
         self, handle: SaveHandle, taken: TakenState, global_layout: GlobalLayout, rank: int
-    ) -> Replicas | None:
+    ) -> ReplicaDigests | None:
         """Return this rank's replicas if this save compares them, else None."""
         if self._mode is CompareReplicas.NEVER:
             return None
@@ -139,4 +139,4 @@ class Comparing:
             for number, held in enumerate(self._known[1])
             if mine in held.layout_groups
         }
-        return Replicas(taken, sets) if sets else None
+        return ReplicaDigests(taken, sets) if sets else None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.catalog.attempt import AttemptName
-    from laststep.commit.differences import Parts, Replicas
+    from laststep.commit.differences import Parts, ReplicaDigests
     from laststep.commit.layouts import GlobalLayouts
     from laststep.events import Bus
     from laststep.flush.client import Client
@@ -86,7 +86,7 @@ class Round:
     receipt: Receipt = field(default_factory=Receipt)
     """This rank's receipt without the fields known only at the end; filled in together with
     `trees`."""
-    replicas: Replicas | None = None
+    replicas: ReplicaDigests | None = None
     """This rank's replicas, if this save compares them."""
     problem: str = ""
     """The reason why this rank takes no part."""
