@@ -352,11 +352,7 @@ class Leader(Participant):
         if mine.problem:
             self._tell(round_, self._trouble(mine.problem))
             return
-        summaries = [self._summary(round_, mine, global_layout)]
-        names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
-        notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
-        decode = msgspec.msgpack.Decoder(Summary).decode
-        summaries += [decode(notes[name]) for name in names]
+        summaries = self._summaries(round_, mine, global_layout)
         objection = receipts.objection_to(summaries, global_layout)
         if isinstance(objection, Differing):  # the ranks publish their values only on request
             objection = differences.describe(objection, self._ask(round_, objection))
@@ -375,6 +371,15 @@ class Leader(Participant):
             objection = self._trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find the outcome in the run
             self._tell(round_, objection)
+
+    def _summaries(
+        self, round_: Round, mine: Receipt, global_layout: GlobalLayout
+    ) -> list[Summary]:
+        own = self._summary(round_, mine, global_layout)
+        names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
+        notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
+        decode = msgspec.msgpack.Decoder(Summary).decode
+        return [own, *(decode(notes[name]) for name in names)]
 
     def _warn(self, round_: Round, reason: str) -> None:
         self._tell(round_, reason)
