@@ -1,11 +1,9 @@
 """A store in a folder of a local or network filesystem.
 
-It knows nothing about checkpoints. Every name is checked before it touches the disk. Every change
-is made through a `Disk`, and never through a symbolic link below the root: the target of a link can
-be read, but does not belong to the store. A file made by `create` is either complete and durable or
-does not exist; a folder that is being deleted loses its name in one step. Direct I/O is tried on
-the first file that is opened and not again. Safe to use from several threads: the only state is the
-filesystem's detected capabilities and whether the root has been made.
+Every change is made through a `Disk`, and never through a symbolic link below the root: the target
+of a link can be read, but does not belong to the store. A file made by `create` is either complete
+and durable or does not exist; a folder that is being deleted loses its name in one step. Direct I/O
+is tried on the first file that is opened and not again.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed, open_to_
 from laststep.storage.store import Store, StoreEntry, check_name, too_large
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +70,8 @@ class DirectoryStore(Store):
 
     @contextlib.contextmanager
     def _listing(self, folder: str) -> Iterator[Sequence[os.DirEntry[str]]]:
-        """Provide the items of a folder by name, none if it does not exist, and translate the
-        errors of looking at them."""
+        """Provide the sorted items of a folder, none if it does not exist, and translate the errors
+        of looking at them."""
         path = self._path(folder) if folder else self._root
         with os_errors("list", path):
             try:
@@ -105,26 +103,23 @@ class DirectoryStore(Store):
                 )
         return entries
 
+    # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
+
     def file_names(self, folder: str) -> tuple[str, ...]:
-        return self._names(folder, os.DirEntry.is_file, os.path.isfile)
+        with self._listing(folder) as items:
+            return tuple(
+                item.name
+                for item in items
+                if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
+            )
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        return self._names(folder, os.DirEntry.is_dir, os.path.isdir)
-
-    def _names(
-        self,
-        folder: str,
-        is_one: Callable[[os.DirEntry[str]], bool],
-        links_to_one: Callable[[str], bool],
-    ) -> tuple[str, ...]:
-        # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
-        names = []
         with self._listing(folder) as items:
-            for item in items:
-                is_wanted = links_to_one(item.path) if item.is_symlink() else is_one(item)
-                if is_wanted:
-                    names.append(item.name)
-        return tuple(names)
+            return tuple(
+                item.name
+                for item in items
+                if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
+            )
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
@@ -221,7 +216,7 @@ class DirectoryStore(Store):
         path = self._path_to_change(name)
         self._make_root()
         with os_errors("create", path):
-            fd, direct = self._create_for_writing(path)
+            fd, direct = self._open(path, create=True)
         writer = files.FileWriter(self._disk, fd, path, direct=direct)
         try:
             if expected_bytes > 0:
@@ -252,22 +247,8 @@ class DirectoryStore(Store):
     def open_reader(self, name: str, *, cached: bool = False) -> files.FileReader:
         path = self._path(name)
         with os_errors("open", path):
-            fd = -1
-            try:
-                if not cached and self._direct is not False:
-                    fd = open_to_read(path, os.O_DIRECT)
-                    if self._direct is None and os.fstat(fd).st_size > 0:
-                        with mmap.mmap(-1, ALIGN_BYTES) as page:
-                            os.preadv(fd, [page], 0)
-                        self._direct = True
-                    return files.FileReader(fd, path, direct=True)
-            except OSError as error:
-                if fd >= 0:
-                    os.close(fd)
-                if error.errno not in UNSUPPORTED:
-                    raise
-                self._cannot_direct()
-            return files.FileReader(open_to_read(path), path, direct=False)
+            fd, direct = (open_to_read(path), False) if cached else self._open(path)
+            return files.FileReader(fd, path, direct=direct)
 
     # Locks
 
@@ -405,35 +386,44 @@ class DirectoryStore(Store):
                 raise
             _log.info("left %s behind: another process is reading a file in it", path)
 
-    def _create_for_writing(self, path: str) -> tuple[int, bool]:
-        """Create a file; return its descriptor, and True if it is written by direct I/O."""
-        if self._direct is None and os.path.lexists(path):  # else `_discard` could hit that file
+    def _open(self, path: str, *, create: bool = False) -> tuple[int, bool]:
+        """Open a file for reading, or create one; return its descriptor, and True if it bypasses
+        the page cache."""
+        if create and self._direct is None and os.path.lexists(path):
+            # Else `_discard` could hit that file.
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         if self._direct is not False:
             fd = -1
             try:
-                fd = self._disk.create_file(path, direct=True)
+                if create:
+                    fd = self._disk.create_file(path, direct=True)
+                else:
+                    fd = open_to_read(path, os.O_DIRECT)
                 if self._direct is None:
-                    # Some filesystems accept the flag and refuse the write. The page of zeros reads
-                    # the same as the hole that was there before, and is overwritten or truncated
-                    # later.
-                    with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
-                        self._disk.write(fd, view, 0)
-                    self._direct = True
+                    self._probe_direct(fd, writing=create)
                 return fd, True
             except OSError as error:
                 if fd >= 0:
                     with contextlib.suppress(OSError):
                         self._disk.close(fd)
                 is_unsupported = error.errno in UNSUPPORTED
-                if fd >= 0 or is_unsupported:  # some filesystems create it, then refuse the flag
+                # Some filesystems create a file, then refuse the flag.
+                if create and (fd >= 0 or is_unsupported):
                     self._discard(path)
                 if not is_unsupported:
                     raise
-                self._cannot_direct()
-        return self._disk.create_file(path, direct=False), False
+                _log.info("%s does not do direct I/O: buffered instead", self._root)
+                self._direct = False
+        fd = self._disk.create_file(path, direct=False) if create else open_to_read(path)
+        return fd, False
 
-    def _cannot_direct(self) -> None:
-        if self._direct is None:
-            _log.info("%s does not do direct I/O: buffered instead", self._root)
-        self._direct = False
+    def _probe_direct(self, fd: int, *, writing: bool) -> None:
+        """Raise `OSError` if the filesystem accepts the flag and refuses to read or write. A page
+        of zeros reads the same as the hole that was there before, and is overwritten or truncated
+        later."""
+        with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
+            if writing:
+                self._disk.write(fd, view, 0)
+            elif os.preadv(fd, [view], 0) == 0:
+                return  # an empty file tells nothing
+        self._direct = True

@@ -57,18 +57,13 @@ filesystem."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some room or save to another place",
-    errno.EDQUOT: "the quota is used up: free some room or have it raised",
     errno.EIO: "the device failed: check `dmesg` and save to another place",
     errno.EROFS: "the filesystem is mounted read-only, often after an error: check `dmesg`",
     errno.EACCES: "give this user the right to write there",
     errno.ENOTDIR: "the path, or a part of it, is a file: name a folder",
-    errno.EPERM: "give this user the right to do so, or use a filesystem that allows it",
-    errno.ENOLCK: "this filesystem has no locks: mount it with locking, or use another one",
     errno.EFBIG: "the file would be larger than is allowed: raise the limit (`ulimit -f`), or "
     "save to a filesystem that holds such files",
     errno.ENOMEM: "give the process more memory (`ulimit -v`, the limit of its container)",
-    errno.ESTALE: "the server has lost the file: check the mount, and try again",
-    errno.ENOENT: "it was deleted or renamed: bring it back, or use another place",
     errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
 }
 _LOOK = "check `dmesg` and the mount; try again, or use another place"
@@ -111,13 +106,15 @@ class Disk:
 
     def rename_new(self, path: str, new: str) -> None:
         """Rename atomically; raise `FileExistsError` if the new name is taken."""
-        names = os.fsencode(path), os.fsencode(new)
-        _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE)
+        _rename(path, new, _RENAME_NOREPLACE)
 
     def exchange(self, path: str, other: str) -> None:
         """Swap the names of two files or folders atomically."""
-        names = os.fsencode(path), os.fsencode(other)
-        _call("renameat2", _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+        _rename(path, other, _RENAME_EXCHANGE)
+
+
+def _rename(path: str, new: str, flag: int) -> None:
+    _call("renameat2", _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(new), flag)
 
 
 def _call(name: str, *arguments: object) -> None:
