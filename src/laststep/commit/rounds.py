@@ -98,6 +98,8 @@ class Round:
     own_s: float = 0.0
     """Seconds of this rank's own work since then, which do not count as waiting for others."""
     has_answered: bool = False
+    has_refused: bool = False
+    """True if this rank has refused a save of rank 0 because it was at another step."""
 
     def seal(self, trees: dict[str, bytes], rank: int) -> bytes:
         """Record the plain values of each item and return the encoded receipt, complete except for
@@ -537,12 +539,16 @@ class Member(Participant):
         is_over = now.place is None or self.kv.look(f"s/{now.number}/decision") is not None
         if now.step == round_.step and not (is_passed and is_over):
             return True
+        apart = f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}"
         if now.step > round_.step and not is_passed:
             # Rank 0 may have skipped this step; this rank's next save may then match.
             self._passed = now.number
-            raise GivenUp(f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}")
+            raise GivenUp(apart)
+        if now.step < round_.step and round_.has_refused:
+            raise GivenUp(apart)  # rank 0 has gone on, and is not at this step yet
         self.known = now.number
         if not is_over:
+            round_.has_refused = True
             reason = f"rank {self.rank.number} saves step {round_.step} and not {now.step}"
             log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, reason, SAME_STEPS)
             self.kv.put(f"s/{now.number}/failed", f"{reason}; {SAME_STEPS}".encode())
