@@ -323,19 +323,3 @@ def test_pauses_grow_and_differ_between_clients(pauses: list[float]) -> None:
     longest = [min(0.1 * 2**turn, 10.0) for turn in range(len(pauses))]
     assert all(most / 2 <= pause <= most for most, pause in zip(longest, pauses, strict=True))
     assert len({pause / most for most, pause in zip(longest, pauses, strict=True)}) > 1
-
-
-def test_what_is_asked_within_a_request_ends_with_its_deadline(pauses: list[float]) -> None:
-    patience = Patience(deadline_s=100.0)
-
-    def inner() -> None:
-        raise Trouble("down", transient=True)
-
-    def outer() -> None:
-        if sum(pauses) < 90:
-            raise Trouble("down", transient=True)
-        persist(inner, what="look", where="there", patience=patience)
-
-    with raises(StorageError, "look", where="there"):
-        persist(outer, what="write", where="there", patience=patience)
-    assert 90 <= sum(pauses) <= 100

@@ -16,10 +16,8 @@ without keys or signatures, because its text ends up in errors and logs.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import datetime as dt
 import functools
-import math
 import os
 import random
 import re
@@ -48,16 +46,11 @@ _LONGEST_PAUSE_S = 10.0
 _LOOK = "check the server and the network, and try again"
 
 
-_until: contextvars.ContextVar[float] = contextvars.ContextVar("_until", default=math.inf)
-"""Deadline of the enclosing request, which nested requests share."""
-
-
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits for a server."""
 
     deadline_s: float = 300.0
-    """Limit for one request with all its retries and nested requests. The last try may end up to
-    `request_s` later."""
+    """Limit for one request with all its retries. The last try may end up to `request_s` later."""
     request_s: float = 120.0
     """Limit for one try, including its body."""
     idle_s: float = 20.0
@@ -67,13 +60,10 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 class Trouble(Exception):
     """A failed try of a request; `transient` if the next try may succeed."""
 
-    def __init__(
-        self, found: str, *, transient: bool, expected: str | None = None, remedy: str = _LOOK
-    ) -> None:
+    def __init__(self, found: str, *, transient: bool, remedy: str = _LOOK) -> None:
         super().__init__(found)
         self.found = found
         self.transient = transient
-        self.expected = expected
         self.remedy = remedy
 
 
@@ -83,32 +73,24 @@ def persist(
     """Call `attempt` until it raises no transient `Trouble`, and return its result. Raise
     `StorageError` if the trouble is not transient or the deadline passes."""
     began = time.monotonic()
-    until = min(began + patience.deadline_s, _until.get())
     tries = 0
     while True:
         tries += 1
-        outer = _until.set(until)
         try:
             return attempt()
         except Trouble as error:
             trouble = error
-        finally:
-            _until.reset(outer)
         spent = time.monotonic() - began
         pause = min(_FIRST_PAUSE_S * 2 ** min(tries - 1, 10), _LONGEST_PAUSE_S)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311 (so that ranks do not all retry at once)
-        if not trouble.transient or began + spent + pause > until:
+        if not trouble.transient or spent + pause > patience.deadline_s:
             break
         time.sleep(pause)
     # Raised outside of `except`: the client's own error may quote secrets, and would be kept as the
     # context of this one.
     often = f", {tries} times in {spent:.1f} s" if tries > 1 else ""
     failure = StorageError(
-        f"cannot {what}",
-        where=where,
-        expected=trouble.expected,
-        found=f"{trouble.found}{often}",
-        remedy=trouble.remedy,
+        f"cannot {what}", where=where, found=f"{trouble.found}{often}", remedy=trouble.remedy
     )
     failure.transient = trouble.transient
     raise failure
@@ -127,7 +109,6 @@ TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure allows no others)
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _KIND = re.compile(r"kind: (Connect|Timeout|Request|Decode|Interrupted|Unknown)\b")
-_SYSTEM = re.compile(r'message: "([A-Z][a-z ]{3,40})"')
 _PARTS_AT_ONCE = 8
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 
@@ -191,12 +172,18 @@ class Bucket:
 
     def head(self, key: str) -> Found | None:
         """Return the metadata of an object; None if it does not exist."""
+        return persist(
+            lambda: self.head_once(key),
+            what="get the metadata",
+            where=self.where(key),
+            patience=self.patience,
+        )
+
+    def head_once(self, key: str) -> Found | None:
+        """Do the same in one try, for requests that are tried again themselves."""
+        call = functools.partial(obstore.get, self.client, key, options={"head": True})
         try:
-            answer = self._ask(
-                "get the metadata",
-                key,
-                lambda: obstore.get(self.client, key, options={"head": True}),
-            )
+            answer = self._once(call, may_miss=True)
         except Missing:
             return None
         return _found(answer.meta, answer.attributes.get(TOKEN))
@@ -302,7 +289,7 @@ class Bucket:
                 )
             except _Refused:
                 # The name may be taken by an earlier try of this call whose response was lost.
-                there = self.head(key) if tries > 1 else None
+                there = self.head_once(key) if tries > 1 else None
                 return there if there is not None and there.token == token else None
             version = put["e_tag"], put["version"]
             return Found(size_bytes=len(data), modified_s=0.0, version=version, token=token)
@@ -422,7 +409,7 @@ class Upload:
             try:
                 self.file.close()
             except FileNotFoundError:  # already complete if only the response was lost
-                there = self._bucket.head(self._key)
+                there = self._bucket.head_once(self._key)
                 if there is None or there.token != self._token:
                     raise
 
@@ -456,7 +443,7 @@ def trouble_of(status: int, code: str = "") -> Trouble:
     code = code if code.isalnum() and len(code) <= 64 else ""
     said = f"{status} {code}".strip()
     if status in (401, 403) or code in _EXPIRED:
-        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
+        return Trouble(said, transient=False, remedy=_RIGHTS)
     if status == 301 or code in _ELSEWHERE:
         remedy = "set AWS_REGION to the region of the bucket"
         return Trouble(f"{said}: it is in another region", transient=False, remedy=remedy)
@@ -475,8 +462,7 @@ def _trouble(error: Exception) -> Trouble:
     if status is not None:
         return trouble_of(int(status[1]), "" if code is None else code[1])
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        said = "access denied"
-        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
+        return Trouble("access denied", transient=False, remedy=_RIGHTS)
     if "redirect without LOCATION" in text:
         return trouble_of(301)
     if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
@@ -484,10 +470,8 @@ def _trouble(error: Exception) -> Trouble:
         return Trouble(why, transient=False)
     if not any(word in text for word in ("HttpError", "HTTP error", "reqwest")):
         return Trouble("an answer that obstore does not understand", transient=False)
-    kind, system = _KIND.search(text), _SYSTEM.search(text)
-    words = ["the connection failed" if kind is None else f"{kind[1].lower()} failed"]
-    words += [] if system is None else [system[1]]
-    return Trouble(": ".join(words), transient=True)
+    kind = _KIND.search(text)
+    return Trouble("the connection failed" if kind is None else f"{kind[1]} failed", transient=True)
 
 
 def _check_whole(got: int, wanted: int) -> None:

@@ -146,11 +146,6 @@ class Lease(Lock):
         self._over = threading.Event()
         Worker("lease", self._renew).start()
 
-    def mark(self, place: int) -> None:
-        """Do nothing: see `Store.has_marks`."""
-
-    clear = mark
-
     def close(self) -> None:
         """Release the lease. Does nothing in a forked child, which does not hold it."""
         if os.getpid() != self._pid or self._over.is_set():

@@ -234,9 +234,11 @@ class Lock(Protocol):
     marks a restore waits only for saves that have begun.
     """
 
-    def mark(self, place: int) -> None: ...
+    def mark(self, place: int) -> None:
+        return
 
-    def clear(self, place: int) -> None: ...
+    def clear(self, place: int) -> None:
+        return
 
     def fileno(self) -> int | None:
         """Return the descriptor of an open-file lock (`F_OFD_SETLK`): a process that receives a
