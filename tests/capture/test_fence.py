@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 class Endless:
     """A capture that never ends."""
 
-    def hold_back(self) -> None:
-        threading.Event().wait()
+    over = threading.Event()
 
-    def is_over(self) -> bool:
-        return False
+    def hold_back(self) -> None:
+        self.over.wait()
 
 
 def stepper() -> torch.optim.Optimizer:

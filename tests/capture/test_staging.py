@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,8 @@ def test_what_is_taken_together_counts_as_set_aside_and_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "spare_bytes", lambda _device, margin: max(500 - margin, 0))
-    monkeypatch.setattr(device, "_make_pool", lambda: None)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_, **__: contextlib.nullcontext())
     made = DeviceStaging("cpu", 100)
     assert made.room() == 400
     assert made.room(with_margin=True) == 500

@@ -1,10 +1,10 @@
 """Take a consistent copy of the state while training continues.
 
 `Capturer.take` runs on the training thread and returns as soon as the state may change again or is
-fenced. One capture thread copies staged and lazy state into slots of the pool and hands them to the
-sink, one job after the other. Each capture mode has its own proof that the stored bytes are the
-state at `save()`: stream order for device staging, the copy itself for state that is copied at
-once, and for lazy copies the fence and the fingerprint of the bytes that landed.
+fenced. One capture thread copies staged and lazy state into slots of the pool, one job after the
+other. Each capture mode has its own proof that the stored bytes are the state at `save()`: stream
+order for device staging, the copy itself for state that is copied at once, and for lazy copies the
+fence and the fingerprint of the bytes that landed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from laststep.capture.copies import Early
 from laststep.capture.device import DeviceShort, DeviceStaging, SideStreams, record
 from laststep.capture.fence import Fence
-from laststep.capture.gather import Views, fill, hold_all
+from laststep.capture.gather import fill, hold_all
 from laststep.capture.kernels import prepare_kernels
 from laststep.capture.layout import choose
 from laststep.capture.mover import Job, Mover, Sink, host_digest, torn
@@ -67,7 +67,6 @@ class Capturer:
         self._thread = threads.Worker("capture", self._work)
 
     def start(self, expected_bytes: dict[str, int]) -> bool:
-        """Start, with the bytes expected on each device."""
         staged = self.expect(expected_bytes)
         self._devices = tuple(expected_bytes)
         self._thread.start()
@@ -90,7 +89,7 @@ class Capturer:
         self, copies: Copies, sources: Sequence[torch.Tensor], sink: Sink, early: Early | None
     ) -> Job:
         """Capture the state as it is now. Training may continue on return; copies that are still to
-        be made are behind the fence. Raise if the capture is impossible."""
+        be made are behind the fence."""
         began = time.perf_counter()
         # Lazy capture needs the fence, which works only if its hook was seen to fire.
         fired = self._fence.take_evidence()
@@ -138,10 +137,9 @@ class Capturer:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def start_early(self, copies: Copies) -> Early | None:
-        """Start staging on the guess that no tensor has moved since the last save. The device
-        copies while the training thread checks the guess; `take` uses the copy if it was right and
-        copies again if not. Memory that moved or was freed is never read: every tensor is held and
-        its address compared before the launch."""
+        """Start staging on the guess that no tensor has moved since the last save; `take` copies
+        again if it was wrong. Memory that moved or was freed is never read: every tensor is held
+        and its address compared before the launch."""
         known = copies.remembered
         sources = None if known is None else known.in_place()
         if known is None or sources is None:
@@ -176,8 +174,7 @@ class Capturer:
             signals.wait(self._last.over)
 
     def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
-        """Run `errand` on the training thread just before that optimizer step; if it returns False,
-        again at a later one."""
+        """Run `errand` just before that optimizer step, and again later if it returns False."""
         self._fence.at_step(number, errand)
 
     def is_ready(self) -> bool:
@@ -185,8 +182,7 @@ class Capturer:
         return self._compiled.is_set()
 
     def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
-        """Compute modes, layout and address tables before the first save, so that it can start
-        early."""
+        """Compute modes, layout and address tables, so that the first save can start early."""
         self._choose(copies)
         for device in copies.layout.staging_bytes:
             if device != "cpu":
@@ -194,13 +190,10 @@ class Capturer:
         copies.remember(sources)
 
     def close(self) -> None:
-        """Finish what was taken and stop."""
         self._jobs.put(None)
         self._thread.join()
         self._copiers.close()
         self._fence.close()
-
-    # -- on the training thread: device memory --------------------------------------------------
 
     def _choose(self, copies: Copies) -> None:
         """Choose the capture mode of each piece; keep the previous choice while it still fits."""
@@ -269,13 +262,11 @@ class Capturer:
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
     def _forget_staging(self, copies: Copies) -> None:
-        """Stop relying on the reserved device memory and on anything that was chosen for it."""
         for staging in self._staging.values():
             staging.forget()
         copies.choice = None
 
     def _give_back(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Return buffers of device memory, by device."""
         for device, buffer in buffers.items():
             if device != "cpu":
                 self._staging[device].give_back(buffer.nbytes)
@@ -286,8 +277,6 @@ class Capturer:
         self._give_back(job.staging)
         self._give_back({device: ring.memory for device, ring in job.rings.items()})
         job.let_go()
-
-    # -- on the training thread: state that is not staged ------------------------------------------
 
     def _hold_direct(self, job: Job) -> None:
         """Hold the tensors that are copied after planning, as they are now."""
@@ -300,6 +289,7 @@ class Capturer:
                 tensor = sources[changed[0]]
                 raise torn(job, list(changed), found=f"{tuple(tensor.shape)} of {tensor.dtype}")
             job.direct.update(zip(some, held, strict=True))
+            job.views.update((n, live.tensor) for n, live in zip(some, held, strict=True))
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
         """Allocate the rings of lazy copies and fingerprint the live memory. Return False if a
@@ -333,7 +323,6 @@ class Capturer:
         return True
 
     def _digest_host(self, job: Job) -> None:
-        """Digest the host state that is copied lazily."""
         for group in (g for c in job.layout.chunks for g in c.direct if g.device == "cpu"):
             size = DTYPES[group.dtype].size_bytes
             for span in group.spans:
@@ -342,12 +331,9 @@ class Capturer:
                 job.host_before[span.piece, span.first, span.last] = before
 
     def _fill_from_host(self, job: Job) -> None:
-        """Copy unstaged host state straight into slots, and hand over complete chunks.
-
-        One copy call of torch splits its work evenly over its threads and waits for the slowest,
-        which on a busy machine is the one that shares its core with the flusher. Here every thread
-        takes the next chunk when it has finished one.
-        """
+        """Copy unstaged host state straight into slots, and hand over complete chunks. Every thread
+        takes the next chunk when it has finished one: a single call of torch would wait for the
+        slowest thread, which on a busy machine shares its core with the flusher."""
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.
@@ -372,16 +358,15 @@ class Capturer:
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """Fill a chunk that is entirely host state; runs on a copying thread."""
-        fill(self._pool.tensor(slot), chunk.direct, Views(job.direct))
+        fill(self._pool.tensor(slot), chunk.direct, job.views)
         self._mover.hand_over(job, [(chunk, slot)], [])
         job.filled.add((chunk.file, chunk.start))
 
     def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
-        """Copy the host's part of a chunk that waits for a device into a buffer outside the pool,
-        which may have too few slots to keep one waiting. There is at most one such chunk where
-        devices meet in a file."""
+        """Copy the host's part of a chunk that waits for a device, one where devices meet in a
+        file, into a buffer outside the pool, which may have too few slots to keep one waiting."""
         buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-        fill(buffer, [group for group in chunk.direct if group.device == "cpu"], Views(job.direct))
+        fill(buffer, [group for group in chunk.direct if group.device == "cpu"], job.views)
         job.aside[chunk.file, chunk.start] = buffer
 
     def _wait_for(self, job: Job) -> None:
@@ -397,8 +382,6 @@ class Capturer:
             raise interrupted
         if job.error is not None:
             raise job.error
-
-    # -- on the capture thread --------------------------------------------------------------------
 
     def _work(self) -> None:
         for device in self._devices:
@@ -425,8 +408,7 @@ class Capturer:
             self._end(job)
 
     def _end(self, job: Job) -> None:
-        """Report how a capture ended and release everything it held; waiters are woken in any
-        case."""
+        """Report how a capture ended and release all it held; waiters are woken in any case."""
         sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
         try:
             try:
@@ -450,8 +432,7 @@ class Capturer:
 
 
 def _wait_for_all(running: list[Future[None]]) -> None:
-    """Wait until all copies have ended, also during Ctrl-C: their threads write into slots, and
-    nobody may have these back before."""
+    """Wait until all copies into slots have ended, also during Ctrl-C."""
     interrupted: BaseException | None = None
     for copy in running:
         while not copy.done():

@@ -1,9 +1,8 @@
 """Digests of tensors at one moment, to compare replicas on several ranks.
 
 Host tensors are digested at once. On a device a fingerprint is enqueued on the current stream, so
-it is also of that moment, and another thread reads it later. The two functions differ: only
-contents that were digested in the same way can be compared (`ways`). Only small strided tensors are
-copied.
+it is also of that moment, and another thread reads it later. Only contents that were digested in
+the same way can be compared (`ways`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ _EMPTY, _ON_HOST, _ON_DEVICE = b"\0", b"\1", b"\2"
 
 
 class _OnDevice(NamedTuple):
-    """A fingerprint that is being computed."""
-
     numbers: list[int]
     tensors: list[torch.Tensor]
     fingerprint: Fingerprint
@@ -37,7 +34,7 @@ class _OnDevice(NamedTuple):
 
 
 class Contents:
-    """The contents of some tensors now. Made on the training thread; queried from any other."""
+    """The contents of some tensors now. Made on the training thread; read from any."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: dict[int, bytes] = {}

@@ -1,7 +1,6 @@
 """How a plan is carried out, and what later saves with the same plan can use again.
 
-`Copies` is made with a plan and replaced with it, so it never describes another state. It holds no
-memory of the state between saves.
+`Copies` is made with a plan and replaced with it. It holds no memory of the state between saves.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class Copies:
     """The capture modes, layout and address tables of a plan. Belongs to the training thread."""
 
     layout: Layout
-    """The layout of the last choice of modes; set by `go`."""
+    """That of the last choice of modes; set by `go`."""
     looks: ChunkLooks
-    """Digests of its chunks in earlier saves; used by the capture thread."""
 
     def __init__(self, plan: SavePlan) -> None:
         self.plan = plan
@@ -58,7 +56,6 @@ class Copies:
         """What the last capture staged on devices, if the next one may start early."""
 
     def go(self, choice: Choice) -> None:
-        """Apply a choice of capture modes."""
         before, self.choice = self.choice, choice
         if before is None or before.ways != choice.ways:
             self.layout = lower(self.plan, choice.ways)
@@ -67,7 +64,6 @@ class Copies:
             self.remembered = None  # those tables of addresses went with their layout
 
     def remember(self, sources: Sequence[torch.Tensor]) -> None:
-        """Remember what an early copy needs, without holding tensor memory."""
         self.remembered = None
         size = count = 0
         for device, groups in self.layout.gathers.items():
@@ -109,15 +105,14 @@ class Remembered:
             return None
 
     def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
-        """Return whether the held tensors are exactly those that a save of `sources` stages."""
+        """Return whether a save of `sources` stages exactly the held tensors."""
         staged = [sources[piece] for piece in self._pieces]
         return all(map(operator.is_, staged, held))
 
 
 @dataclass(slots=True)
 class Early:
-    """Staging that started on a guess: copies that are running before it is known whether they are
-    the right ones."""
+    """Staging that started on a guess."""
 
     of: Remembered
     sources: list[torch.Tensor]
@@ -130,9 +125,8 @@ class ChunkLooks:
     """Finds on the device which chunks of a layout are equal to those of an earlier save.
 
     Such a chunk need not be copied to the host: its blocks are reused from that save's files. Only
-    chunks that lie entirely in one staging buffer are compared; nobody changes those bytes any
-    more, so what is compared is what would be stored. Digests of 128 bits per 256 KiB, computed on
-    a side stream; a few are kept on the host. Belongs to the capture thread.
+    chunks entirely in one staging buffer are compared: nobody changes those bytes any more. Digests
+    have 128 bits per 256 KiB; those of a few saves are kept. Belongs to the capture thread.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -149,11 +143,8 @@ class ChunkLooks:
     def unchanged(
         self, staging: Mapping[str, torch.Tensor], streams: SideStreams, sink: Sink
     ) -> tuple[int, list[Place]]:
-        """Digest the chunks of a save, where its devices can, and return those that equal the ones
-        of the last committed save, and its number. Staged bytes MUST be complete in the order of
-        the side streams."""
-        if not self._chunks:
-            return 0, []
+        """Return the number of the last committed save, and the chunks that equal its own. Staged
+        bytes MUST be complete in the order of the side streams."""
         found: dict[Place, bytes] = {}
         for device, chunks in self._chunks.items():
             buffer = staging.get(device)

@@ -6,7 +6,6 @@ Knows nothing of saves. CUDA only; importing it is safe on a machine without.
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,19 +15,15 @@ from laststep.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-log = logging.getLogger(__name__)
-
 
 def spare_bytes(device: str, margin_bytes: int) -> int:
     """Return the device memory that is free at the peak so far, minus a margin. The caching
-    allocator keeps the memory of its peak reserved, so what the driver reports as free is free at
-    that peak. If the allocator has returned memory since, the difference is subtracted."""
+    allocator keeps the memory of its peak reserved, unless it has returned some since."""
     free, _total = torch.cuda.mem_get_info(device)
     # The nested form: the flat one sorts hundreds of entries, while training waits.
-    reserved: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"][
-        "all"
-    ]
-    return max(free - (reserved["peak"] - reserved["current"]) - margin_bytes, 0)
+    reserved = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
+    size: int = free - (reserved["peak"] - reserved["current"]) - margin_bytes
+    return max(size, 0)
 
 
 class DeviceShort(StorageError):
@@ -38,11 +33,10 @@ class DeviceShort(StorageError):
 class DeviceStaging:
     """Staging memory of one device: reserved early, never at training's expense.
 
-    A separate memory pool keeps training's allocations from fragmenting the reserve, so that a save
-    finds one block and does not wait for cudaMalloc, which synchronises the device. The allocator
-    falls back on this pool when training runs out of memory: reserved but unused memory serves any
-    request that fits, and the next save uses what is left. Used only on the training thread, but
-    for `give_back`.
+    A memory pool of its own keeps training's allocations from fragmenting the reserve, so that a
+    save finds one block and does not wait for cudaMalloc, which synchronises the device. When
+    training runs out of memory, the allocator falls back on this pool, and the next save uses what
+    is left. Used only on the training thread, but for `give_back`.
     """
 
     def __init__(self, device: str, margin_bytes: int) -> None:
@@ -50,7 +44,7 @@ class DeviceStaging:
         self._margin = margin_bytes
         self._set_aside = 0
         self._out = 0
-        self._pool = _make_pool()
+        self._pool = torch.cuda.MemPool(use_on_oom=True)
 
     def set_aside(self, size_bytes: int) -> bool:
         """Take memory from the driver now, if it is spare, and keep it in the pool. Return whether
@@ -59,8 +53,6 @@ class DeviceStaging:
             return True
         if spare_bytes(self._device, self._margin) < size_bytes:
             return False
-        if self._pool is None:
-            return True
         try:
             self._allocate(size_bytes)
         except torch.OutOfMemoryError:
@@ -100,19 +92,8 @@ class DeviceStaging:
         self._out -= size_bytes
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._pool is not None:
-            own = torch.cuda.use_mem_pool(self._pool, device=self._device)
-        with own:
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-
-
-def _make_pool() -> torch.cuda.MemPool | None:
-    try:
-        return torch.cuda.MemPool(use_on_oom=True)
-    except TypeError:
-        log.debug("this torch has no memory pools that training can fall back on")
-        return None
 
 
 class SideStreams:
@@ -123,14 +104,13 @@ class SideStreams:
         self._filling: dict[str, torch.cuda.Stream] = {}
 
     def stream(self, device: str) -> torch.cuda.Stream:
-        """Return the stream for copies."""
         if device not in self._copying:
             self._copying[device] = torch.cuda.Stream(device=device)
         return self._copying[device]
 
     def filling(self, device: str) -> torch.cuda.Stream:
-        """Return the stream for short kernels that copies on the first wait for. It has priority
-        over training; otherwise the bus would idle."""
+        """Return the stream for short kernels that copies on the first wait for. Its priority over
+        training keeps the bus from idling."""
         if device not in self._filling:
             self._filling[device] = torch.cuda.Stream(device=device, priority=-1)
         return self._filling[device]
@@ -147,7 +127,7 @@ def record(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Eve
 
 
 class CopyStreams:
-    """Side streams for copies into tensors on these devices; only CUDA devices get one."""
+    """Side streams for copies into tensors on CUDA devices."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         cuda = {device for device in devices if device.type == "cuda"}

@@ -2,13 +2,12 @@
 
 One global step pre-hook of torch.optim serves every optimizer in the process. During a lazy capture
 the hook blocks the host until all copies are enqueued (waiting for an event that was never recorded
-would be a no-op), then makes the current stream wait for them. It also records that it fires at
-all: steps replayed from a CUDA graph, traced by Dynamo or taken by foreign optimizers never call
-it, so lazy capture is chosen only after it was seen to fire.
+would be a no-op), then makes the current stream wait for them. Steps replayed from a CUDA graph,
+traced by Dynamo or taken by foreign optimizers never call it, so lazy capture is chosen only after
+it was seen to fire.
 
 Optimizers that step inside backward call the hook from one thread per device, so a lock guards the
-fence. A fence belongs to the process that made it and is gone in a forked child, where nobody makes
-the copies.
+fence. It is gone in a forked child, where nobody makes the copies.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Fence:
-    """The captures that the hook waits for, and whether it has been seen to fire."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fenced: list[Job] = []
@@ -44,8 +41,7 @@ class Fence:
             self._fenced.append(capture)
 
     def at_step(self, number: int, errand: Callable[[], bool]) -> None:
-        """Run an errand at that firing of the hook; if it returns False, again after twice as
-        many."""
+        """Run an errand at that firing of the hook, and if it returns False after twice as many."""
         with self._lock:
             self._errands.append((number, errand))
 
@@ -59,17 +55,14 @@ class Fence:
         _fences.pop(id(self), None)
 
     def before_step(self) -> None:
-        """Run before an optimizer steps."""
-        due: list[Callable[[], bool]] = []
         with self._lock:
             self._fired = True
-            self._fenced = [capture for capture in self._fenced if not capture.is_over()]
+            self._fenced = [capture for capture in self._fenced if not capture.over.is_set()]
             fenced = tuple(self._fenced)
             self._count += 1
             count = self._count
-            if self._errands:
-                due = [errand for number, errand in self._errands if number <= count]
-                self._errands = [errand for errand in self._errands if errand[0] > count]
+            due = [errand for number, errand in self._errands if number <= count]
+            self._errands = [errand for errand in self._errands if errand[0] > count]
         for errand in due:
             if not errand():
                 self.at_step(2 * count, errand)

@@ -2,8 +2,8 @@
 
 torch's own copies resize the target, broadcast or convert instead of failing. So every copy into a
 slot, a buffer or a restored tensor goes through these functions, or is bounded by a byte count
-fixed at planning. Copies are of bits. On a GPU a multi-tensor copy is one kernel for hundreds of
-tensors; on the host it is one call that runs outside the GIL. Knows nothing of files.
+fixed at planning. Copies are of bits: on a GPU one kernel for hundreds of tensors, on the host one
+call outside the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -51,17 +51,8 @@ _AS_INTEGERS: Final[dict[torch.dtype, torch.dtype]] = {
 _LARGE_BYTES = 256 << 10
 
 
-# -- sources: tensors that are copied after planning, held as they were at `save()` ---------------
-
-
-class Tensors(Protocol):
-    """Tensors by the numbers of their pieces."""
-
-    def __getitem__(self, piece: int, /) -> torch.Tensor: ...
-
-
 class LiveTensor(NamedTuple):
-    """A view of our own of a piece's tensor, as it was at `save()`.
+    """A view of our own of a piece's tensor that is copied after planning, as it was at `save()`.
 
     The live tensor is a name for memory that anybody can redirect (`.data = …`, `set_`). The sizes
     of this view stay fixed and its storage stays alive. The storage can still be freed or moved
@@ -80,16 +71,6 @@ class LiveTensor(NamedTuple):
         )
 
 
-class Views:
-    """Live tensors as plain ones."""
-
-    def __init__(self, sources: Mapping[int, LiveTensor]) -> None:
-        self._sources = sources
-
-    def __getitem__(self, piece: int, /) -> torch.Tensor:
-        return self._sources[piece].tensor
-
-
 def hold_all(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[LiveTensor] | None:
     """Hold many tensors, with one query for all; return None if any is not what was planned. The
     query reads our view, which nobody changes afterwards."""
@@ -103,9 +84,6 @@ def hold_all(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[L
     addresses = map(torch.Tensor.data_ptr, held)
     storages = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, held))
     return list(map(LiveTensor._make, zip(held, addresses, storages, strict=True)))
-
-
-# -- exact copies ----------------------------------------------------------------------------------
 
 
 def copy_each(
@@ -135,7 +113,6 @@ def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 
 def changed(expected: tuple[object, object], found: tuple[object, object]) -> TornCaptureError:
-    """Return the error for a tensor that changed after its copy was planned."""
     return TornCaptureError(
         "a tensor was replaced or resized while it was copied",
         expected=f"{expected[0]} elements of {expected[1]}",
@@ -145,23 +122,16 @@ def changed(expected: tuple[object, object], found: tuple[object, object]) -> To
 
 
 def _renew_thread_pool() -> None:
-    """Let torch replace its thread pool, whose threads a forked child does not have.
-
-    torch would do so at the next use of the pool, but without a lock: of several threads that come
-    at once, some fail with "Invalid thread pool!".
-    """
+    """Let torch replace its thread pool, whose threads a forked child does not have. At the next
+    use it would do so without a lock, and some of several threads fail: "Invalid thread pool!"."""
     torch.set_num_threads(torch.get_num_threads())
 
 
 os.register_at_fork(after_in_child=_renew_thread_pool)
 
 
-# -- many tensors into one buffer ------------------------------------------------------------------
-
-
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements in row-major order as one dimension; copies only if they are not
-    contiguous."""
+    """Return all elements in row-major order; copies only if they are not contiguous."""
     if not tensor.is_contiguous():
         return tensor.contiguous().view(-1)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
@@ -179,7 +149,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if plain is None else tensor.view(plain)
 
 
-def gather(buffer: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors) -> None:
+def gather(
+    buffer: torch.Tensor,
+    groups: Sequence[StagingGroup],
+    sources: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
@@ -205,8 +179,7 @@ def gather(buffer: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensor
 
 
 def _are_scalars(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Return whether these are zero-dimensional tensors, such as an optimizer's step counts (one
-    per parameter), which need no view of each."""
+    """Return whether these are zero-dimensional, such as an optimizer's step counts."""
     # The first one that has a dimension ends the look at dimensions.
     if dtype in _AS_INTEGERS or any(map(torch.Tensor.dim, tensors)):
         return False
@@ -216,7 +189,6 @@ def _are_scalars(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
 def _elements_of_all(
     spans: tuple[ElementRange, ...], tensors: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the elements of each span, flat and as copied."""
     if all(map(_WHOLE, spans)) and all(map(torch.Tensor.is_contiguous, tensors)):
         parts = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
     else:
@@ -227,10 +199,12 @@ def _elements_of_all(
     return parts if parts[0].dtype not in _AS_INTEGERS else list(map(bits, parts))
 
 
-def fill(target: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors) -> None:
+def fill(
+    target: torch.Tensor, groups: Sequence[StagingGroup], sources: Mapping[int, torch.Tensor]
+) -> None:
     """Fill a host buffer from host pieces, which MUST have their planned sizes. Large ones are
-    copied by address, outside the GIL. Strided ones are copied element by element: a contiguous
-    copy would not be counted by any memory cap."""
+    copied by address, outside the GIL, strided ones without a contiguous copy, which no memory cap
+    would count."""
     for group in groups:
         if group.stop > target.nbytes:
             raise changed((group.stop, "bytes"), (target.nbytes, "bytes"))
@@ -268,8 +242,7 @@ def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: ElementRange
 
 
 class Gatherer:
-    """Gathers the same pieces repeatedly; with kernels, by one of them over an address table,
-    without a call per tensor on the training thread."""
+    """Gathers the same pieces repeatedly, by one kernel over an address table where possible."""
 
     def __init__(self, groups: Sequence[StagingGroup]) -> None:
         self._groups = groups
@@ -293,8 +266,7 @@ class Gatherer:
             gather(buffer, self._strided, sources)
 
     def prepare(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> bool:
-        """Build the address table unless it exists and is valid; return False if there are no
-        kernels."""
+        """Build the address table unless it is valid; return False if there are no kernels."""
         kernels = kernels_on(stream.device)
         if kernels is None:
             return False
@@ -307,12 +279,11 @@ class Gatherer:
         return True
 
     def run_again(self, buffer: torch.Tensor) -> None:
-        """Gather once more from the addresses of the last time; their memory MUST still be held."""
+        """Gather from the addresses of the last time; their memory MUST still be held."""
         if self._copies is not None:
             self._copies.run(buffer)
 
     def can_run_again(self) -> bool:
-        """Return whether an address table is all that is needed."""
         return self._copies is not None and not self._strided
 
     def _tabulate(

@@ -4,8 +4,7 @@ The training thread makes a `Job` and fills its staging; then the capture thread
 the events, for which any thread may wait. `Mover` runs on the capture thread and copies, proves and
 hands over the chunks of a job; copying threads also lease and hand over those that they fill. A
 slot is handed over only after the copies into it have ended. Lazy copies are proven by the bytes
-that landed: in the ring for a device, in the slot for the host. Knows nothing of other captures or
-of how modes are chosen.
+that landed: in the ring for a device, in the slot for the host.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from laststep.capture.device import record
-from laststep.capture.gather import Views, copy_each, gather
+from laststep.capture.gather import copy_each, gather
 from laststep.codecs.digests import digest
 from laststep.constants import DTYPES
 from laststep.errors import AbortedError, StorageError, TornCaptureError
@@ -58,7 +57,7 @@ class Sink(Protocol):
 
     @property
     def number(self) -> int:
-        """The number of the save, by which later ones refer to it."""
+        """The number of the save."""
 
     @property
     def since(self) -> int:
@@ -73,11 +72,9 @@ class Sink(Protocol):
         """Given chunks (file, start, bytes) that equal those of that save, return those (file,
         start) that need not be handed over."""
 
-    def captured(self, timing: CaptureTiming) -> None:
-        """All bytes have been handed over."""
+    def captured(self, timing: CaptureTiming) -> None: ...
 
-    def failed(self, error: LaststepError) -> None:
-        """The capture failed; nothing more will come."""
+    def failed(self, error: LaststepError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -112,6 +109,8 @@ class Job:
     timing: CaptureTiming = field(default_factory=CaptureTiming)
     direct: dict[int, LiveTensor] = field(default_factory=dict)
     """Tensors that are copied after planning, by piece, held as they were at `save()`."""
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those of `direct`."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: set[Place] = field(default_factory=set)
     """Chunks that the training thread has filled and handed over."""
@@ -133,14 +132,12 @@ class Job:
     host_held_s: float = 0.0
     """How long the training thread waited in the fence."""
     cancelled: bool = False
-    """Set by the training thread if the outcome is no longer wanted."""
     enqueued: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     error: LaststepError | None = None
 
     def hold_back(self) -> None:
-        """Called by the fence: block until the copies of the state are ordered before any
-        change."""
+        """Block, in the fence, until the copies of the state are ordered before any change."""
         began = time.perf_counter()
         signals.wait(self.enqueued)
         if not self.copied:
@@ -166,19 +163,12 @@ class Job:
         """Release all memory of the state after the copies have ended: a report, which keeps the
         job for its figures, may be kept for long."""
         self.sources = ()
-        self.direct.clear()
-        self.rings.clear()
-        self.staging.clear()
+        for memory in (self.direct, self.views, self.rings, self.staging, self.aside):
+            memory.clear()
         self.host_before.clear()
-        self.aside.clear()
-
-    def is_over(self) -> bool:
-        return self.over.is_set()
 
 
 class Mover:
-    """Fills slots of a pool, on side streams."""
-
     def __init__(self, pool: Pool, streams: SideStreams) -> None:
         self._pool = pool
         self._streams = streams
@@ -243,8 +233,8 @@ class Mover:
             job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
 
     def _unchanged(self, job: Job) -> frozenset[Place]:
-        """Return the chunks that the last checkpoint already has; they stay on their device. Not
-        used with lazy copies, because training then waits for this thread."""
+        """Return the chunks that the last checkpoint already has; they stay on their device. None
+        with lazy copies, because training then waits for this thread."""
         if job.looks is None or job.layout.direct:
             return frozenset()
         since, same = job.looks.unchanged(job.staging, self._streams, job.sink)
@@ -295,12 +285,11 @@ class Mover:
             elif group.device not in job.rings:
                 used.add(group.device)
                 with torch.cuda.stream(self._streams.stream(group.device)):
-                    gather(target, [group], Views(job.direct))
+                    gather(target, [group], job.views)
         return used
 
     def _pass_through(self, job: Job, device: str, batch: Batch) -> bool:
-        """Enqueue the copies of chunks that pass through a device's ring; return False if there are
-        none."""
+        """Enqueue the copies through a device's ring; return False if there are none."""
         ring = job.rings[device]
         numbers = ring.route.numbers
         through = [
@@ -327,8 +316,7 @@ class Mover:
         job.sink.chunks([Filled(c.file, c.start, c.size_bytes, slot) for c, slot in batch])
 
     def _prove(self, job: Job) -> None:
-        """Raise unless the bytes that passed through rings are those that were there at
-        `save()`."""
+        """Raise unless the bytes that passed through rings are those of `save()`."""
         for device, ring in job.rings.items():
             with torch.cuda.device(device), torch.cuda.stream(self._streams.filling(device)):
                 changed = ring.changed()
@@ -356,13 +344,11 @@ def land(pool: Pool, job: Job, group: StagingGroup, slot: int) -> None:
 
 
 def host_digest(address: int, size_bytes: int) -> bytes:
-    """Return the digest of host memory by its address: a tensor that was converted to an array can
-    never be resized again."""
+    """Digest memory by address: a tensor that was converted to an array cannot be resized again."""
     return digest(_look_at(address, size_bytes, _READ))
 
 
 def torn(job: Job, changed: list[int], *, found: str | None = None) -> TornCaptureError:
-    """Return the error for pieces whose copies differ from the state at `save()`."""
     names = (f"{item.name}/{piece.name}" for item in job.plan.items for piece in item.pieces)
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return TornCaptureError(

@@ -3,10 +3,8 @@
 A lazy copy reads memory that training also uses. So each chunk is first copied into a ring that
 nothing else touches; the copy to the host and the fingerprint both read the ring, so the
 fingerprint is one of the very bytes that land. It must equal that of the live memory at `save()`,
-span by span. The live memory is read once and may change as soon as it is in the ring.
-
-Two streams: one fills the ring, the other empties it, so that copies to the host never wait.
-`Route` and `Ring` are made on the training thread; then the capture thread owns the ring.
+span by span. One stream fills the ring and another empties it, so that copies to the host never
+wait. `Route` and `Ring` are made on the training thread; then the capture thread owns the ring.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from laststep.capture.device import record
-from laststep.capture.gather import LiveTensor, Views, bytes_of, copy_each, gather
+from laststep.capture.gather import LiveTensor, bytes_of, copy_each, gather
 from laststep.capture.kernels import CopyTable, Fingerprint, kernels_on
 from laststep.constants import CHUNK_BYTES, DTYPES
 
@@ -36,7 +34,7 @@ def chunks_through(layout: Layout, device: str) -> list[ChunkLayout]:
 
 
 def ring_chunks(wanted: int, room_bytes: int) -> int:
-    """Return how many chunks the ring should hold; 0 if there is no room for a ring."""
+    """Return how many chunks the ring should hold; 0 if there is no room."""
     for count in (min(wanted, RING_CHUNKS), min(wanted, _LEAST_CHUNKS)):
         if count * CHUNK_BYTES <= room_bytes:
             return count
@@ -44,7 +42,7 @@ def ring_chunks(wanted: int, room_bytes: int) -> int:
 
 
 class _Row(NamedTuple):
-    """A span: which elements of which piece, where they lie, and their place in the ring."""
+    """A span, and its place in the ring."""
 
     piece: int
     address: int
@@ -54,8 +52,8 @@ class _Row(NamedTuple):
 
 
 class Route:
-    """How the pieces of one device pass through a ring, span by span. Built once while addresses
-    stay the same; holds neither the state nor the ring."""
+    """How the pieces of one device pass through a ring, span by span, while addresses stay the
+    same; holds neither the state nor the ring."""
 
     def __init__(
         self,
@@ -89,7 +87,6 @@ class Route:
             self._copies = CopyTable(kernels, copies, stream)
 
     def fits(self, layout: Layout, sources: Mapping[int, LiveTensor], ring: torch.Tensor) -> bool:
-        """Return whether it is valid for these sources and this ring."""
         return (
             layout is self._layout
             and ring.data_ptr() == self._base
@@ -108,11 +105,10 @@ class Route:
         return self._live.sums(0, len(self.rows), bytes_at)[1]
 
     def place(self, number: int) -> int:
-        """Return the place of a chunk in the ring."""
         return number % self._count * CHUNK_BYTES
 
     def pieces(self, first: int, last: int) -> set[int]:
-        """Return the pieces that the chunks [first, last) contain."""
+        """Return the pieces in the chunks [first, last)."""
         low, high = self._rows_before[first], self._rows_before[last]
         return {row.piece for row in self.rows[low:high]}
 
@@ -125,9 +121,10 @@ class Route:
         if self._copies is not None:
             self._copies.run(ring, low, high)
         else:
+            tensors = {piece: sources[piece].tensor for piece in self.pieces(first, last)}
             for number in range(first, last):
                 place = self.place(number)
-                gather(ring[place : place + CHUNK_BYTES], self._groups[number], Views(sources))
+                gather(ring[place : place + CHUNK_BYTES], self._groups[number], tensors)
         rows = self.rows
         return self._landed.sums(
             low, high, lambda n: ring[rows[n].at : rows[n].at + rows[n].size_bytes]
@@ -173,7 +170,7 @@ class Ring:
 
     @property
     def at_once(self) -> int:
-        """How many chunks pass through together, so that filling and emptying overlap."""
+        """How many chunks pass through together: half, so that filling and emptying overlap."""
         return max(self.memory.nbytes // CHUNK_BYTES // 2, 1)
 
     def pass_through(

@@ -598,7 +598,7 @@ class Saves:
     def obstacle(self, *, short_of_room: bool) -> str | None:
         """Return the reason why the next save cannot begin at once, or None."""
         for save in self.all():
-            if save.job is not None and not save.job.is_over():
+            if save.job is not None and not save.job.over.is_set():
                 return "an earlier save is still being captured"
         uncommitted = self.under_way()
         if len(uncommitted) >= MAX_UNCOMMITTED:
