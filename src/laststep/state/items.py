@@ -12,7 +12,7 @@ import functools
 import logging
 import operator
 import re
-from collections import defaultdict, deque
+from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -159,28 +159,10 @@ def make_deferred(outer: StateProvider) -> StateProvider:
     return outer
 
 
-class EntryProvider(StateProvider):
-    """A plain entry of a dict that is a group: looked up at each save, replaced on restore."""
-
-    kind = "value"
-    cheap = True
-    passive = True
-
-    def __init__(self, owner: dict[Any, Any], key: object) -> None:
-        self._owner = owner
-        self._key = key
-
-    def describe(self) -> State:
-        return State(value=self._owner[self._key])
-
-    def restore(self, value: object) -> None:
-        with provider.handing_over("an entry of a dict"):
-            provider.put_entry(self._owner, self._key, value)
-
-
 class GroupProvider(StateProvider):
-    """Several providers as one item, each under its own key, for which `make` creates it. A job of
-    several ranks refuses a group with per-rank and other members."""
+    """A dict as one item: plain entries, looked up at each save and replaced on restore, and
+    objects with a state of their own, for whose keys `make` creates providers. A job of several
+    ranks refuses a group with per-rank and other members."""
 
     kind = "group"
 
@@ -188,19 +170,19 @@ class GroupProvider(StateProvider):
         self._owner = owner
         self._make = make
         self._made: dict[Any, tuple[object, StateProvider]] = {}
-        """The object under each key when the dict was last read, and its provider."""
+        """Objects of the dict when it was last read, and their providers."""
 
     @property
     def _members(self) -> dict[Any, StateProvider]:
         """The providers for the current content of the dict. An object that is still there keeps
-        its provider, which may have cached state. A plain entry, such as a dict, is examined again,
-        because it may have become an object with a state of its own."""
+        its provider, which may have cached state."""
         made = {}
         for key, thing in self._owner.items():
-            known = self._made.get(key)
-            if known is None or known[0] is not thing or isinstance(known[1], EntryProvider):
-                known = thing, self._make(key)
-            made[key] = known
+            if _has_own_state(thing):
+                known = self._made.get(key)
+                if known is None or known[0] is not thing:
+                    known = thing, self._make(key)
+                made[key] = known
         self._made = made
         return {key: member for key, (_thing, member) in made.items()}
 
@@ -214,21 +196,26 @@ class GroupProvider(StateProvider):
 
     @property
     def per_rank(self) -> bool:  # type: ignore[override]
-        members = self._members.values()
-        return bool(members) and all(member.per_rank for member in members)
+        return self._said("per_rank") == {True}
 
     @property
     def mixed(self) -> bool:  # type: ignore[override]
-        members = self._members.values()
-        inside = any(member.mixed for member in members)
-        return inside or len({member.per_rank for member in members}) > 1
+        inside = any(member.mixed for member in self._members.values())
+        return inside or len(self._said("per_rank")) > 1
 
     @property
     def when_ranks_change(self) -> str:  # type: ignore[override]
         """The policy of the members if it is the same word for all, else `refuse`."""
-        said = {member.when_ranks_change for member in self._members.values()}
+        said = self._said("when_ranks_change")
         policy = said.pop() if len(said) == 1 else "refuse"
         return policy if isinstance(policy, str) else "refuse"
+
+    def _said(self, attribute: str) -> set[object]:
+        """Return the values of an attribute of all members and plain entries."""
+        members = self._members
+        said = {getattr(member, attribute) for member in members.values()}
+        plain = len(members) < len(self._owner)
+        return said | {getattr(StateProvider, attribute)} if plain else said
 
     def derive(self, value: object, rank: int) -> None:
         for key, member in self._stored_in(value).items():
@@ -243,12 +230,10 @@ class GroupProvider(StateProvider):
         states = {key: member.describe() for key, member in members.items()}
         things: list[Path] = []
         for key, member in members.items():
-            if isinstance(member, GroupProvider):
-                things += [(key, *path) for path in states[key].things]
-            elif not isinstance(member, EntryProvider):
-                things.append((key,))
+            inner = states[key].things if isinstance(member, GroupProvider) else ((),)
+            things += [(key, *path) for path in inner]
         return State(
-            value={key: state.value for key, state in states.items()},
+            value=self._owner | {key: state.value for key, state in states.items()},
             fresh=tuple((key, *path) for key, state in states.items() for path in state.fresh),
             loose=tuple((key, *path) for key, state in states.items() for path in state.loose),
             things=tuple(things),
@@ -280,15 +265,11 @@ class GroupProvider(StateProvider):
         return {key: member for key, member in self._members.items() if key in stored}
 
     def destinations(self, paths: list[Path]) -> list[object]:
-        members = self._members
-        inside: dict[Any, list[int]] = defaultdict(list)
-        for number, path in enumerate(paths):
-            if path and path[0] in members:
-                inside[path[0]].append(number)
         found: list[object] = ["cpu"] * len(paths)
-        for key, numbers in inside.items():  # one call each: an optimizer names all parameters
-            places = members[key].destinations([paths[number][1:] for number in numbers])
-            for number, place in zip(numbers, places, strict=True):
+        for key, member in self._members.items():  # one call each: an optimizer names everything
+            inside = [number for number, path in enumerate(paths) if path[:1] == (key,)]
+            places = member.destinations([paths[number][1:] for number in inside])
+            for number, place in zip(inside, places, strict=True):
                 found[number] = place
         return found
 
@@ -297,20 +278,14 @@ class GroupProvider(StateProvider):
             return
         members = self._members
         for key, member in members.items():
-            if key not in value and _is_plain(member):
-                del self._owner[key]  # added after the checkpoint, deleted as in a plain dict
-            elif value.get(key, ABSENT) is not ABSENT:
+            if value.get(key, ABSENT) is not ABSENT:
                 member.restore(value[key])
-        for key, entry in value.items():
-            if key not in members:
-                provider.put_entry(self._owner, key, entry)
-
-
-def _is_plain(member: StateProvider) -> bool:
-    """Return True for a plain entry, or a dict that no longer contains an object with a state."""
-    if isinstance(member, GroupProvider):
-        return all(map(_is_plain, member._members.values()))
-    return isinstance(member, EntryProvider)
+        for key in [key for key in self._owner if key not in members and key not in value]:
+            del self._owner[key]  # added after the checkpoint, deleted as in a plain dict
+        with provider.handing_over("an entry of a dict"):
+            for key, entry in value.items():
+                if key not in members:
+                    provider.put_entry(self._owner, key, entry)
 
 
 class Deferred(AroundProvider):
@@ -527,7 +502,7 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, provider.HasStateDict):
         return provider.StateDictProvider(item)
     if type(item) is dict and _is_group(item):
-        return GroupProvider(item, lambda key: _member(item, key, f"{name}.{key}", names))
+        return GroupProvider(item, lambda key: _provider(f"{name}.{key}", item[key], names))
     if isinstance(item, dict | list | deque | np.ndarray | Tensor):
         return provider.ValueProvider(item)
     raise UsageError(
@@ -536,9 +511,3 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         "a StateProvider, a dict, a list, a tensor or an array",
         remedy=f"pass a dict: {name}={{'value': …}}, or leave it out",
     )
-
-
-def _member(group: dict[Any, Any], key: object, name: str, names: Names) -> StateProvider:
-    if _has_own_state(group[key]):
-        return _provider(name, group[key], names)
-    return EntryProvider(group, key)
