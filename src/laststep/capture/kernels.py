@@ -1,9 +1,9 @@
 """Copies and fingerprints over tables of addresses, as CUDA kernels: one launch, one pass.
 
 Compiled at run time with the libraries that torch has loaded, and tested, in the background, per
-device, before they are needed; `gather` and `Fingerprint` fall back to plain torch operations. A
-table is uploaded on a side stream, because an upload on the training stream would wait for
-everything that training has enqueued; a launch waits for it in stream order.
+device; `gather` and `Fingerprint` fall back to plain torch operations. A table is uploaded on a
+side stream, because an upload on the training stream would wait for everything that training has
+enqueued; a launch waits for it in stream order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _WIDTHS = (16, 4, 1)
 
 
 class KernelError(RuntimeError):
-    """There is no compiler here, or it does not take the source, or the driver refuses to load or
-    to launch."""
+    """The compiler or the driver refused."""
 
 
 class Kernel:
@@ -75,13 +74,12 @@ _ready: dict[int, Kernels] = {}
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
-    """Return the kernels of a device, once `prepare_kernels` has found them working there."""
+    """Return the kernels of a device once they have been found working there."""
     return _ready.get(_index(device))
 
 
 def prepare_kernels(device: torch.device) -> None:
-    """Compile the kernels and test them on a few bytes; log a failure once and continue without
-    them."""
+    """Compile the kernels and test them on a few bytes; log a failure and continue without."""
     index = _index(device)
     if index in _ready:
         return
@@ -108,8 +106,8 @@ def _index(device: torch.device) -> int:
 
 
 def _compile(source: str, device: int) -> bytes:
-    """Return the machine code of a source for one device. Every call releases the GIL: compiling
-    takes a few hundred milliseconds on another core."""
+    """Return the machine code for one device. Every call releases the GIL: compiling takes a few
+    hundred milliseconds."""
     if torch.version.cuda is None:
         raise KernelError("this torch is not built for CUDA")
     nvrtc = ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}")
@@ -164,8 +162,8 @@ def _copies_are_exact(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
 
 
 def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
-    """Return whether equal bytes have equal sums at even and odd addresses, and whether a changed
-    byte, a swap and a changed last byte are detected in their tile."""
+    """Return whether equal bytes have equal sums at any address, and whether a changed byte, a swap
+    and a changed last byte are detected in their tile."""
     size = _TILE_BYTES + 4099  # two tiles, the second ending within a word
 
     def sums_of(sample: np.ndarray, at: int = 0) -> np.ndarray:
@@ -198,7 +196,7 @@ class _Table:
         self._uploaded.record(stream)
 
     def rows(self, low: int, high: int) -> list[torch.Tensor]:
-        """Return these rows of each column, once they have arrived, for the current stream."""
+        """Return these rows of each column for the current stream, which waits for them."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._uploaded)
         for column in self._columns:
@@ -218,18 +216,16 @@ def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _tiles_before(sizes: np.ndarray) -> list[int]:
-    """Return how many tiles come before each range, and before the end."""
     return [0, *np.cumsum(-(-sizes // _TILE_BYTES)).tolist()]
 
 
 class Fingerprint:
     """Fingerprints of a fixed list of ranges of device memory; holds none of the memory.
 
-    They prove that a copy is what was there at `save()`: every word is mixed with its position by a
-    non-linear bijection before it is summed, so that sign flips, swaps and shifts cannot cancel, as
-    they do under a plain multiply-and-sum. They depend on the bytes alone, not on their address,
-    and detect accidents, not attackers. Two are comparable if their ranges have equal sizes and
-    both or neither use kernels.
+    Every word is mixed with its position by a non-linear bijection before it is summed, so that
+    sign flips, swaps and shifts cannot cancel, as they do under a plain multiply-and-sum. They
+    depend on the bytes alone, not on their address, and detect accidents, not attackers. Two are
+    comparable if their ranges have equal sizes and both or neither use kernels.
     """
 
     def __init__(
@@ -240,9 +236,9 @@ class Fingerprint:
         *,
         strong: bool = False,
     ) -> None:
-        """Ranges of (address, bytes), none of them empty; `stream` is a side stream for uploads,
-        which kernels need. `strong` sums, only by kernels, tell contents apart: two that differ
-        collide with probability 2**-128. They take twice as long."""
+        """Ranges of (address, bytes), none of them empty; `stream` is a side stream for uploads.
+        `strong` sums, only by kernels, tell contents apart: two that differ collide with
+        probability 2**-128. They take twice as long."""
         self.owners = list(range(len(ranges)))
         """The range of each row."""
         self._before = list(range(len(ranges) + 1))
@@ -262,15 +258,14 @@ class Fingerprint:
         self._kernel = kernels.digest if strong else kernels.mix
 
     def rows(self, first: int, last: int) -> slice:
-        """Return the rows of the ranges [first, last) among those of all."""
         return slice(self._before[first], self._before[last])
 
     def sums(
         self, first: int, last: int, bytes_of: Callable[[int], torch.Tensor] | None = None
     ) -> tuple[slice, torch.Tensor]:
         """Return rows of two 64-bit sums for the ranges [first, last), computed on the current
-        stream without synchronising, and their positions among all rows; `bytes_of` returns the
-        bytes of a range if there are no kernels."""
+        stream, and their positions among all rows. `bytes_of` returns the bytes of a range if there
+        are no kernels."""
         rows = self.rows(first, last)
         if self._table is None:
             assert bytes_of is not None  # noqa: S101 (left out only where there are kernels)
@@ -283,8 +278,8 @@ class Fingerprint:
 
 
 def mixed(raw: torch.Tensor) -> torch.Tensor:
-    """Compute two such sums in plain torch operations on a flat byte tensor: several passes, and
-    temporaries of several times its size. A range is never larger than a chunk."""
+    """Compute two such sums in plain torch operations on a flat byte tensor, with temporaries of
+    several times its size: that of a chunk at most."""
     whole = raw.numel() // 8 * 8
     odd = raw.data_ptr() % 8 or raw.storage_offset() % 8
     words = (raw[:whole].clone() if odd else raw[:whole]).view(torch.int64)
@@ -330,8 +325,7 @@ class CopyTable:
             self._launches.append((kernels.copy[width], before, table))
 
     def run(self, target: torch.Tensor, first: int = 0, last: int | None = None) -> None:
-        """Copy the rows [first, last), or all from `first` on, into the buffer, on the current
-        stream."""
+        """Copy the rows [first, last) into the buffer on the current stream; None: all after it."""
         if target.nbytes < self.size_bytes:
             raise KernelError(f"{self.size_bytes} bytes do not go into {target.nbytes}")
         for kernel, before, table in self._launches:

@@ -1,8 +1,7 @@
 """Decide how a save is copied: choose each piece's capture mode, and lower the plan to copies.
 
-Pure: it moves nothing and looks at no tensor, only at specs and at the memory that is spare. A
-layout says which bytes are gathered together, and what each chunk takes from where. It depends on
-plan and modes alone, so it is reused while the state keeps its shape.
+Pure: it looks only at specs and at the memory that is spare. A layout says which bytes are gathered
+together, and what each chunk takes from where. It is reused while the state keeps its shape.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ slots."""
 
 
 class Way(Enum):
-    """How one piece is captured."""
-
     STAGED = "staged"
     """Gathered at `save()` into one buffer on its own device, moved to the pool afterwards."""
     DIRECT = "direct"
@@ -80,8 +77,6 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
 
 
 class ElementRange(NamedTuple):
-    """Elements [first, last) of a piece."""
-
     piece: int
     first: int
     last: int
@@ -121,20 +116,19 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All copies of a save. Pieces are numbered through all items in order."""
+    """All copies of a save, by device. Pieces are numbered through all items in order."""
 
     ways: tuple[Way, ...]
     staging_bytes: dict[str, int]
     gathers: dict[str, tuple[StagingGroup, ...]]
-    """Per device: how its staging buffer is filled."""
+    """How the staging buffer is filled."""
     chunks: tuple[ChunkLayout, ...]
     direct: dict[str, tuple[int, ...]]
-    """Per device: the pieces that are copied straight from it, each once."""
+    """The pieces that are copied straight from a device, each once."""
 
 
 class _StagedRange(NamedTuple):
-    """Staged pieces that fill bytes [start, stop) of a file and are neighbours in their staging
-    buffer too."""
+    """Staged pieces that are neighbours in bytes [start, stop) of a file and in their buffer."""
 
     device: str
     start: int
@@ -153,11 +147,9 @@ class _CopyRun(NamedTuple):
     bounds: list[int]
     """The byte of the file at which each piece starts, and the one at which the last stops."""
     spans: list[ElementRange]
-    """All of each piece."""
 
     def within(self, low: int, high: int) -> tuple[ElementRange, ...]:
-        """Return what lies in bytes [low, high) of the file; only the first and last span can be
-        cut."""
+        """Return what lies in bytes [low, high) of the file, with the first and last span cut."""
         first, last = bisect_right(self.bounds, low) - 1, bisect_left(self.bounds, high)
         spans = self.spans[first:last]
         size = DTYPES[self.dtype].size_bytes
@@ -194,8 +186,8 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
 
 
 def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_CopyRun]:
-    """Yield the pieces of a file in order, as long runs: a file is sorted by device and dtype.
-    There may be 100,000 pieces, so none gets a Python call of its own."""
+    """Yield the pieces of a file as long runs: it is sorted by device and dtype. There may be
+    100,000 pieces, so none gets a Python call of its own."""
     full = [start != stop for _, _, _, start, stop in file.layout.tensors]
     numbers, placed = list(compress(file.pieces, full)), list(compress(file.layout.tensors, full))
     chosen = [ways[number] for number in numbers]
@@ -212,8 +204,7 @@ def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Co
 
 
 def _stage(run: _CopyRun, parts: list[_StagedRange | _CopyRun], groups: list[StagingGroup]) -> None:
-    """Assign a run its place in the staging buffer of its device, whose present content is
-    `groups`, and add it to the parts of its file."""
+    """Append a run to the staging buffer of its device, `groups`, and to the parts of its file."""
     end = groups[-1].stop if groups else 0
     before = parts[-1] if parts else None
     if isinstance(before, _StagedRange) and before.device == run.device:
