@@ -54,9 +54,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_REHEARSAL_STEP = 3
-"""The optimizer step at which the first save is prepared in advance: by then the optimizer has
-state."""
+_DEFERRED_STEP = 3
+"""The optimizer step at which deferred items are looked at: by then the optimizer has state."""
 
 
 class Checkpointer(single.OnlyOne):
@@ -146,7 +145,8 @@ class Checkpointer(single.OnlyOne):
             self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
             self._team, self._saves = work.team, work.saves
             self._capturer.at_optimizer_step(1, work.start_early)
-            self._capturer.at_optimizer_step(_REHEARSAL_STEP, system.weakly(self._rehearse))
+            if self._deferred:
+                self._capturer.at_optimizer_step(_DEFERRED_STEP, system.weakly(self._expect_late))
             self._dropped = work.outlive(self)
             self._resuming = Resuming(context, work)
             past = self._client.instance.past
@@ -496,27 +496,15 @@ class Checkpointer(single.OnlyOne):
         self._saves.take_over()
         self._saves.raise_failed()
 
-    def _rehearse(self) -> bool:
-        """Prepare the first save at an early optimizer step, while the device is busy; return False
-        if it is too early. With several ranks, only memory for deferred items is prepared. Ignores
-        all errors: the first save will report them."""
+    def _expect_late(self) -> bool:
+        """Allocate memory for deferred items at an early optimizer step; return False if one does
+        not exist yet. The first save reports errors."""
         if self._closed or self._work.has_saved or os.getpid() != self._pid:
             return True
-        if self._deferred:
-            if all(one.is_there() for one in self._deferred):
-                with contextlib.suppress(LaststepError):  # the first save reports it
-                    self._look_at_late()
+        if not all(one.is_there() for one in self._deferred):
             return False
-        if self._team is not None or not all(
-            provider.cheap for provider in self._context.providers.values()
-        ):
-            return True  # an expensive item is described only by a real save
-        if not self._capturer.is_ready():
-            return False
-        with signals.defer_signals(), without_collection(), contextlib.suppress(Exception):
-            prepared, sources = self._preparer.prepare(self._take({}, None))
-            self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
-            self._capturer.prepare(prepared.copies, sources)
+        with contextlib.suppress(LaststepError):
+            self._look_at_late()
         return True
 
 

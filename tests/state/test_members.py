@@ -146,11 +146,11 @@ def test_whether_code_of_others_runs_follows_what_the_dict_holds(session: Sessio
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     provider = session.checkpointer._context.providers["extra"]
-    assert (provider.passive, provider.cheap) == (True, True)
+    assert provider.passive
     session.extra["counter"] = Counter()
-    assert (provider.passive, provider.cheap) == (False, False)
+    assert not provider.passive
     del session.extra["counter"]
-    assert (provider.passive, provider.cheap) == (True, True)
+    assert provider.passive
 
 
 def test_plain_entries_that_came_after_the_checkpoint_go_with_a_warning(
@@ -253,25 +253,3 @@ def test_a_mark_that_two_checkpointers_share_has_a_provider_in_each(tmp_path: Pa
         second.save(0)
     names = [set(laststep.load(tmp_path / run)["optimizer"]["state"]) for run in "ab"]
     assert names == [{"weight", "bias"}, {"group0.0", "group0.1"}]
-
-
-def test_what_is_not_cheap_to_ask_and_comes_to_a_dict_is_not_asked_before_the_first_save(
-    tmp_path: Path,
-) -> None:
-    class Loader:
-        asked = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            self.asked += 1
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    made = Session(tmp_path / "run")
-    with made.checkpointer:
-        loader = made.extra["loader"] = Loader()
-        for _ in range(5):
-            made.extra["schedule"].optimizer.step()
-        assert loader.asked == 0
-        made.stored()
-        assert loader.asked == 1

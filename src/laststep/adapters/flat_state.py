@@ -145,7 +145,6 @@ class FlatOptimizer(OptimizerProvider):
     that all ranks describe the same and a restore has memory for exactly this rank's part.
     """
 
-    cheap = False
     passive = False
 
     def __init__(

@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import queue
-import threading
 import time
 from concurrent.futures import Future, wait
 from itertools import chain
@@ -59,7 +58,6 @@ class Capturer:
         self._mover = Mover(pool, self._streams)
         self._staging: dict[str, DeviceStaging] = {}
         self._copiers = threads.WorkerPool("copy", min(_MAX_COPIERS, os.cpu_count() or 1))
-        self._compiled = threading.Event()
         self._torn = False
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
@@ -176,18 +174,6 @@ class Capturer:
     def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
         """Run `errand` just before that optimizer step, and again later if it returns False."""
         self._fence.at_step(number, errand)
-
-    def is_ready(self) -> bool:
-        """Return whether the kernels are compiled."""
-        return self._compiled.is_set()
-
-    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
-        """Compute modes, layout and address tables, so that the first save can start early."""
-        self._choose(copies)
-        for device in copies.layout.staging_bytes:
-            if device != "cpu":
-                copies.gatherers[device].prepare(sources, self._streams.stream(device))
-        copies.remember(sources)
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -386,7 +372,6 @@ class Capturer:
     def _work(self) -> None:
         for device in self._devices:
             prepare_kernels(torch.device(device))
-        self._compiled.set()
         while (job := self._jobs.get()) is not None:
             with threads.outlasting(log, "a capture could not be ended"):
                 if isinstance(job, Job):

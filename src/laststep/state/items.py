@@ -187,10 +187,6 @@ class GroupProvider(StateProvider):
         return {key: member for key, (_thing, member) in made.items()}
 
     @property
-    def cheap(self) -> bool:  # type: ignore[override]
-        return all(member.cheap for member in self._members.values())
-
-    @property
     def passive(self) -> bool:  # type: ignore[override]
         return all(member.passive for member in self._members.values())
 

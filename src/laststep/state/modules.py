@@ -67,7 +67,6 @@ class ModuleProvider(StateProvider):
     """Parameters, persistent buffers and extra state of a module."""
 
     kind = "module"
-    cheap = True
 
     def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
         """`hooks=False` ignores hooks on `state_dict()`."""

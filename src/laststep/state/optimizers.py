@@ -41,7 +41,6 @@ class OptimizerProvider(StateProvider):
     """Per-parameter state by name, and the options of every parameter group."""
 
     kind = "optimizer"
-    cheap = True
     passive = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:

@@ -119,8 +119,6 @@ class StateProvider(ABC):
     """One word for the catalog."""
     passive: bool = False
     """True if `describe` changes no tensor: a copy of the known state may start beside it."""
-    cheap: bool = False
-    """True if `describe` may be called once in addition to the saves, to prepare the first one."""
     per_rank: bool = False
     """True if each rank of a job has its own state, such as its position in the data. Otherwise
     ranks that hold the same tensors have the same state, and it is stored once."""
@@ -176,7 +174,6 @@ class AroundProvider(StateProvider):
 
     kind = _forwarded("kind")
     passive = _forwarded("passive")
-    cheap = _forwarded("cheap")
     per_rank = _forwarded("per_rank")
     when_ranks_change = _forwarded("when_ranks_change")
     mixed = _forwarded("mixed")
@@ -223,8 +220,7 @@ class StateDictProvider(StateProvider):
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
         self._gave_dict = False
-        # A loader may have to query its workers; a scheduler only copies a few numbers.
-        self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
+        self.passive = type(owner).__module__.startswith("torch.optim")
         # Each rank reads different data; any other object has the same state on all ranks.
         self.per_rank = hasattr(owner, "dataset") or hasattr(owner, "__iter__")
 
@@ -275,7 +271,7 @@ class ScalerProvider(StateDictProvider):
 
     def __init__(self, scaler: Any) -> None:
         super().__init__(scaler)
-        self.cheap = self.passive = True
+        self.passive = True
 
     def describe(self) -> State:
         scaler: Any = self._owner
@@ -325,7 +321,6 @@ class RNG(StateProvider):
     """The random number generators of Python, NumPy and torch (CPU and CUDA)."""
 
     kind = "rng"
-    cheap = True
     passive = True
     per_rank = True
     when_ranks_change = "derive"
@@ -373,7 +368,6 @@ class ValueProvider(StateProvider):
     """Nested dicts, lists and tuples of tensors, arrays and plain values, restored in place."""
 
     kind = "value"
-    cheap = True
     passive = True
 
     def __init__(self, value: object) -> None:

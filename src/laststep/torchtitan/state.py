@@ -31,7 +31,6 @@ class Parts(StateProvider):
     would gather fused weights from all ranks to split them."""
 
     kind = "module"
-    cheap = True
 
     def __init__(self, parts: list[torch.nn.Module]) -> None:
         self._modules = parts
