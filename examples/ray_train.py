@@ -42,6 +42,6 @@ if __name__ == "__main__":
         ),
     )
     checkpoint = trainer.fit().checkpoint
-    weight = laststep.load(laststep.ray.folder_of(checkpoint))["model"]["weight"]
+    weight = laststep.load(checkpoint.path)["model"]["weight"]
     print(f"the weights of {Path(checkpoint.path).name}: {tuple(weight.shape)}")
     ray.shutdown()

@@ -9,9 +9,10 @@ Tested with torch 2.13: with and without `use_orig_params`, with the four public
 and with parameters tied within a unit.
 """
 
+# ruff: noqa: SLF001 (FSDP1 has no public names for its flat parameters)
+
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from itertools import chain
@@ -20,17 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from laststep.adapters.flat_state import (
-    AXIS,
-    FlatMember,
-    FlatModule,
-    FlatOptimizer,
-    flat_range,
-    mesh_over,
-    need,
-    only_holders,
-    plain_name,
-)
+from laststep.adapters import flat_state
+from laststep.adapters.flat_state import FlatMember, FlatModule, FlatOptimizer, plain_name
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 
@@ -41,9 +33,6 @@ if TYPE_CHECKING:
     from laststep.state.provider import StateProvider
 
 __all__ = ["model", "optimizer"]
-
-_TESTED = "FSDP1 of torch 2.13"
-_need = functools.partial(need, tested=_TESTED)
 
 
 def model(model: torch.nn.Module) -> StateProvider:
@@ -134,7 +123,7 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
 
 def _units(model: torch.nn.Module, group_of: Mapping[int, int]) -> list[_Unit]:
     """Return the units of a model. `group_of` maps ids of tensors to groups of the optimizer."""
-    wrapped = {
+    wrapped: dict[str, Any] = {
         prefix: module
         for prefix, module in model.named_modules()
         if type(module).__name__ == "FullyShardedDataParallel"
@@ -146,42 +135,45 @@ def _units(model: torch.nn.Module, group_of: Mapping[int, int]) -> list[_Unit]:
             found=type(model).__name__,
             remedy="pass a model of another kind as it is",
         )
-    handles = ((_need(module, "_handle"), prefix) for prefix, module in wrapped.items())
+    handles = ((module._handle, prefix) for prefix, module in wrapped.items())
     return [_unit(handle, prefix, group_of) for handle, prefix in handles if handle is not None]
 
 
 def _unit(handle: Any, prefix: str, group_of: Mapping[int, int]) -> _Unit:
     """Determine the position of each parameter of a unit in its flat parameter."""
-    flat = _need(handle, "flat_param")
-    wanted = ("_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_shard_param_infos")
-    fqns, shapes, sizes, padding, here = (list(_need(flat, name)) for name in wanted)
-    _refuse_unusual(flat, fqns)
-    starts = [
-        at
-        for at, is_padding in zip(itertools.accumulate(sizes, initial=0), padding, strict=False)
-        if not is_padding
-    ]
-    live = _need(flat, "_params") or [None] * len(fqns)
-    names = {_joined(prefix, name): [_joined(prefix, name)] for name in fqns}
-    for info in _need(flat, "_shared_param_infos"):
+    flat = handle.flat_param
+    if not all(flat._contiguities) or any(flat._param_extensions):
+        raise UsageError(
+            "cannot save a parameter that FSDP1 flattened in memory order, or a shard of it",
+            where=", ".join(flat._fqns),
+            expected="contiguous parameters, without tensor parallelism",
+            remedy="use FSDP2 (fully_shard), which needs no adapter",
+        )
+    ends = itertools.accumulate(flat._numels_with_padding, initial=0)
+    starts = [at for at, pads in zip(ends, flat._is_padding_mask, strict=False) if not pads]
+    live = flat._params or [None] * len(flat._fqns)
+    names = {_joined(prefix, name): [_joined(prefix, name)] for name in flat._fqns}
+    for info in flat._shared_param_infos:
         tied = names[_joined(prefix, info.prim_module_name, info.prim_param_name)]
         tied.append(_joined(prefix, info.module_name, info.param_name))
     members, places = [], []
+    shapes, infos = map(tuple, flat._shapes), flat._shard_param_infos
     for known, shape, start, info, parameter in zip(
-        names.values(), shapes, starts, here, live, strict=True
+        names.values(), shapes, starts, infos, live, strict=True
     ):
-        layout, place = _place(handle, known[0], tuple(shape), start, info)
+        layout, place = _place(handle, shape, start, info)
         holder, first = (flat, place.start) if parameter is None else (parameter, 0)
         group = group_of.get(id(holder), -1)
         numbers = None
         if parameter is not None and layout is not None and group >= 0:
-            numbers = only_holders(layout)  # a rank steps no parameter of which it has no element
+            # A rank steps no parameter of which it has no element.
+            numbers = flat_state.only_holders(layout)
         members.append(
             FlatMember(
                 parameter=parameter,
                 names=known,
                 group=group,
-                shape=tuple(shape),
+                shape=shape,
                 layout=layout,
                 memory=flat,
                 first=first,
@@ -198,45 +190,21 @@ def _joined(*parts: str) -> str:
     return plain_name(".".join(filter(None, parts)))
 
 
-def _place(
-    handle: Any, name: str, shape: Index, start: int, info: Any
-) -> tuple[Flat | None, slice]:
+def _place(handle: Any, shape: Index, start: int, info: Any) -> tuple[Flat | None, slice]:
     """Return the layout of a parameter (None if the flat parameter is not sharded: each rank holds
-    all of it), and its elements within this rank's shard."""
-    if not _need(handle, "uses_sharded_strategy"):
+    all of it), and its elements within this rank's shard, which `info` says too."""
+    if not handle.uses_sharded_strategy:
         return None, slice(start, start + math.prod(shape))
-    mesh = mesh_over(_need(handle, "process_group"))
-    each = math.prod(_need(handle.flat_param, "_sharded_size"))
-    layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
-    first, last = flat_range(layout, dist.get_rank())
-    said = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info[0] else (0, 0)
-    if (first, last) != said:
+    mesh = flat_state.mesh_over(handle.process_group)
+    total = math.prod(handle.flat_param._sharded_size) * mesh.sizes[0]
+    layout = Flat(shape, mesh, (flat_state.AXIS,), start, total)
+    first, last = flat_state.flat_range(layout, dist.get_rank())
+    said = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+    if said != (first, last - first):
         raise UsageError(
-            "cannot determine how the state is sharded over the ranks",
-            where=name,
-            expected=f"elements {first} to {last} of the flat parameter, as {_TESTED} has it",
-            found=f"{said[0]} to {said[1]}",
-            remedy="use that version",
+            "cannot determine how FSDP1 shards a parameter",
+            expected=f"elements {first} to {last} of the flat parameter",
+            found=str(info),
+            remedy="use torch 2.13",
         )
     return layout, slice(first, last)
-
-
-def _refuse_unusual(flat: Any, names: list[str]) -> None:
-    """Raise `UsageError` for a parameter that was flattened in memory order instead of element
-    order, or that is a shard of another tensor."""
-    for name, contiguous, extension in zip(
-        names, _need(flat, "_contiguities"), _need(flat, "_param_extensions"), strict=True
-    ):
-        if not contiguous:
-            raise UsageError(
-                "cannot save a parameter that FSDP1 flattened in memory order",
-                where=name,
-                expected="a contiguous parameter",
-                remedy="make it contiguous before the model is wrapped, or use FSDP2",
-            )
-        if extension is not None:
-            raise UsageError(
-                "cannot save FSDP1 over tensor parallelism",
-                where=name,
-                remedy="use FSDP2 (fully_shard), which needs no adapter",
-            )

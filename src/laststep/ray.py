@@ -5,15 +5,13 @@
     ckpt.report({"loss": loss})  # instead of ray.train.report, on all workers
 
 By default the run is stored in the folder of Ray's experiment, and Ray gets the checkpoint's folder
-itself: nothing is copied or uploaded. For a run elsewhere, Ray gets a pointer, a file of a few
-bytes. Ray's `FailureConfig` restarts workers that die; `restore()` then reads the newest checkpoint
-of the run, which may be newer than the last one reported.
+itself: nothing is copied or uploaded. Of a run elsewhere, Ray gets no checkpoints. Ray's
+`FailureConfig` restarts workers that die; `restore()` then reads the newest checkpoint of the run,
+which may be newer than the last one reported.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from ray.train import CheckpointUploadMode
 
 from laststep import checkpointer as core
 from laststep.adapters.framework import Framework
-from laststep.errors import NotFoundError, UsageError
+from laststep.errors import UsageError
 from laststep.events import Committed
 from laststep.settings import Options
 
@@ -34,12 +32,10 @@ if TYPE_CHECKING:
 
     from laststep.events import Event
 
-__all__ = ["Checkpointer", "folder_of"]
+__all__ = ["Checkpointer"]
 
 FRAMEWORK = Framework(package="ray", extra="ray", tested="2.60")
 FRAMEWORK.check()
-
-_POINTER = "pointer.json"
 
 
 class Checkpointer(core.Checkpointer):
@@ -81,19 +77,16 @@ class Checkpointer(core.Checkpointer):
         if newest is None or not self._context.rank.is_first:
             ray.train.report(self._metrics)
             return
-        told = {**self._metrics, "checkpoint_step": newest.step}
-        folder = Path(self.path, newest.folder)
+        told, folder = (
+            {**self._metrics, "checkpoint_step": newest.step},
+            Path(self.path, newest.folder),
+        )
+        checkpoint = None
         if self._experiment is not None and folder.is_relative_to(self._experiment):
-            ray.train.report(
-                told,
-                checkpoint=ray.train.Checkpoint.from_directory(folder),
-                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-            )
-            return
-        with tempfile.TemporaryDirectory() as pointer:
-            text = json.dumps({"folder": f"{self.path}/{newest.folder}", "step": newest.step})
-            Path(pointer, _POINTER).write_text(text)
-            ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(pointer))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(
+            told, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+        )
 
     def close(self) -> None:
         """Wait for all saves, raise the error of a failed one, and report the last checkpoint with
@@ -106,22 +99,6 @@ class Checkpointer(core.Checkpointer):
     def _hear(self, event: Event) -> None:
         if isinstance(event, Committed):
             self._news.append(event)
-
-
-def folder_of(checkpoint: Any) -> str:
-    """Return the path or URL of a checkpoint of ours, for use with `laststep.load`."""
-    if Path(checkpoint.path, "manifest.json").exists():
-        return str(checkpoint.path)
-    with checkpoint.as_directory() as folder:
-        pointer = Path(folder, _POINTER)
-        if not pointer.exists():
-            raise NotFoundError(
-                "this is not a laststep checkpoint",
-                where=str(checkpoint.path),
-                expected=f"manifest.json or {_POINTER}",
-                remedy="hand checkpoints to Ray by laststep.ray.Checkpointer.report",
-            )
-        return str(json.loads(pointer.read_text())["folder"])
 
 
 def _experiment() -> Path | None:

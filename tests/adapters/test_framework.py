@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,55 +17,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Trainer:
-    def save(self, step: int, path: str = "") -> None: ...
-
-    @staticmethod
-    def now(clock: object) -> None: ...
-
-
 def known(tested: str, package: str = "numpy") -> Framework:
     return Framework(package=package, extra="np", tested=tested)
 
 
 def test_a_framework_that_is_not_there_is_told_with_the_extra_that_brings_it() -> None:
-    with pytest.raises(laststep.UsageError, match=re.escape("pip install 'laststep[np]'")):
+    with raises(laststep.UsageError, remedy="pip install 'laststep[np]'", found="none"):
         known("1", "no-such-package").check()
 
 
-def test_a_version_that_is_too_old_is_refused() -> None:
-    with raises(laststep.UsageError, expected="numpy 999.1"):
-        known("999.1").check()
+@pytest.mark.parametrize("tested", ["999", "0.1", "1", "1.2.34"])
+def test_another_release_is_refused(tested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "12.3.4")
+    with raises(laststep.UsageError, "numpy", expected=tested, found="12.3.4"):
+        known(tested).check()
 
 
-@pytest.mark.parametrize(("tested", "told"), [("0.1", True), ("installed", False)])
-def test_a_version_that_is_newer_than_the_tested_one_is_told(
-    tested: str, told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tested", ["12.3", "12.3.4"])
+def test_bug_fixes_of_the_tested_release_are_fine(
+    tested: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = ".".join(importlib.metadata.version("numpy").split(".")[:2])
-    with caplog.at_level(logging.WARNING):
-        known(installed if tested == "installed" else tested).check()
-    assert bool(warned(caplog, "numpy")) is told
-
-
-def test_a_seam_that_is_as_it_was_passes() -> None:
-    known("0").seam(Trainer, "save", "step")
-    known("0").seam(Trainer, "save", "step", "path")
-    known("0").seam(Trainer, "now", "clock")
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"), [("save", ("path",)), ("save", ("step", "path", "x")), ("gone", ())]
-)
-def test_a_seam_that_has_changed_is_refused_by_its_name(
-    method: str, parameters: tuple[str, ...]
-) -> None:
-    with raises(laststep.UsageError, f"Trainer.{method}", "numpy"):
-        known("0").seam(Trainer, method, *parameters)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "12.3.4")
+    known(tested).check()
 
 
 def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:
-    one, other = known("0"), known("0", "torch")
+    one, other = known("2"), known("2", "torch")
     assert one.own(one.stamp(term=3), "runs/a")["term"] == 3
     with raises(laststep.MismatchError, where="runs/a", found="torch"):
         one.own(other.stamp(), "runs/a")
@@ -78,7 +53,7 @@ def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:
 def test_resuming_goes_back_to_what_is_sound_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    numpy, state = known("0"), {"w": torch.zeros(1 << 20)}
+    numpy, state = known("2"), {"w": torch.zeros(1 << 20)}
     how = {"items": {"state": state}, "progress": False, "flush": "thread"}
     with laststep.Checkpointer(tmp_path / "run", **as_keywords(how)) as ckpt:
         assert numpy.resume(ckpt, lambda *_: ckpt.restore()) is None
@@ -110,7 +85,7 @@ def damage(run: Path, step: int) -> None:
 
 
 def test_damage_elsewhere_is_not_taken_for_damage_of_the_checkpoint(tmp_path: Path) -> None:
-    numpy, state = known("0"), {"w": torch.zeros(4)}
+    numpy, state = known("2"), {"w": torch.zeros(4)}
     how = {"items": {"state": state}, "progress": False, "flush": "thread"}
 
     def elsewhere(*_: object) -> laststep.Restored:

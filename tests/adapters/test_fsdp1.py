@@ -234,29 +234,9 @@ def test_a_model_without_fsdp1_is_refused() -> None:
         fsdp1.model(nn.Linear(2, 2)).describe()
 
 
-@pytest.mark.parametrize("missing", ["_handle", "flat_param", "_fqns", "_contiguities", "_params"])
-def test_an_unknown_version_is_named_with_the_attribute_that_it_lacks(missing: str) -> None:
-    flat = {
-        "_fqns": ["weight"],
-        "_shapes": [(2,)],
-        "_numels_with_padding": [2],
-        "_is_padding_mask": [False],
-        "_shard_param_infos": [None],
-        "_contiguities": [True],
-        "_param_extensions": [None],
-        "_params": None,
-    }
-    flat.pop(missing, None)
-    handle = {} if missing == "flat_param" else {"flat_param": SimpleNamespace(**flat)}
-    unit = type("FullyShardedDataParallel", (nn.Module,), {})()
-    if missing != "_handle":
-        unit._handle = SimpleNamespace(**handle)
-    with raises(laststep.UsageError, expected=f"'{missing}'"):
-        fsdp1.model(unit).describe()
-
-
 def test_what_is_flattened_in_the_order_of_its_memory_is_refused() -> None:
+    flat = SimpleNamespace(_fqns=["weight"], _contiguities=[False], _param_extensions=[None])
+    unit = type("FullyShardedDataParallel", (nn.Module,), {})()
+    unit._handle = SimpleNamespace(flat_param=flat)
     with raises(laststep.UsageError, where="weight"):
-        fsdp1._refuse_unusual(
-            SimpleNamespace(_contiguities=[False], _param_extensions=[None]), ["weight"]
-        )
+        fsdp1.model(unit).describe()

@@ -122,8 +122,8 @@ def test_layers_have_their_numbers_in_the_whole_model_on_every_stage() -> None:
     assert sorted(names.values()) == [["layers.4.inner.weight"], ["layers.5.inner.weight"]]
 
 
-def test_an_optimizer_that_is_not_distributed_is_refused_with_the_attribute_that_it_lacks() -> None:
-    with raises(laststep.UsageError, expected="'gbuf_ranges'"):
+def test_an_optimizer_that_is_not_distributed_is_refused() -> None:
+    with raises(laststep.UsageError, found="SimpleNamespace"):
         megatron.model(nn.Linear(2, 2), SimpleNamespace())
 
 
@@ -174,15 +174,15 @@ def test_what_is_cut_in_a_way_that_is_not_told_is_refused(attributes: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "size", "what"),
+    ("name", "parts", "size"),
     [
-        ("mlp.experts.weight1", 2, "none", "tensor"),
-        ("weight", 1, "get_expert_model_parallel_world_size", "expert"),
-        ("weight", 1, "get_expert_tensor_parallel_world_size", "expert tensor"),
+        ("mlp.experts.weight1", 2, "none"),
+        ("weight", 1, "get_expert_model_parallel_world_size"),
+        ("weight", 1, "get_expert_tensor_parallel_world_size"),
     ],
 )
 def test_experts_over_other_parallelism_than_data_are_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, parts: int, size: str, what: str
+    monkeypatch: pytest.MonkeyPatch, name: str, parts: int, size: str
 ) -> None:
     parameter = part((2,), allreduce="experts" in name)
     state = SimpleNamespace(**{size: lambda: 1})
@@ -190,7 +190,7 @@ def test_experts_over_other_parallelism_than_data_are_refused(
     megatron._refuse_experts(parameter, name, 1)
     megatron._refuse_experts(part((2,)), "mlp.shared_experts.linear_fc1.weight", 2)
     setattr(state, size, lambda: 2)
-    with raises(laststep.UsageError, what, found="2"):
+    with raises(laststep.UsageError, "experts", found="2"):
         megatron._refuse_experts(parameter, name, parts)
 
 
@@ -198,10 +198,11 @@ def test_a_frozen_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda size: list(range(size)))
     net = nn.Linear(2, 2)
     net.weight = part((2, 2), partition_dim=0, partition_stride=1)
-    one = SimpleNamespace(buffers=[SimpleNamespace(tp_group=1)])
+    one = SimpleNamespace(buffers=[SimpleNamespace(tp_group=1, param_index_map=[])])
     provider = megatron._MegatronModule([Chunk(net)], [one])
-    provider._refuse_frozen_parts(set())
+    provider._replaced([])
     one.buffers[0].tp_group = 2
-    provider._refuse_frozen_parts({id(net.weight)})
     with raises(laststep.UsageError, where="weight"):
-        provider._refuse_frozen_parts(set())
+        provider._replaced([])
+    one.buffers[0].param_index_map = [net.weight]
+    provider._replaced([])

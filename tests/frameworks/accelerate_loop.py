@@ -21,8 +21,6 @@ import laststep
 
 run, losses, way, loading, plugin, steps = sys.argv[1:7]
 SAMPLES, BATCH, ACCUMULATED, EVERY = 72, 4, 2, 3
-if loading == "filled":  # 31 rounds of two ranks; step 15 leaves one, of a batch of 3 samples
-    SAMPLES = 243
 
 
 class Noisy(Dataset):
@@ -60,7 +58,7 @@ def accelerator() -> Accelerator:
     config = DataLoaderConfiguration(
         use_seedable_sampler=loading == "seedable",
         use_stateful_dataloader=loading == "stateful",
-        dispatch_batches=loading in ("dispatched", "filled", "stream"),
+        dispatch_batches=loading in ("dispatched", "stream"),
     )
     more = {}
     if plugin == "deepspeed":

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from deepspeed_ways import engine_of, start, step_of
 
 import laststep
@@ -49,6 +51,9 @@ def save(way: str, run: str) -> dict[str, list[str]]:
 
 
 def load(way: str, run: str) -> dict[str, list[str]]:
+    if rank == 0:
+        shutil.copytree(run, f"{run}.{ranks}")
+    dist.barrier()
     engine = attached(way, f"{run}.{ranks}")
     assert engine.load_checkpoint(run)[0] is not None
     assert engine.global_steps == 3

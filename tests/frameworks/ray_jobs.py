@@ -82,11 +82,8 @@ def job(name: str, workers: int, steps: int, run: str = "", *, dies: bool = Fals
             failure_config=FailureConfig(max_failures=1),
         ),
     ).fit()
-    told = {
-        "path": result.checkpoint.path,
-        "folder": laststep.ray.folder_of(result.checkpoint),
-        "metrics": result.metrics,
-    }
+    path = None if result.checkpoint is None else result.checkpoint.path
+    told = {"path": path, "metrics": result.metrics}
     (folder / "told.json").write_text(json.dumps(told))
 
 

@@ -39,7 +39,6 @@ NEEDS = {"stateful": "torchdata", "deepspeed": "deepspeed"}
         ("items", "stream", "none", 1),
         ("attach", "plain", "ddp", 2),
         ("items", "dispatched", "ddp", 2),
-        ("attach", "filled", "ddp", 2),
         ("attach", "seedable", "fsdp2", 2),
         ("items", "plain", "fsdp1", 2),
         ("attach", "plain", "deepspeed", 2),
@@ -114,7 +113,7 @@ def test_a_checkpoint_is_found_by_the_folder_that_it_was_saved_as(tmp_path: Path
         weights[name] = loop.weight()
     loop.acc.save_state("out/last")  # of the same step: it has both names then
     loop.acc.end_training()
-    for name in ("out/epoch_0", f"{tmp_path}/elsewhere/epoch_1", "out/last"):
+    for name in ("out/epoch_0", "out/epoch_1", "out/last"):
         again = Loop(tmp_path)
         restored = again.acc.load_state(name)
         expected = "epoch_0" if name.endswith("_0") else "epoch_1"
@@ -154,58 +153,38 @@ def test_automatic_names_count_on_and_no_more_than_the_limit_stay(tmp_path: Path
     assert newest["names"] == [str(tmp_path / "checkpoints" / "checkpoint_3")]
 
 
-def test_hooks_write_where_they_did_and_what_they_save_is_not_saved_twice(tmp_path: Path) -> None:
-    def save(models: list[object], weights: list[object], folder: str) -> None:
-        torch.save(weights.pop(), Path(folder) / "own.pt")
+def test_hooks_are_refused_since_they_would_not_be_called(tmp_path: Path) -> None:
+    def export(*_: object) -> None: ...
 
-    def load(models: list[torch.nn.Module], folder: str) -> None:
-        models.pop().load_state_dict(torch.load(Path(folder) / "own.pt"))
-
-    out = str(tmp_path / "out")
     loop = Loop(tmp_path)
-    loop.acc.register_save_state_pre_hook(save)
-    loop.train(2)
-    loop.acc.save_state(out)
-    weight = loop.weight()
-    loop.acc.end_training()
-    assert "model" not in laststep.open(loop.run).latest().items()
+    loop.train(1)
+    loop.acc.save_state().result(60)
+    handle = loop.acc.register_save_state_pre_hook(export)
+    with raises(laststep.UsageError, found="export"):
+        loop.acc.save_state()
+    handle.remove()
+    loop.acc.save_state().result(60)
     again = Loop(tmp_path)
-    again.acc.register_load_state_pre_hook(load)
-    assert again.acc.load_state().step == 2
-    assert torch.equal(again.weight(), weight)
-    again.acc.end_training()
+    again.acc.register_load_state_pre_hook(export)
+    with raises(laststep.UsageError, found="export"):
+        again.acc.load_state()
 
 
-def test_where_the_newest_is_damaged_hooks_get_the_folder_of_the_one_before(
+def test_where_the_newest_is_damaged_the_one_before_is_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(tmp_path)
     for name in ("first", "second"):
         loop.train(1)
-        loop.acc.save_state(str(tmp_path / name))
+        loop.acc.save_state(name)
     loop.acc.end_training()
     for file in loop.run.glob("step-00000002.*/model*.safetensors"):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    folders = []
-    for name, expected in ((None, ["second", "first"]), (str(tmp_path / "second"), ["second"])):
-        again = Loop(tmp_path)
-        again.acc.register_load_state_pre_hook(lambda _, at: folders.append(Path(at).name))
-        if name is None:
-            assert again.acc.load_state().step == 1
-            assert warned(caplog, "step 2", "step 1")
-        else:
-            with pytest.raises(laststep.CorruptError):
-                again.acc.load_state(name)
-        assert folders == expected
-        folders.clear()
-
-
-def test_hooks_without_a_folder_are_told(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.acc.register_save_state_pre_hook(lambda *_: None)
-    with raises(laststep.UsageError, "register_save_state_pre_hook"):
-        loop.acc.save_state()
+    assert Loop(tmp_path).acc.load_state().step == 1
+    assert warned(caplog, "step 2", "step 1")
+    with pytest.raises(laststep.CorruptError):
+        Loop(tmp_path).acc.load_state("second")
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -414,6 +393,7 @@ def test_other_ranks_go_on_as_far_as_all_had_come_rounded_down(
 
 
 def test_an_accelerator_that_is_dropped_takes_its_run_with_it(tmp_path: Path) -> None:
+    gc.collect()
     hooks = len(_global_optimizer_post_hooks)
     loop = Loop(tmp_path)
     loop.train(2)
@@ -490,16 +470,6 @@ def test_a_save_between_two_steps_of_the_optimizer_is_warned_of(
         loop.acc.save_state()
     assert warned(caplog, "2 batches")
     loop.acc.end_training()
-
-
-def test_a_method_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-
-    from laststep.accelerate import attached
-
-    monkeypatch.setattr(Accelerator, "load_state", lambda self, path: None)
-    with raises(laststep.UsageError, "Accelerator.load_state", "accelerate"):
-        importlib.reload(attached)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import shutil
@@ -290,7 +289,6 @@ def test_peft_gets_its_adapter_and_nothing_else_is_stored(tmp_path: Path) -> Non
     loaded = PeftModel.from_pretrained(base, folder).state_dict()
     live = trainer.model.state_dict()
     assert all(torch.equal(loaded[name], live[name]) for name in live)
-    assert (tmp_path / "out" / "README.md").exists(), "the card that trl makes"
 
 
 def mixtral() -> MixtralForCausalLM:
@@ -426,27 +424,6 @@ def test_the_best_model_is_known_after_its_folder_was_moved(
     assert all(torch.equal(expected[name], live[name]) for name in live)
 
 
-@pytest.mark.parametrize("there", ["beside it", "in the first place"])
-def test_the_best_model_of_a_folder_by_the_trainer_itself_is_the_copied_one(
-    tmp_path: Path, there: str
-) -> None:
-    first, out = tmp_path / "first", tmp_path / "out"
-    args = {**LIMITED, "save_total_limit": 9}
-    stock = here(first, kind="stock", args=args, eval=True, stop=7)
-    with pytest.raises(RuntimeError, match="stopped"):
-        stock.train()
-    best = stock.state.best_global_step
-    assert best == 4, "step 6 is worse"
-    shutil.copytree(first, out)
-    if there != "beside it":
-        shutil.rmtree(out / f"checkpoint-{best}")
-    trainer = here(out, args=args, eval=True, stop=7)
-    with pytest.raises(RuntimeError, match="stopped"):
-        trainer.train(resume_from_checkpoint=True)
-    place = out if there == "beside it" else first
-    assert trainer.state.best_model_checkpoint == str(place / f"checkpoint-{best}")
-
-
 def test_what_a_callback_logs_is_saved_as_the_trainer_s_file_would_have_it(tmp_path: Path) -> None:
     class Logs(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
@@ -535,18 +512,10 @@ def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
         ckpt.save(1)
     with raises(laststep.MismatchError, "transformers"):
         here(out, settings={"run": tmp_path / "loop"}).train(resume_from_checkpoint=True)
-    with raises(laststep.UsageError, remedy="train()"):
+    with raises(laststep.UsageError, found="LlamaForCausalLM"):
         laststep.hf.attach(hf_train.tiny())
     assert laststep.open(out / "_laststep").steps() == [3]
     here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
-
-
-def test_a_method_of_the_trainer_that_has_changed_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self, model, metrics: None)
-    with raises(laststep.UsageError, "Trainer._save_checkpoint"):
-        importlib.reload(laststep.hf.trainer)
 
 
 def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
@@ -563,8 +532,7 @@ def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
     plain.__class__ = Own
     with caplog.at_level(logging.WARNING):
         laststep.hf.attach(plain).train()
-    assert warned(caplog, "Own._save_checkpoint")
-    assert warned(caplog, "Own._save ")
+    assert warned(caplog, "_save_checkpoint, _save of Own")
     assert not (tmp_path / "out" / "checkpoint-3" / "pytorch_model.bin").exists(), "would be old"
     assert folders(tmp_path / "out") == ["checkpoint-3"]
 

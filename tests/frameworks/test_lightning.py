@@ -1,4 +1,4 @@
-"""Lightning's trainer with laststep's callback and plugin: it resumes bit for bit, anywhere."""
+"""Lightning's trainer with laststep's callback: it resumes bit for bit, anywhere."""
 
 # ruff: noqa: E402 (what needs Lightning is imported where it is installed)
 
@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 import laststep
 from frameworks import lightning_training as training
 from frameworks.trained import SCRIPTS, Script, environment, read
-from laststep.lightning import package
 from laststep.settings import as_keywords
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(500)]
@@ -258,24 +257,13 @@ def test_sigterm_saves_the_last_step(tmp_path: Path) -> None:
 # -- wrong use ------------------------------------------------------------------------------------
 
 
-def test_a_second_saver_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path / "run", pl.callbacks.ModelCheckpoint(tmp_path / "own"), epochs=1)
-    assert warned(caplog, "ModelCheckpoint")
-
-
-def test_lightning_adds_no_second_saver(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = fit(tmp_path / "run", epochs=1)
-    assert len(trainer.checkpoint_callbacks) == 1
-    assert not warned(caplog, "ModelCheckpoint")
-
-
 def test_a_mode_that_is_none_is_refused() -> None:
     with raises(laststep.UsageError, expected="'min' or 'max'", found="'minimum'"):
         laststep.lightning.Checkpoint("runs/a", monitor="val_loss", mode="minimum")
 
 
 def test_two_callbacks_of_ours_are_refused(tmp_path: Path) -> None:
-    with raises(laststep.UsageError, remedy="tiers="):
+    with raises(laststep.UsageError, found="Checkpoint"):
         fit(tmp_path / "run", laststep.lightning.Checkpoint(tmp_path / "other"))
 
 
@@ -340,34 +328,6 @@ def test_an_error_in_training_leaves_what_was_saved(tmp_path: Path) -> None:
     assert fit(tmp_path / "run").global_step == 24
 
 
-# -- the plugin -----------------------------------------------------------------------------------
-
-
-def test_the_plugin_stores_what_model_checkpoint_saves(tmp_path: Path) -> None:
-    own = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    loaders = (training.loader("plain"), DataLoader(training.Samples(), batch_size=24))
-    plugin = {"plugins": [laststep.lightning.IO()]}
-    trainer_with(own, epochs=2, **plugin).fit(training.Net(os.devnull), *loaders)
-    assert laststep.load(tmp_path / "last.ckpt")["global_step"] == 24
-    assert len(list(tmp_path.iterdir())) == 2, "the one before is gone"
-    net = training.Net(str(tmp_path / "losses"))
-    again = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    trainer_with(again, epochs=3, **plugin).fit(net, *loaders, ckpt_path="last")
-    assert min(read(tmp_path / "losses")) == 24
-    assert laststep.load(tmp_path / "last.ckpt")["global_step"] == 36
-
-
-def test_the_plugin_reads_files_of_lightning(tmp_path: Path) -> None:
-    fit(None, pl.callbacks.ModelCheckpoint(tmp_path, filename="own"))
-    trainer = trainer_with(plugins=[laststep.lightning.IO()])
-    trainer.test(
-        training.Net(os.devnull),
-        DataLoader(training.Samples(), batch_size=24),
-        ckpt_path=tmp_path / "own.ckpt",
-        verbose=False,
-    )
-
-
 # -- the rest -------------------------------------------------------------------------------------
 
 
@@ -400,11 +360,3 @@ assert "lightning.pytorch" not in sys.modules
         command = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "run", epochs]
         subprocess.run(command, env=environment(), check=True, capture_output=True)
     assert laststep.open(tmp_path / "run").steps() == [4, 8]
-
-
-def test_a_lightning_whose_loops_have_changed_is_refused_by_name() -> None:
-    class Loop:
-        def on_run_start(self) -> None: ...
-
-    with raises(laststep.UsageError, "on_run_start"):
-        package.FRAMEWORK.seam(Loop, "on_run_start", "data_fetcher")

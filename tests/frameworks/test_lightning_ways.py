@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from expect import warned
+from expect import raises, warned
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: make test-frameworks")
 
 import torch
 import torchmetrics
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Subset
 
 import laststep
@@ -47,13 +46,6 @@ class Cut(training.Net):
     def train_dataloader(self):
         chosen = torch.randperm(SAMPLES)[: SAMPLES - BATCH].tolist()
         return DataLoader(Subset(training.Samples(), chosen), batch_size=BATCH, shuffle=True)
-
-
-class Both(training.Net):
-    """Takes batches of two loaders."""
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch["long"] + batch["short"], batch_idx)
 
 
 class OfTheEpoch(training.Net):
@@ -104,23 +96,6 @@ class ByHand(training.Net):
             self.optimizers().zero_grad()
 
 
-class Backbone(training.Net):
-    """A part of it is frozen at first."""
-
-    def __init__(self, losses: str) -> None:
-        super().__init__(losses)
-        self.backbone = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)
-        )
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(self.backbone(batch), batch_idx)
-
-    def configure_optimizers(self):
-        trained = [one for one in self.parameters() if one.requires_grad]
-        return torch.optim.AdamW(trained, lr=1e-2)
-
-
 class NoScheduler(training.Net):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -133,51 +108,21 @@ class Skips(NoScheduler):
         return -1 if batch_idx == 7 else None
 
 
-def two_loaders() -> CombinedLoader:
-    short = DataLoader(Subset(training.Samples(), range(12)), batch_size=BATCH, shuffle=True)
-    return CombinedLoader({"long": training.loader("plain"), "short": short}, "max_size_cycle")
-
-
-def averaging() -> list[object]:
-    return [callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=2, annealing_epochs=2)]
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "samples are drawn": {"net": Cut, "loader": None, "steps": (4, 22, 30)},
-    "samples are drawn for each epoch": {
-        "net": Cut,
-        "loader": None,
-        "trainer": {"reload_dataloaders_every_n_epochs": 1},
-        "steps": (4, 22, 30),
-    },
-    "samples are drawn for every second epoch": {
-        "net": Cut,
-        "loader": None,
+    "loaders are made for every second epoch": {
         "trainer": {"reload_dataloaders_every_n_epochs": 2},
-        "steps": (11, 15, 22),
+        "steps": (11, 15, 24),
     },
-    "a short loader begins anew": {"net": Both, "loader": two_loaders, "steps": (7, 12, 20)},
     "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34)},
     "validation at other times": {
         "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8},
         "steps": (10, 12),
     },
     "steps by hand": {"net": ByHand, "steps": (1, 4, 7)},
-    "gradients beyond an epoch": {  # before a validation Lightning clears them
-        "net": ByHand,
-        "every": None,
-        "steps": (2, 4, 7),
-        "trainer": {"limit_val_batches": 0},
-    },
     "gradients accumulated by epoch": {
         "callbacks": lambda: [callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 3: 2})],
         "steps": (12, 13, 19),
-    },
-    "averaged in the end": {"net": NoScheduler, "callbacks": averaging, "steps": (20, 24, 30)},
-    "unfrozen on the way": {
-        "net": Backbone,
-        "steps": (5, 12, 15, 30),
-        "callbacks": lambda: [callbacks.BackboneFinetuning(1, lambda _: 1.5, train_bn=False)],
     },
     "epochs left early": {"net": Skips, "steps": (7, 9, 28)},
 }
@@ -261,12 +206,35 @@ def test_a_metric_of_training_is_enough_to_judge_by(tmp_path: Path) -> None:
     assert all("mean" in one.metrics for one in found)
 
 
-def test_a_metric_that_nobody_logs_is_told_and_epochs_are_saved(
+def test_epochs_are_saved_where_nobody_logs_the_metric(tmp_path: Path) -> None:
+    fit(tmp_path / "run", tmp_path / "losses", {}, monitor="val_los")
+    assert laststep.open(tmp_path / "run").steps() == [BATCHES * epoch for epoch in (1, 2, 3, 4)]
+
+
+def test_gradients_that_an_epoch_leaves_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fit(tmp_path / "run", tmp_path / "losses", {}, monitor="val_los")
-    assert len(warned(caplog, "monitor='val_los'")) == 1
-    assert laststep.open(tmp_path / "run").steps() == [BATCHES * epoch for epoch in (1, 2, 3, 4)]
+    way = {"net": ByHand, "trainer": {"limit_val_batches": 0, "max_epochs": 1}}
+    fit(tmp_path / "run", tmp_path / "losses", way)
+    assert warned(caplog, "gradients")
+    assert laststep.open(tmp_path / "run").steps() == [BATCHES // 5]
+
+
+class Thaws(callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        pass
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [Thaws(), callbacks.StochasticWeightAveraging(1e-3)],
+    ids=["finetuning", "averaging"],
+)
+def test_callbacks_that_change_the_optimizer_on_the_way_are_refused(
+    callback: pl.Callback, tmp_path: Path
+) -> None:
+    with raises(laststep.UsageError, found=type(callback).__name__):
+        fit(tmp_path / "run", tmp_path / "losses", {"callbacks": lambda: [callback]})
 
 
 def test_sigterm_while_gradients_are_accumulated_saves_the_step_that_follows(

@@ -51,27 +51,17 @@ def test_ray_is_handed_the_last_checkpoint_as_the_folder_in_the_run(jobs: Path) 
     for name in ("whole", "killed"):
         handed = told(jobs, name)
         run = jobs / name / "experiment" / "laststep"
-        assert Path(handed["path"]) == Path(handed["folder"]) == run / laststep.open(run)[8].folder
+        assert Path(handed["path"]) == run / laststep.open(run)[8].folder
         assert handed["metrics"]["checkpoint_step"] == 8
         assert handed["metrics"]["step"] == 9
-        assert [*laststep.load(handed["folder"], rank=0)] == ["model", "optimizer", "rng"]
+        assert [*laststep.load(handed["path"], rank=0)] == ["model", "optimizer", "rng"]
 
 
-def test_another_number_of_workers_goes_on_and_of_a_run_elsewhere_a_pointer_is_handed_over(
-    jobs: Path,
-) -> None:
-    handed, run = told(jobs, "alone"), jobs / "killed" / "experiment" / "laststep"
+def test_another_number_of_workers_goes_on_with_a_run_elsewhere(jobs: Path) -> None:
+    run = jobs / "killed" / "experiment" / "laststep"
     assert sorted(read(jobs / "alone" / "losses")) == [9, 10, 11, 12]
-    assert [path.name for path in Path(handed["path"]).iterdir()] == ["pointer.json"]
-    assert Path(handed["folder"]) == run / laststep.open(run).latest().folder
+    assert told(jobs, "alone")["path"] is None
     assert laststep.open(run).latest().step == 12
-
-
-def test_a_checkpoint_of_others_is_told(tmp_path: Path) -> None:
-    import ray.train
-
-    with raises(laststep.NotFoundError, where=tmp_path):
-        laststep.ray.folder_of(ray.train.Checkpoint.from_directory(tmp_path))
 
 
 def test_outside_of_a_worker_it_says_what_to_use(tmp_path: Path) -> None:

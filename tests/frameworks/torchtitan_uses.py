@@ -76,15 +76,8 @@ def kept():
 
 @fact
 def final():
-    stored = laststep.load(RUN / "final")
-    dtypes = {str(tensor.dtype) for tensor in stored["model"].values()}
-    return [list(stored), steps_in(RUN / "final"), sorted(dtypes)]
-
-
-@fact
-def final_again():
     train_first()
-    return [steps_in(RUN), steps_in(RUN / "final")]
+    return [steps_in(RUN), [path.name for path in (RUN / "final").iterdir()]]
 
 
 @fact
@@ -132,34 +125,18 @@ def damaged():
 
 
 @fact
-def begun_with_a_model():
-    settings = {"initial_load_path": str(RUN)}
-    other = loaded(built("b", **settings))
-    same = loaded(built("a"))
-    return [other.step, weights_of(other) == weights_of(same)]
-
-
-@fact
-def begun_with_a_checkpoint():
-    folder = next(RUN.glob("step-00000002.*"))
-    other = loaded(built("b", initial_load_path=str(folder), initial_load_model_only=False))
-    same = loaded(built("a", load_step=2))
-    return [other.step, digests(other) == digests(same)]
-
-
-@fact
 def begun_with_the_final_model():
-    own = whole(loaded(built("b", initial_load_path=str(RUN / "final"))))
-    final = laststep.load(RUN / "final")["model"]
-    return own.keys() == final.keys() and all(
-        torch.equal(own[name], final[name].float()) for name in own
+    trained = train(built("whole", export_dtype="bfloat16"))
+    own = whole(loaded(built("b", initial_load_path=str(FOLDER / "whole/final/step-5"))))
+    return all(
+        torch.equal(own[name], entry.bfloat16().float()) for name, entry in whole(trained).items()
     )
 
 
 @fact
 def hugging_face():
     trainer = train(built("hf", last_save_in_hf=True))
-    (file,) = (FOLDER / "hf" / "final").glob("*.safetensors")
+    (file,) = (FOLDER / "hf" / "final" / "step-5").glob("*.safetensors")
     stored = load_file(file)["model.layers.0.mlp.gate_proj.weight"]
     own = whole(trainer)["layers.0.feed_forward.w1.weight"]
     return [torch.equal(stored, own), steps_in(FOLDER / "hf")]

@@ -12,23 +12,24 @@ state. The folder that a script passes becomes a name of the checkpoint, by whic
 it.
 """
 
+# ruff: noqa: SLF001 (Accelerate has no public names for what it has prepared)
+
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import LoaderProgress, place_in, skip_in_place
-from laststep.adapters.flat_state import need
-from laststep.adapters.framework import Framework, first_sound
+from laststep.adapters.framework import Framework
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
@@ -39,7 +40,6 @@ from laststep.tiers.tier import arranged
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from laststep.browse import Checkpoint
     from laststep.flush.saves import SaveHandle
     from laststep.restoring.restore import Restored
 
@@ -47,20 +47,13 @@ log = logging.getLogger(__name__)
 
 FRAMEWORK = Framework(package="accelerate", extra="accelerate", tested="1.15")
 FRAMEWORK.check()
-FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
-FRAMEWORK.seam(Accelerator, "save_state", "output_dir", "safe_serialization")
-FRAMEWORK.seam(Accelerator, "load_state", "input_dir", "load_kwargs")
-FRAMEWORK.seam(Accelerator, "end_training")
-FRAMEWORK.seam(Accelerator, "free_memory", "objects")
-FRAMEWORK.seam(Accelerator, "get_state_dict", "model", "unwrap")
-FRAMEWORK.seam(Accelerator, "prepare_data_loader", "data_loader")
 
 
 def items(accelerator: Any) -> dict[str, object]:
     """Return everything that `save_state` would save and the position in each loader. Call this
     after `prepare`; raises UsageError if nothing is prepared."""
-    models, optimizers = held(accelerator, "models"), held(accelerator, "optimizers")
-    engines = engines_of(accelerator)
+    models, optimizers = accelerator._models, accelerator._optimizers
+    engines = _engines_of(accelerator)
     if engines:
         models, optimizers = [*map(deepspeed.model, engines)], [*map(deepspeed.optimizer, engines)]
     elif any(isinstance(model, FullyShardedDataParallel) for model in models):
@@ -73,11 +66,11 @@ def items(accelerator: Any) -> dict[str, object]:
         optimizers = [fsdp1.optimizer(optimizer.optimizer, model) for model, optimizer in pairs]
     found = _numbered("model", models) | _numbered("optimizer", optimizers)
     found |= _numbered("progress", map(deepspeed.progress, engines))
-    found |= _numbered("scheduler", held(accelerator, "schedulers"))
+    found |= _numbered("scheduler", accelerator._schedulers)
     keep_places(accelerator)
-    loaders = held(accelerator, "dataloaders")
+    loaders = accelerator._dataloaders
     found |= _numbered("loader", (LoaderProgress(x) if _is_placed(x) else x for x in loaders))
-    found |= _numbered("custom", held(accelerator, "custom_objects"))
+    found |= _numbered("custom", accelerator._custom_objects)
     if not found:
         raise UsageError(
             "this Accelerator has not prepared anything yet",
@@ -89,7 +82,7 @@ def items(accelerator: Any) -> dict[str, object]:
     return {**found, "accelerator": _Count(accelerator), "rng": RNG()}
 
 
-def engines_of(accelerator: Any) -> list[Any]:
+def _engines_of(accelerator: Any) -> list[Any]:
     """Return DeepSpeed's engines. Raise UsageError for Megatron and XLA."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in {"MEGATRON_LM", "XLA"}:
@@ -99,13 +92,7 @@ def engines_of(accelerator: Any) -> list[Any]:
             found=kind,
             remedy="for Megatron, pass laststep.megatron's providers to a Checkpointer",
         )
-    return held(accelerator, "models") if kind == "DEEPSPEED" else []
-
-
-def held(accelerator: Any, what: str) -> list[Any]:
-    """Return what an Accelerator has recorded; it has no public way to list that."""
-    noted: list[Any] = need(accelerator, f"_{what}", tested=f"accelerate {FRAMEWORK.tested}")
-    return noted
+    return accelerator._models if kind == "DEEPSPEED" else []
 
 
 class _Count(StateProvider):
@@ -144,12 +131,11 @@ def keep_places(accelerator: Any) -> None:
     if "skip_first_batches" not in vars(accelerator):
         own = accelerator.skip_first_batches
         accelerator.skip_first_batches = functools.partial(skip_in_place, own)
-    for loader in held(accelerator, "dataloaders"):
+    for loader in accelerator._dataloaders:
         if _is_placed(loader):
             place_in(loader)
 
 
-_PREPARED = ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", "free_memory")
 
 
@@ -199,19 +185,15 @@ class Attached:
         safe_serialization: bool = True,  # noqa: FBT001, FBT002 (as Accelerate has it)
         *,
         metrics: Mapping[str, object] | None = None,
-        **unused: object,
     ) -> SaveHandle:
         """Save the present state, and return as soon as training may continue."""
-        if unused:
-            log.warning("save_state: %s mean nothing to laststep", ", ".join(unused))
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming:
             folder = Path(self._accelerator.project_dir or ".", "checkpoints")
             output_dir = folder / f"checkpoint_{project.iteration}"
-        left = self._after_save_hooks(output_dir)
-        checkpointer = self._checkpointer or self._make(left)
-        self._refuse_more()
-        engines = engines_of(self._accelerator)
+        checkpointer = self._checkpointer or self._make()
+        self._refuse_unsaved()
+        engines = _engines_of(self._accelerator)
         if not engines and self._others_stepped and self._steps == self._names[0]:
             self._steps += 1
         step = int(engines[0].global_steps) if engines else self._steps
@@ -227,12 +209,7 @@ class Attached:
         project.iteration += 1
         return handle
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Any = None,
-        **load_model_func_kwargs: Any,
-    ) -> Restored | None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> Restored | None:
         """Restore the newest checkpoint that verifies, or the one named `input_dir`.
 
         A new run has no checkpoint; that is not an error, and `step` is None then. A folder that
@@ -240,8 +217,8 @@ class Attached:
         """
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        found = self._find(input_dir) if input_dir is not None or self._hooks("load") else []
-        if input_dir is not None and not found:
+        named = None if input_dir is None else self._find(Path(input_dir))
+        if input_dir is not None and named is None:
             if not Path(input_dir).expanduser().is_dir():
                 raise NotFoundError(
                     f"there is no checkpoint {os.fspath(input_dir)!r}",
@@ -249,13 +226,14 @@ class Attached:
                     remedy="`laststep ls` lists the checkpoints; load_state() takes the newest",
                 )
             log.info("%s is not a checkpoint of this run: Accelerate loads it", input_dir)
-            self._before["load_state"](input_dir, load_kwargs, **load_model_func_kwargs)
+            self._before["load_state"](input_dir)
             return None
-        restored = first_sound(found, self._restore)
-        if restored is None:
-            checkpointer = self._checkpointer or self._make(held(self._accelerator, "models"))
+        checkpointer = self._checkpointer or self._make()
+        if named is None:
             newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
             restored = newest or checkpointer.restore()
+        else:
+            restored = checkpointer.restore(named)
         if restored.step is not None:
             metadata: Any = restored.metadata
             self._others_stepped = False
@@ -284,29 +262,32 @@ class Attached:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    @property
-    def _has_shards(self) -> bool:
-        """True if Accelerate passes no models to hooks because no rank holds a whole model."""
-        return bool(engines_of(self._accelerator)) or self._accelerator.distributed_type == "FSDP"
-
-    def _make(self, models: list[Any]) -> Checkpointer:
-        """Create the Checkpointer. `models` lacks those that hooks save and load themselves."""
-        chosen = items(self._accelerator)
-        for number, model in enumerate(held(self._accelerator, "models")):
-            if all(model is not one for one in models):
-                del chosen[f"model_{number}" if number else "model"]
+    def _make(self) -> Checkpointer:
         project, settings = self._accelerator.project_configuration, {**self._settings}
         if project.automatic_checkpoint_naming and project.total_limit is not None:
             settings.setdefault("keep", Keep(last=project.total_limit))
-        self._checkpointer = Checkpointer(self._run, items=chosen, **settings)
         self._made_for = self._prepared()
+        self._refuse_unsaved()
+        chosen = items(self._accelerator)
+        self._checkpointer = Checkpointer(self._run, items=chosen, **settings)
         return self._checkpointer
 
     def _prepared(self) -> list[Any]:
-        return [one for what in _PREPARED for one in held(self._accelerator, what)]
+        acc = self._accelerator
+        kinds = acc._models, acc._optimizers, acc._schedulers, acc._dataloaders, acc._custom_objects
+        return [*itertools.chain.from_iterable(kinds)]
 
-    def _refuse_more(self) -> None:
-        """Raise UsageError if an object was prepared too late: it would not be saved."""
+    def _refuse_unsaved(self) -> None:
+        """Raise UsageError for hooks, and for objects that were prepared too late."""
+        acc = self._accelerator
+        hooks = [*acc._save_model_state_pre_hook.values(), *acc._load_model_state_pre_hook.values()]
+        if hooks:
+            raise UsageError(
+                "laststep.accelerate does not call hooks before a save_state or load_state",
+                found=", ".join(getattr(hook, "__name__", repr(hook)) for hook in hooks),
+                remedy="leave them out, since laststep saves the models itself; export weights in "
+                "another format separately",
+            )
         new = [one for one in self._prepared() if all(one is not old for old in self._made_for)]
         if new:
             raise UsageError(
@@ -325,63 +306,20 @@ class Attached:
             checkpointer.close()
 
     def _count(self, optimizer: object, *_: object) -> None:
-        optimizers = held(self._accelerator, "optimizers")
+        optimizers = self._accelerator._optimizers
         is_first = bool(optimizers) and optimizer is optimizers[0].optimizer
         self._steps += is_first
         self._others_stepped |= not is_first
 
-    def _hooks(self, what: str) -> list[Any]:
-        return [*getattr(self._accelerator, f"_{what}_model_state_pre_hook").values()]
-
-    def _after_save_hooks(self, folder: str | os.PathLike[str] | None) -> list[Any]:
-        """Run the save hooks and return the models that they have not saved themselves."""
-        models, hooks = held(self._accelerator, "models"), self._hooks("save")
-        if not hooks:
-            return models
-        if folder is None:
-            raise UsageError(
-                "hooks of register_save_state_pre_hook need a folder, but there is none",
-                remedy="name it: save_state(folder), or turn on automatic_checkpoint_naming",
-            )
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        given = [] if self._has_shards else models
-        weights = [self._accelerator.get_state_dict(model, unwrap=False) for model in given]
-        pairs = [*zip(given, weights, strict=True)]
-        for hook in hooks:
-            hook(models, weights, os.fspath(folder))
-        if not pairs:
-            return models
-        return [model for model, of in pairs if any(of is left for left in weights)]
-
-    def _restore(self, checkpoint: Checkpoint) -> Restored:
-        """Run the load hooks for a checkpoint and restore it."""
-        metadata = FRAMEWORK.own(checkpoint.metadata, f"{self.home}, step {checkpoint.step}")
-        folder = (_names(metadata) or [f"{self.home}/{checkpoint.folder}"])[-1]
-        models = [*held(self._accelerator, "models")]
-        for hook in self._hooks("load"):
-            hook([] if self._has_shards else models, folder)
-        return (self._checkpointer or self._make(models)).restore(checkpoint.step)
-
-    def _find(self, name: str | os.PathLike[str] | None) -> list[Checkpoint]:
-        """Return all checkpoints, newest first, or the newest one with this name.
-
-        A checkpoint of exactly this folder takes precedence over one whose folder has the same last
-        part. The latter is ignored if Accelerate has saved in this folder.
-        """
+    def _find(self, name: Path) -> int | None:
+        """Return the step of the newest checkpoint with this name."""
         try:
-            newest_first: list[Checkpoint] = [*open_run(self.home)][::-1]
+            catalog = open_run(self.home)
         except NotFoundError:
-            return []
-        if name is None:
-            return newest_first
-        path = Path(name)
-        named = [(one, [*map(Path, _names(one.metadata))]) for one in newest_first]
-        found = [one for one, names in named if path in names]
-        if not found and not any(path.expanduser().glob("random_states_*")):
-            found = [one for one, names in named if path.name in (other.name for other in names)]
-        return found[:1]
-
-
-def _names(metadata: object) -> list[str]:
-    names = metadata.get("names") if isinstance(metadata, dict) else None
-    return names if isinstance(names, list) else []
+            return None
+        for checkpoint in reversed([*catalog]):
+            where = f"{self.home}, step {checkpoint.step}"
+            stamp: Any = FRAMEWORK.own(checkpoint.metadata, where)
+            if name in map(Path, stamp["names"]):
+                return int(checkpoint.step)
+        return None

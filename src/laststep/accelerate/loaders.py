@@ -138,8 +138,6 @@ class PlacedLoader:
         """True if persistent workers were started: their seed is drawn only at that time."""
         self._had_workers = False
         """The value of `has_workers` at the start of this epoch."""
-        self._again = self.at_once if self._fills_up(outer) else 0
-        """The number of batches from the epoch's beginning that a resumed epoch reads again."""
 
     # -- interface for Accelerate -----------------------------------------------------------------
 
@@ -160,17 +158,14 @@ class PlacedLoader:
         self._batches = place["batches"] if place else 0
         self._had_workers = place.get("workers", False) if place else self.has_workers
         self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
-        again = self._again if place else 0
-        if self._again:
-            self._outer().skip_batches = int(again > 0)  # type: ignore[union-attr]
         if place is None:
-            batches = self._counted(self._begun(self._base), 0)
+            batches = self._counted(self._begun(self._base))
         else:
             # Resuming an epoch must not advance the generators.
             with _drawing_from(self, self._start):
                 iterator = self._from(place)
                 begun = _random_state(self)
-            batches = self._counted(self._brought(iterator, begun), again)
+            batches = self._counted(self._brought(iterator, begun))
         self._state = {_OURS: self._ours()}
         self._running = weakref.ref(batches)
         return batches
@@ -233,16 +228,6 @@ class PlacedLoader:
             "fetch": self._fetch,
         }
 
-    def _fills_up(self, outer: Any) -> bool:
-        """Return True if Accelerate fills up the last batch of an epoch with samples of the first.
-        It uses the first batch that it sees, which has to be the first of the epoch."""
-        return (
-            hasattr(outer, "slice_fn")
-            and outer.state.num_processes > 1
-            and not outer._drop_last  # noqa: SLF001 (there is no public name)
-            and self.inner_state is None
-        )
-
     def _begun(self, loader: Any) -> Iterator[Any]:
         """Return an iterator; draw no seed for persistent workers that a resumed run had."""
         is_there = loader._iterator is not None  # noqa: SLF001 (there is no public name)
@@ -254,16 +239,16 @@ class PlacedLoader:
         finally:
             loader.generator = generator
 
-    def _counted(self, batches: Iterator[Any], again: int) -> Generator[Any, None, None]:
-        for number, batch in enumerate(batches):
-            self._batches += number >= again
+    def _counted(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        for batch in batches:
+            self._batches += 1
             yield batch
 
     def _from(self, place: dict[str, Any]) -> Iterator[Any]:
         """Return the batches from `place` on. Nothing is fetched yet; workers may do that."""
         skips, fetch = place["batches"], place["fetch"]
         if self.inner_state is None and _has_indices(self._base):
-            rest = _Rest(self._base.batch_sampler, skips, self._again, lambda: self._put(fetch))
+            rest = _Rest(self._base.batch_sampler, skips, lambda: self._put(fetch))
             taken_over = {name: getattr(self._base, name) for name in _TAKEN_OVER}
             return self._begun(DataLoader(self._base.dataset, batch_sampler=rest, **taken_over))
         if place["inner"]:
@@ -271,7 +256,7 @@ class PlacedLoader:
             skips = 0
         if _has_indices(self._base):  # the sampler has not drawn yet
             fetch = None
-        return _after(self._begun(self._base), skips, self._again, lambda: self._put(fetch))
+        return _after(self._begun(self._base), skips, lambda: self._put(fetch))
 
     def _put(self, fetch: Any) -> None:
         if fetch is not None:
@@ -281,7 +266,7 @@ class PlacedLoader:
         """Yield all batches. Those that were already fetched at the save are fetched again with the
         random numbers of that time."""
         with _drawing_from(self, begun):
-            first = list(itertools.islice(batches, self._again + self.at_once))
+            first = list(itertools.islice(batches, self.at_once))
         yield from first
         yield from batches
 
@@ -289,27 +274,22 @@ class PlacedLoader:
 class _Rest:
     """The batches of indices after the first `skips`."""
 
-    def __init__(self, batches: Any, skips: int, again: int, begin: Callable[[], None]) -> None:
-        self._batches, self._skips, self._again, self._begin = batches, skips, again, begin
+    def __init__(self, batches: Any, skips: int, begin: Callable[[], None]) -> None:
+        self._batches, self._skips, self._begin = batches, skips, begin
 
     def __len__(self) -> int:
-        return len(self._batches) - self._skips + self._again
+        return len(self._batches) - self._skips
 
     def __iter__(self) -> Iterator[Any]:
-        return _after(iter(self._batches), self._skips, self._again, self._begin)
+        return _after(iter(self._batches), self._skips, self._begin)
 
 
-def _after(
-    batches: Iterator[Any], skips: int, again: int, begin: Callable[[], None]
-) -> Iterator[Any]:
-    """Yield the first `again` batches, call `begin`, and yield those after `skips`."""
-    first = list(itertools.islice(batches, again))
-    yield from first
-    rest = itertools.chain(first, batches)
-    for _ in zip(range(skips), rest, strict=False):
+def _after(batches: Iterator[Any], skips: int, begin: Callable[[], None]) -> Iterator[Any]:
+    """Yield the batches after the first `skips`; call `begin` before."""
+    for _ in itertools.islice(batches, skips):
         pass
     begin()
-    yield from rest
+    yield from batches
 
 
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:

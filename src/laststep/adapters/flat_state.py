@@ -38,23 +38,9 @@ Entries = dict[str, object]
 """The state of one parameter, by the optimizer's own keys."""
 
 
-def need(owner: object, name: str, tested: str) -> Any:
-    """Return an attribute of a framework's object. Raise UsageError if it is missing."""
-    value: Any = getattr(owner, name, ABSENT)
-    if value is ABSENT:
-        raise UsageError(
-            "cannot determine how the state is sharded over the ranks",
-            where=type(owner).__name__,
-            expected=f"an attribute {name!r}, as in {tested}",
-            found="none",
-            remedy="use such a version, or lay the state out by hand (docs/guides/resharding.md)",
-        )
-    return value
-
-
-def mesh_over(group: object) -> Mesh:
+def mesh_over(group: dist.ProcessGroup) -> Mesh:
     """Return a mesh of the ranks of a process group, in its order."""
-    ranks = dist.get_process_group_ranks(group)  # type: ignore[arg-type]  # torch's process group
+    ranks = dist.get_process_group_ranks(group)
     return Mesh.of((AXIS,), (len(ranks),), ranks)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers.trainer
@@ -18,9 +17,7 @@ from accelerate import skip_first_batches
 from transformers import Trainer
 
 from laststep.accelerate.loaders import skip_in_place
-from laststep.constants import with_article
 from laststep.errors import CorruptError, UsageError
-from laststep.hf import FRAMEWORK
 from laststep.hf.training import TrainCall
 from laststep.settings import OWN_KEYWORDS
 
@@ -29,46 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SEAMS = {
-    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
-    "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial"),
-    "_init_training_state": ("max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
-    "_run_epoch": ("model", "epoch", "train_dataloader"),
-    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_load_rng_state": ("checkpoint",),
-    "_load_best_model": (),
-    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial"),
-    "_save_checkpoint": ("model", "trial"),
-    "_finalize_training": ("trial", "num_train_samples", "start_time"),
-    "_save": ("output_dir", "state_dict"),
-    "_get_output_dir": ("trial",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-}
-"""Private methods that we override or call, with their expected parameters."""
-
-_LEFT_OUT = frozenset(
-    (
-        "_save_checkpoint",
-        "save_model",
-        "_save",
-        "_save_optimizer_and_scheduler",
-        "_save_rng_state",
-        "_save_scaler",
-        "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler",
-        "_load_rng_state",
-        "_load_scaler",
-        "_load_best_model",
-    )
-)
-"""Methods that a user's class may override but that are not called when laststep saves or
-restores."""
-
-for _method, _parameters in _SEAMS.items():
-    FRAMEWORK.seam(Trainer, _method, *_parameters)
-FRAMEWORK.seam(transformers.trainer, "skip_first_batches", "dataloader", "num_batches")
-
+_SAVING = ("save_model", "_save", "_load_")
+"""The beginnings of the names of methods that are not called if laststep saves and restores."""
 
 # The Trainer calls this function of Accelerate's; tracked loaders skip by themselves.
 transformers.trainer.skip_first_batches = functools.partial(skip_in_place, skip_first_batches)
@@ -106,22 +65,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             return super().train(resume, trial, ignore_keys_for_eval)
 
     def _tell_who_saves(self) -> None:
-        """Warn about classes of the user that override saving methods, since those are not called.
-        trl's overrides only create a model card first, which does not depend on the step."""
-        for kind in type(self).__mro__:
-            if kind in TrainerMixin.__mro__:
-                continue
-            if kind.__module__.startswith("trl.trainer."):
-                if "_save_checkpoint" in vars(kind):
-                    name = Path(self.args.hub_model_id or self.args.output_dir).name
-                    self.create_model_card(model_name=name)
-                continue
-            for method in sorted(_LEFT_OUT & vars(kind).keys()):
+        """Warn about overridden saving methods, except those of trl, which create a model card."""
+        for kind in set(type(self).__mro__) - set(TrainerMixin.__mro__):
+            saving = (name for name in vars(kind) if name.startswith(_SAVING))
+            lost = [name for name in saving if hasattr(Trainer, name)]
+            if lost and not kind.__module__.startswith("trl.trainer."):
                 log.warning(
-                    "%s.%s is not called because laststep saves; pass what it adds to a checkpoint "
-                    "as one of `items=`",
+                    "%s of %s are not called because laststep saves; pass what they add to a "
+                    "checkpoint as one of `items=`",
+                    ", ".join(lost),
                     kind.__name__,
-                    method,
                 )
 
     def _inner_training_loop(
@@ -212,10 +165,7 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
     `output_dir/_laststep` by default; `settings` are those of a `Checkpointer`."""
     if not isinstance(trainer, Trainer):
         raise UsageError(
-            "laststep.hf.attach needs a Trainer",
-            expected="a transformers.Trainer",
-            found=with_article(type(trainer)),
-            remedy="pass the object that train() is called on",
+            "laststep.hf.attach needs a transformers.Trainer", found=repr(trainer)[:80]
         )
     if not isinstance(trainer, TrainerMixin):
         kind = type(trainer)

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from laststep.flush.saves import SaveHandle
 
 
-def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str, object]:
+def _items_of(trainer: Any, data: Deferred, rng: HeldRNG, logged: Logged) -> dict[str, object]:
     """Return the items by name; the names are the same on all ranks."""
     model, optimizer = _providers(trainer)
     items: dict[str, object] = {"model": model}
@@ -87,35 +86,9 @@ def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
     return model, Deferred(of_trainer)
 
 
-class Data(StateProvider):
-    """Position in the Trainer's data loader; empty if Accelerate did not prepare that."""
-
-    kind = "loader"
-    per_rank = True
-
-    def __init__(self) -> None:
-        self.placed: PlacedLoader | None = None
-        self._progress: LoaderProgress | None = None
-        self.when_ranks_change = self._for_other_ranks
-
-    def follow(self, loader: object) -> None:
-        """Track this loader from now on."""
-        known = isinstance(loader, DataLoaderAdapter)
-        self.placed = place_in(loader) if known else None
-        self._progress = LoaderProgress(loader) if known else None
-
-    def describe(self) -> State:
-        if self._progress is None:
-            return State(value=None, fresh=((),))
-        return self._progress.describe()
-
-    def restore(self, value: object) -> None:
-        if self._progress is not None and isinstance(value, dict):
-            self._progress.restore(value)
-
-    def _for_other_ranks(self, states: list[Any], rank: int, ranks: int) -> Any:
-        make = None if self._progress is None else self._progress.when_ranks_change
-        return make(states, rank, ranks) if callable(make) and None not in states else None
+def _progress_of(loader: object) -> object:
+    """Return the item for a loader; an empty one if Accelerate did not prepare it."""
+    return LoaderProgress(loader) if isinstance(loader, DataLoaderAdapter) else {}
 
 
 class HeldRNG(RNG):
@@ -172,7 +145,6 @@ class Logged(StateProvider):
 
 log = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"checkpoint-([0-9]+)")
 RUN = "_laststep"
 """The run's folder in `output_dir`. Pushes to the hub skip names that start with `_`."""
 
@@ -212,8 +184,11 @@ class TrainCall(contextlib.ExitStack):
         self._own_schedule = bool(settings.get("every") or settings.get("preemption"))
         self._rng, self._logged = HeldRNG(), Logged(trainer)
         more = self._settings.pop("items", None) or {}
-        self._data = Data()
-        self._items = {**items_of(trainer, self._data, self._rng, self._logged), **more}
+        self._loader: Any = None
+        self._placed: PlacedLoader | None = None
+        """Knows the position in the loader if Accelerate prepared that."""
+        data = Deferred(lambda: self._loader, _progress_of)
+        self._items = {**_items_of(trainer, data, self._rng, self._logged), **more}
         self._place: tuple[int, int] | None = None
         """The current epoch and the step at which it started."""
         self._resume: _Resume | None = None
@@ -235,10 +210,21 @@ class TrainCall(contextlib.ExitStack):
         Raises UsageError if the run has checkpoints that training would not resume from.
         """
         newest = self._ckpt.peek()
+        last = get_last_checkpoint(self._output) if self._output.is_dir() else None
+        # The number of the last folder if the Trainer itself has saved that.
+        theirs = 0 if last is None or _is_ours(Path(last)) else int(last.rpartition("-")[2])
         if asked is True and newest is not None:
-            self._refuse_later(newest.step)
+            if theirs > newest.step:
+                raise UsageError(
+                    "the Trainer has saved a later step without laststep",
+                    where=self._ckpt.path,
+                    expected=f"none after step {newest.step}",
+                    found=str(last),
+                    remedy=f"move it away, or pass {last!r} as resume_from_checkpoint with "
+                    "another run=",
+                )
             return self._from(newest.step, newest.metadata, exact=False)
-        if isinstance(asked, str | os.PathLike) and _is_an_adapter_s(Path(asked)):
+        if isinstance(asked, str | os.PathLike) and _is_ours(Path(asked)):
             return self._named(Path(asked))
         if newest is not None and not self._settings.get("new_lineage"):
             raise UsageError(
@@ -248,41 +234,24 @@ class TrainCall(contextlib.ExitStack):
                 found=f"resume_from_checkpoint={asked!r}; the newest is of step {newest.step}",
                 remedy="resume, choose another output_dir or run, or pass new_lineage=True",
             )
-        if asked is True:
-            asked = get_last_checkpoint(self._output) if self._output.is_dir() else None
-            if asked is not None and _is_an_adapter_s(Path(asked)):
-                # It has only weights, so resuming from it would reset everything else.
-                whence = json.loads((Path(asked) / MARK).read_bytes())["run"]
-                raise NotFoundError(
-                    "the run is empty, but checkpoint folders of an earlier run are here",
-                    where=self._ckpt.path,
-                    expected=f"the run {whence}",
-                    found=str(asked),
-                    remedy="pass the same run= as before, or remove these folders to start over; "
-                    "from_pretrained loads their weights",
-                )
-            log.info("%s: no checkpoint yet; %s", self._ckpt.path, asked or "training begins")
-        return os.fspath(asked) if asked else None
-
-    def _refuse_later(self, newest: int) -> None:
-        """Raise UsageError if the Trainer itself has saved a later step, which would be ignored."""
-        folders = self._output.glob("checkpoint-*")
-        steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
-        last = max(steps, default=0)
-        if last > newest and not _is_an_adapter_s(steps[last]):
-            raise UsageError(
-                "the Trainer has saved a later step without laststep",
+        if asked is not True:
+            return os.fspath(asked) if asked else None
+        if last is not None and not theirs:
+            # It has only weights, so resuming from it would reset everything else.
+            raise NotFoundError(
+                "the run is empty, but checkpoint folders of an earlier run are here",
                 where=self._ckpt.path,
-                expected=f"none after step {newest}",
-                found=str(steps[last]),
-                remedy=f"move it away, or pass {str(steps[last])!r} as "
-                f"resume_from_checkpoint with another run=",
+                found=last,
+                remedy="pass the same run= as before, or remove these folders to start over; "
+                "from_pretrained loads their weights",
             )
+        log.info("%s: no checkpoint yet; %s", self._ckpt.path, last or "training begins")
+        return last
 
     def _named(self, folder: Path) -> str:
         """Return the folder for the Trainer if the user named a checkpoint by its folder."""
-        name = _FOLDER.fullmatch(folder.name)
-        if name is None or folder.resolve().parent != self._output.resolve():
+        step = folder.name.removeprefix("checkpoint-")
+        if folder.resolve() != path_of(self._output, step).resolve() or not step.isdecimal():
             raise UsageError(
                 "this is not a checkpoint of the run",
                 where=self._ckpt.path,
@@ -291,23 +260,14 @@ class TrainCall(contextlib.ExitStack):
                 remedy="train(resume_from_checkpoint=True) takes the newest; "
                 "from_pretrained loads the weights of others",
             )
-        catalog = open_run(self._ckpt.path)
-        chosen = catalog[int(name[1])]
-        newest = catalog.steps()[-1]
-        if newest > chosen.step:
-            log.warning(
-                "%s: resuming from step %d, as requested; there is a newer checkpoint of step %d",
-                self._ckpt.path,
-                chosen.step,
-                newest,
-            )
+        chosen = open_run(self._ckpt.path)[int(step)]
         return self._from(chosen.step, chosen.metadata, exact=True)
 
     def _from(self, step: int, metadata: object, *, exact: bool) -> str:
         own: dict[str, Any] = FRAMEWORK.own(metadata, self._ckpt.path)
         folder = path_of(self._scratch, step)
         folder.mkdir(exist_ok=True)
-        # The best model is found again where the run is now, by `_find_best`.
+        # `begin` finds the best model where the run is now.
         state = TrainerState(**{**own["state"], "best_model_checkpoint": None})
         state.save_to_json(str(folder / "trainer_state.json"))
         self._resume = _Resume(step, own, str(folder), exact)
@@ -337,7 +297,8 @@ class TrainCall(contextlib.ExitStack):
     def begin(self, loader: Any, resumed_from: str | None) -> None:
         """Restore model, optimizer and loader, which are prepared by now, and get ready to save.
         `resumed_from` is the folder that the Trainer has read its state from."""
-        self._data.follow(loader)
+        self._loader = loader
+        self._placed = place_in(loader) if isinstance(loader, DataLoaderAdapter) else None
         resume = self._resume if self.is_ours(resumed_from) else None
         if resume is not None:
             stored = set(resume.metadata["items"])
@@ -355,42 +316,21 @@ class TrainCall(contextlib.ExitStack):
                 only=None if stored == set(self._items) else both,
             )
             resume.restored = True
-            if self._trainer.args.ignore_data_skip and self._data.placed is not None:
-                self._data.placed.skip(0)  # restart the epoch, as requested
+            if self._trainer.args.ignore_data_skip and self._placed is not None:
+                self._placed.skip(0)  # restart the epoch, as requested
         if self._folders is None and self._trainer.args.should_save:
             self._folders = Folders(self._trainer, self._output, self._ckpt.path, self._worker)
             self._ckpt.subscribe(self._make_folder)
         if resume is not None:
-            self._find_best(self._output, resume.metadata["state"]["best_model_checkpoint"])
+            steps, state = open_run(self._ckpt.path).steps(), self._trainer.state
+            best = state.best_global_step if state.best_global_step in steps else None
+            state.best_model_checkpoint = None if best is None else str(self._folder_of(best))
             if self._folders is not None:
-                self._folders.make(resume.step, again=False)
-        elif resumed_from is not None:
-            self._find_best(Path(resumed_from).parent, self._trainer.state.best_model_checkpoint)
+                for step in {resume.step, best or resume.step}:
+                    self._folders.make(step, again=False)
 
-    def _find_best(self, output: Path, recorded: str | None) -> None:
-        """Set the path of the best model to its folder in `output`, which may be a copy of the
-        `recorded` place. A folder of ours may still have to be made."""
-        state = self._trainer.state
-        if not state.best_global_step:
-            return
-        folder = path_of(output, state.best_global_step)
-        if self._has(folder):
-            if self._folders is not None:
-                self._folders.make(state.best_global_step, again=False)
-        elif not folder.is_dir():  # unless the Trainer itself has saved it into another place
-            state.best_model_checkpoint = recorded if recorded and Path(recorded).is_dir() else None
-            return
-        state.best_model_checkpoint = str(folder)
-
-    def _has(self, folder: Path) -> bool:
-        """Return True if a `checkpoint-N` folder belongs to a checkpoint of the run."""
-        name = _FOLDER.fullmatch(folder.name)
-        if name is None or folder.parent != self._output or not _is_an_adapter_s(folder):
-            return False
-        try:
-            return int(name[1]) in open_run(self._ckpt.path).steps()
-        except NotFoundError:  # no run yet
-            return False
+    def _folder_of(self, step: int) -> Path:
+        return path_of(self._output, step)
 
     # -- position in the data ---------------------------------------------------------------------
 
@@ -401,7 +341,7 @@ class TrainCall(contextlib.ExitStack):
     def begin_epoch(self, epoch: int, done: int) -> None:
         """Record that an epoch starts, or continues after `done` steps."""
         self._place = (epoch, self._trainer.state.global_step - done)
-        if self._data.placed is not None:
+        if self._placed is not None:
             self.released()  # the loader restores the random numbers of its own fetches
 
     def released(self) -> None:
@@ -433,9 +373,11 @@ class TrainCall(contextlib.ExitStack):
 
     def loaded_best(self) -> bool:
         """Load the best model if it is a checkpoint of the run; return False if it is not."""
-        if not self._has(Path(self._trainer.state.best_model_checkpoint)):
+        state = self._trainer.state
+        folder = Path(state.best_model_checkpoint)
+        if folder != self._folder_of(state.best_global_step) or not _is_ours(folder):
             return False
-        self._ckpt.restore(self._trainer.state.best_global_step, only="model")
+        self._ckpt.restore(state.best_global_step, only="model")
         return True
 
     def _described(self) -> tuple[dict[str, Any], dict[str, object]]:
@@ -443,7 +385,7 @@ class TrainCall(contextlib.ExitStack):
         state, handler = self._trainer.state, self._trainer.callback_handler
         is_best = state.best_global_step == state.global_step
         if is_best:
-            state.best_model_checkpoint = str(path_of(self._output, state.global_step))
+            state.best_model_checkpoint = str(self._folder_of(state.global_step))
         stateful = [
             one
             for one in [*handler.callbacks, self._trainer.control]
@@ -459,7 +401,7 @@ class TrainCall(contextlib.ExitStack):
             metrics.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
         epoch, began = self._place or (0, 0)
         place = [epoch, state.global_step - began]
-        if self._data.placed is not None and self._data.placed.has_ended:
+        if self._placed is not None and self._placed.has_ended:
             place = [epoch + 1, 0]
         return metrics, FRAMEWORK.stamp(state=plain, items=sorted(self._items), place=place)
 
@@ -468,7 +410,7 @@ class TrainCall(contextlib.ExitStack):
             self._folders.make(event.step)
 
 
-def _is_an_adapter_s(folder: Path) -> bool:
+def _is_ours(folder: Path) -> bool:
     """Return True unless the Trainer saved this folder. We may still create a missing one."""
     return not folder.is_dir() or (folder / MARK).exists()
 

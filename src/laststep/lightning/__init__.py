@@ -1,10 +1,8 @@
-"""Adapter for Lightning: a callback that saves and resumes, and a plugin for `ModelCheckpoint`.
+"""Adapter for Lightning: a callback that saves and resumes.
 
-    Trainer(callbacks=[laststep.lightning.Checkpoint("runs/a", every=500)])
-
-Tested with lightning 2.6; importing this package checks the version.
+Trainer(callbacks=[laststep.lightning.Checkpoint("runs/a", every=500)])
 """
 
-from laststep.lightning.checkpoint import IO, Checkpoint
+from laststep.lightning.checkpoint import Checkpoint
 
-__all__ = ["IO", "Checkpoint"]
+__all__ = ["Checkpoint"]

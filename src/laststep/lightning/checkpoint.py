@@ -1,4 +1,4 @@
-"""A callback that saves and resumes, and a plugin for users who keep `ModelCheckpoint`.
+"""A callback that saves and resumes.
 
 Lightning counts completed optimizer steps. A checkpoint has that number as its step, and after a
 restore `trainer.global_step` is `Restored.step`, not `next_step`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,63 +18,17 @@ from laststep import browse
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
-from laststep.lightning.package import FRAMEWORK, CheckpointIO, ModelCheckpoint, TorchIO, pl
+from laststep.lightning.package import FRAMEWORK, pl
 from laststep.lightning.position import Position
-from laststep.lightning.state import TrainerState, as_lightning, finetuning_callbacks, items_of
-from laststep.oneoff import load, save
+from laststep.lightning.state import TrainerState, as_lightning, items_of
+from laststep.oneoff import load
 from laststep.state.provider import RNG
 from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:
     import os
 
-    from laststep.restoring.restore import Restored
-
-
 log = logging.getLogger(__name__)
-
-
-class IO(CheckpointIO):  # type: ignore[misc]
-    """Plugin that stores each `.ckpt` as a laststep folder:
-    `Trainer(plugins=[laststep.lightning.IO()])`."""
-
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        """Set `allow_pickle` if hyperparameters or callbacks hold more than plain values."""
-        self._allow_pickle = allow_pickle
-        self.load_file: Any = TorchIO().load_checkpoint
-        """Loads a checkpoint that Lightning itself has saved."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        """Store a checkpoint. An existing one is replaced only once the new one is durable."""
-        if storage_options is not None:
-            raise UsageError(
-                "IO takes no storage_options",
-                found=repr(storage_options)[:80],
-                remedy="leave them out: a path is all it needs",
-            )
-        save(checkpoint, path, allow_pickle=self._allow_pickle, overwrite=True)
-
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Any = None,
-        weights_only: bool | None = None,  # noqa: FBT001 (Lightning's signature)
-    ) -> dict[str, Any]:
-        if Path(path).is_file():  # else a folder of ours
-            return self.load_file(path, map_location, weights_only)  # type: ignore[no-any-return]
-        device = None if callable(map_location) or isinstance(map_location, dict) else map_location
-        loaded: Any = load(path, map_location=device, allow_pickle=self._allow_pickle)
-        return as_lightning(loaded)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        found = Path(path)
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found)
-        else:
-            found.unlink(missing_ok=True)
-
 
 _NEVER = 1 << 60
 """A number of steps that is never reached: `step()` then saves only with `last=True`."""
@@ -109,12 +62,6 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         if mode not in ("min", "max"):
             raise UsageError("invalid mode", expected="'min' or 'max'", found=repr(mode))
         if top_k is not None:
-            if monitor is None:
-                raise UsageError(
-                    "top_k needs a metric",
-                    found=f"top_k={top_k}, and no monitor",
-                    remedy="pass monitor='val_loss', or keep=laststep.Keep(last=…)",
-                )
             keep = settings.get("keep") or Keep(last=1)
             best = {"best": top_k, "metric": monitor, "mode": mode}
             settings["keep"] = msgspec.structs.replace(keep, **best)
@@ -126,33 +73,43 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._ckpt: Checkpointer | None = None
         self._resumed: int | None = None
         """The step that was restored."""
-        self._is_due = self._is_told = False
+        self._is_due = False
         self._judged: object = None
         """The value of `monitor` at the last save."""
 
     # -- called by Lightning ----------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the trainer's own plugin load checkpoints of ours too, for `test(ckpt_path="best")`;
-        for `fit`, check the other callbacks."""
+        """For `fit`, refuse callbacks that do not go together with this one; else let Lightning
+        load checkpoints of ours too, for `test(ckpt_path="best")`."""
         if stage != "fit":
-            files = trainer.strategy.checkpoint_io
-            if not isinstance(files, IO) and "load_checkpoint" not in vars(files):
-                ours = IO(allow_pickle=self._settings.get("allow_pickle", False))
-                ours.load_file, files.load_checkpoint = files.load_checkpoint, ours.load_checkpoint
+            self._load_ours(trainer.strategy.checkpoint_io)
             return
-        for one in trainer.checkpoint_callbacks:
-            if isinstance(one, Checkpoint) and one is not self:
+        refused = pl.callbacks.BaseFinetuning, pl.callbacks.StochasticWeightAveraging, Checkpoint
+        for callback in trainer.callbacks:
+            if isinstance(callback, refused) and callback is not self:
                 raise UsageError(
-                    "two laststep callbacks save this training",
-                    expected="one",
-                    remedy="pass a second place as a tier: Checkpoint(tiers=[…])",
+                    "laststep.lightning.Checkpoint cannot resume a training with this callback",
+                    expected="one laststep callback, and none that changes the optimizer's groups "
+                    "or the schedulers during training",
+                    found=type(callback).__name__,
+                    remedy="leave it out; WeightAveraging and further tiers= are supported",
                 )
-            if isinstance(one, ModelCheckpoint) and (one.save_top_k or one.save_last):
-                log.warning(
-                    "ModelCheckpoint saves as well, and training waits for it each time: what it "
-                    "saves, laststep does too; take it out of the callbacks"
-                )
+
+    def _load_ours(self, files: Any) -> None:
+        """Make Lightning's plugin for files load folders of ours too."""
+        if "load_checkpoint" in vars(files):
+            return
+        theirs = files.load_checkpoint
+        pickles = bool(self._settings.get("allow_pickle"))
+
+        def load_checkpoint(path: str, weights_only: bool | None = None) -> Any:  # noqa: FBT001
+            if Path(path).is_file():
+                return theirs(path, weights_only=weights_only)
+            ours: Any = load(path, allow_pickle=pickles)
+            return as_lightning(ours)
+
+        files.load_checkpoint = load_checkpoint
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the Checkpointer and resume; model and optimizers exist by now."""
@@ -166,10 +123,10 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._ckpt = Checkpointer(self._run, items=items, every=every, **self._settings)
         self._path, self._trainer, self._state = self._ckpt.path, trainer, state
         self._position, self._metadata = position, FRAMEWORK.stamp()
-        self._take_up(self._ckpt, trainer, position)
+        self._take_up(self._ckpt, trainer)
         position.attach()
 
-    def _take_up(self, ckpt: Checkpointer, trainer: Any, position: Position) -> None:
+    def _take_up(self, ckpt: Checkpointer, trainer: Any) -> None:
         path = trainer.ckpt_path
         if path is not None and not Path(path).name.startswith(_FINDERS):
             if self.last_model_path and not self._settings.get("new_lineage"):
@@ -185,26 +142,15 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         if self._resume is False:
             return
         if self._resume is not True:
-            restored = self._restore(ckpt, self._resume)
+            restored = ckpt.restore(self._resume)
             FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
         else:
-            restored = FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt)) or ckpt.restore()
+            restored = FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore()) or ckpt.restore()
         if restored.step is not None:
-            position.resume(self._state.put_back())
+            self._position.resume(self._state.put_back())
             self._resumed = restored.step
             self._judged = trainer.callback_metrics.get(self._monitor)
             log.info("resumes at step %d of %s", restored.step, self._path)
-
-    def _restore(self, ckpt: Checkpointer, step: int | None = None) -> Restored:
-        if finetuning_callbacks(self._trainer):
-            ckpt.restore(step, only="trainer")
-            self._state.prepare()
-        return ckpt.restore(step)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore accumulated gradients, if there are any."""
-        if self._ckpt is not None:
-            self._state.put_back_gradients()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Request a save for the new metric, at the next point where no batch is half done."""
@@ -236,13 +182,6 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         Called when no batch is half done."""
         metrics = dict(self._trainer.callback_metrics)
         known = self._monitor in metrics
-        if self._is_due and not known and not self._is_told:
-            self._is_told = True
-            log.warning(
-                "monitor=%r is not logged by validation (%s): no checkpoint is ranked",
-                self._monitor,
-                ", ".join(map(str, metrics)) or "nothing",
-            )
         judged, self._is_due = self._is_due and known, False
         waits = known and self._trainer.enable_validation  # for the next validation
         if self._ckpt is None or self._trainer.global_step == self._resumed:
@@ -281,7 +220,6 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     @property
     def best_model_score(self) -> float | None:
-        """The value of `monitor` for the best checkpoint."""
         best = self._best()
         return None if best is None else best[0]
 

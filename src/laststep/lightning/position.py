@@ -7,24 +7,26 @@ or, for the last batch of an epoch, the end of the epoch.
 A loader that has a state gets it back. Any other loader restarts its epoch with the random numbers
 of that time and repeats the consumed batches, so it draws the same samples as before. If Lightning
 prefetches a batch because the loader has no length, the last one is fetched with the random numbers
-used originally. If a short loader restarts within an epoch of a longer one, it does so with the
-random numbers used originally. The loader itself is also created with its original random numbers,
-since its creation may draw which samples there are.
+used originally. Up to the first batch, everything else draws as in the script's first run, since
+the creation of a loader may draw which samples there are.
 """
 
-# ruff: noqa: SLF001 (Lightning's loops have no public names; package.py checks those we use)
+# ruff: noqa: SLF001 (Lightning's loops have no public names)
 
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
-from laststep.lightning.package import LOADER_MODES, SET_BY_EPOCH, CombinedLoader, SigTerm
+from laststep.lightning.package import LOADER_MODES, CombinedLoader, SigTerm, pl
 from laststep.state.provider import RNG, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
 
 
 class Rests(Protocol):
@@ -61,66 +63,13 @@ class KeptRNG(RNG):
         now.put()
 
 
-class SharedRNG(KeptRNG):
-    """State of the generators at a moment when all ranks must draw the same numbers."""
-
-    def derive(self, value: object, rank: int) -> None:
-        self.restore(value)
-
-
 class Moments:
-    """Random numbers needed to create the loader and to repeat its batches."""
+    """Random numbers needed to repeat the batches of an epoch."""
 
     def __init__(self) -> None:
-        self.made = SharedRNG()  # before the loader was created
-        self.begin = KeptRNG()  # before it started the epoch
+        self.begin = KeptRNG()  # before the loader started the epoch
         self.first = KeptRNG()  # before its first batch
         self.ahead = KeptRNG()  # before the last prefetched batch
-
-
-class Cycles:
-    """Tracks loaders that are iterated together: which of them restart before the longest has
-    ended, and the random numbers with which they last did."""
-
-    def __init__(self) -> None:
-        self.watches = False
-        """True if a short loader may restart: several loaders in the mode "max_size_cycle"."""
-        self._begun: list[object] = []
-        self._last: dict[int, tuple[int, object]] = {}
-        """By loader: the number of batches fetched before its last restart, and the random
-        numbers."""
-        self._before: tuple[int, object] | None = None
-
-    def begin(self, fetcher: Any) -> None:
-        """Reset at the start of an epoch, when all loaders start."""
-        self._last, self._before = {}, None
-        self._begun = list(fetcher.iterator._iterator.iterators)
-        self.watches = fetcher.combined_loader._mode == "max_size_cycle" and len(self._begun) > 1
-
-    def fetch(self, fetcher: Any) -> None:
-        """Record the random numbers before a batch is fetched."""
-        if self.watches:
-            self._notice(fetcher)
-            self._before = (fetcher.fetched, RNG().describe().value)
-
-    def fetch_again(self, fetcher: Any, described: dict[int, object]) -> None:
-        """Restore the random numbers that `describe` returned before a batch is fetched again."""
-        if fetcher.fetched in described:
-            RNG().restore(described[fetcher.fetched])
-        self.fetch(fetcher)
-
-    def describe(self, fetcher: Any) -> dict[int, object]:
-        """Return the random numbers at each restart, by the number of batches fetched before it."""
-        if self.watches:
-            self._notice(fetcher)
-        return dict(self._last.values())
-
-    def _notice(self, fetcher: Any) -> None:
-        iterators = list(fetcher.iterator._iterator.iterators)
-        for i, iterator in enumerate(iterators):
-            if iterator is not self._begun[i] and self._before is not None:
-                self._last[i] = self._before
-        self._begun = iterators
 
 
 class Position:
@@ -131,7 +80,7 @@ class Position:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests
-        self.rng, self._cycles = Moments(), Cycles()
+        self.rng, self._before = Moments(), KeptRNG()
         self._ahead: list[object] | None = None
         """The states of the loaders before the last prefetched batch."""
         self._fetcher: Any = None
@@ -139,13 +88,12 @@ class Position:
         self._stored: dict[str, Any] | None = None
         self._now: KeptRNG | None = None
         self._around: list[tuple[Any, str]] = []
-        self.accumulates = False
+        self._accumulates = False
         """True if accumulated gradients wait for a step of the optimizer."""
 
     def attach(self) -> None:
         """Wrap the methods of Lightning's loops."""
         for loop, method, ours in (
-            (self._fit, "setup_data", self._data_set_up),
             (self._fit, "on_advance_start", self._epoch_starts),
             (self._fit, "_load_combined_loader_states", self._loader_made),
             (self._fit, "on_advance_end", self._epoch_ended),
@@ -176,7 +124,7 @@ class Position:
             "consumed": 0 if between else fetcher.fetched - len(getattr(fetcher, "batches", ())),
             "ranks": self._trainer.world_size,
             "made": self._fit._last_train_dl_reload_epoch,
-            "cycles": {} if between else self._cycles.describe(fetcher),
+            "accumulate": self._trainer.accumulate_grad_batches,
             "loaders": self._states_of_loaders() if ahead is None else ahead,
         }
 
@@ -196,8 +144,8 @@ class Position:
     def _batch_ended(self, original: Callable[[Any], None], fetcher: Any) -> None:
         stopped = self._stopped_in(functools.partial(original, fetcher))
         epoch = self._epoch
-        self.accumulates = self._waits_for_step()
-        if self.accumulates:
+        self._accumulates = self._waits_for_step()
+        if self._accumulates:
             return  # ignore `stopped` too: Lightning raises it again after the next batch
         if not epoch._num_ready_batches_reached():
             self._rests(ends=epoch.done or stopped is not None, epoch=False)
@@ -214,6 +162,8 @@ class Position:
     def _epoch_ended(self, original: Callable[[], None]) -> None:
         stopped = self._stopped_in(original)
         if self._epoch._num_ready_batches_reached():  # else training ends within the epoch
+            if self._accumulates:
+                log.warning("gradients accumulated beyond the end of an epoch are not saved")
             self._rests(ends=stopped is not None or self._is_over, epoch=True)
         if stopped is not None:
             raise stopped
@@ -243,32 +193,16 @@ class Position:
     def resume(self, stored: dict[str, Any]) -> None:
         """Resume from the result of `describe`. The random numbers are already restored."""
         self._stored, self._now = stored, KeptRNG()
+        self._before.put()
         self._fit.load_state_dict(stored["loops"])
         if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
             # The total number of samples stays the same, apart from rounding down; each rank reads
             # other samples than before.
-            counts, each = self._epoch.batch_progress.current, self._trainer.accumulate_grad_batches
+            counts = self._epoch.batch_progress.current
             scaled = stored["consumed"] * stored["ranks"] // self._trainer.world_size
-            done = stored["consumed"] = scaled - scaled % each
+            done = stored["consumed"] = scaled - scaled % stored["accumulate"]
             counts.ready = counts.started = counts.processed = counts.completed = done
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-
-    def _data_set_up(self, original: Callable[[], None]) -> None:
-        """Wrap `setup_data`, in which Lightning creates or replaces the loader. On resume, create
-        it with its original random numbers."""
-        loader, now = self._fit._combined_loader, KeptRNG()
-        if self._stored is None or loader is not None:
-            original()
-            if self._fit._combined_loader is not loader:
-                self.rng.made.held = now.held
-            return
-        counts = self._fit.epoch_progress.current
-        completed, counts.completed = counts.completed, self._stored["made"]
-        self.rng.made.put()
-        original()
-        if self._trainer.num_sanity_val_steps:
-            self.rng.made.put()  # loaders for the sanity check used the same numbers
-        counts.completed, self._fit._last_train_dl_reload_epoch = completed, self._stored["made"]
 
     def _loader_made(self, original: Callable[[], None]) -> None:
         """Wrap the start of the iteration. On resume, leave that to `_wind_on`."""
@@ -288,8 +222,10 @@ class Position:
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         """Wrap the start of an epoch. If training resumed between epochs, restore the random
         numbers so that the epoch draws the same as without interruption."""
-        if self._now is not None and self._stored is not None and not self._stored["consumed"]:
-            self._now.put()
+        if self._stored is not None:
+            self._fit._last_train_dl_reload_epoch = self._stored["made"]
+            if self._now is not None and not self._stored["consumed"]:
+                self._now.put()
         self._starts = True
         original()
         self._starts = False
@@ -297,8 +233,6 @@ class Position:
     def _epoch_begins(self, original: Callable[[Any], None], fetcher: Any) -> None:
         self._fetcher, self._ahead = fetcher, None
         if self._stored is not None:
-            if self._stored["consumed"]:
-                self._set_by_epoch()
             self._wind_on(fetcher, self._stored)
             original(fetcher)
         else:
@@ -306,28 +240,13 @@ class Position:
                 self.rng.begin.take()
             original(fetcher)
             self.rng.first.take()
-            self._cycles.begin(fetcher)
         self._stored = self._now = None
-        if fetcher.length is None or self._cycles.watches:
+        if fetcher.length is None:
             fetcher._start_profiler = functools.partial(self._fetches, fetcher._start_profiler)
 
-    def _set_by_epoch(self) -> None:
-        """Repeat the start of the epoch for Lightning's callbacks that set values until its end.
-        Keep the restored learning rates: a scheduler that such a callback creates would reset
-        them."""
-        groups = [group for one in self._trainer.optimizers for group in one.param_groups]
-        kept = [dict(group) for group in groups]
-        for one in self._trainer.callbacks:
-            if isinstance(one, SET_BY_EPOCH):
-                one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
-        for group, before in zip(groups, kept, strict=True):
-            group.update(before)
-
     def _fetches(self, original: Callable[[], None]) -> None:
-        self._cycles.fetch(self._fetcher)
-        if self._fetcher.length is None:
-            self.rng.ahead.take()
-            self._ahead = self._states_of_loaders()
+        self.rng.ahead.take()
+        self._ahead = self._states_of_loaders()
         original()
 
     def _wind_on(self, fetcher: Any, stored: dict[str, Any]) -> None:
@@ -339,13 +258,15 @@ class Position:
         elif stored["loaders"]:
             fetcher._start_profiler = self.rng.ahead.put  # called after the start, before fetching
             iter(fetcher)
-            self._cycles.begin(fetcher)
         else:
-            self._hand_out_again(fetcher, stored["consumed"], stored["cycles"])
+            self._hand_out_again(fetcher, stored["consumed"])
         logged = stored["loops"]["epoch_loop.state_dict"]["_batches_that_stepped"]
         self._epoch._batches_that_stepped = logged  # Lightning may have added one
         if stored["consumed"] and self._now is not None:
             self._now.put()
+            scheduler = pl.callbacks.GradientAccumulationScheduler  # sets it as an epoch starts
+            if any(isinstance(callback, scheduler) for callback in self._trainer.callbacks):
+                self._trainer.accumulate_grad_batches = stored["accumulate"]
         self._fit._restarting = self._epoch.restarting = False
 
     def _begin(self, fetcher: Any, states: list[Any]) -> None:
@@ -357,14 +278,11 @@ class Position:
             self.rng.begin.put()
         iter(fetcher)
         self.rng.first.take()
-        self._cycles.begin(fetcher)
 
-    def _hand_out_again(self, fetcher: Any, consumed: int, cycles: dict[int, object]) -> None:
+    def _hand_out_again(self, fetcher: Any, consumed: int) -> None:
         self.rng.begin.put()
         iter(fetcher)
         self.rng.first.put()
-        self._cycles.begin(fetcher)
-        fetcher._start_profiler = functools.partial(self._cycles.fetch_again, fetcher, cycles)
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for left in reversed(range(consumed)):
             if not left and fetcher.length is None:

@@ -4,11 +4,11 @@ Plain values of callbacks and hooks are per rank, since some differ (a timer's, 
 added by `on_save_checkpoint` hooks may include as many tensors as a model has; those are stored
 once, not per rank.
 
-Two parts of this state are not in Lightning's own checkpoints: parameters that a `BaseFinetuning`
-callback has unfrozen, and, within an epoch, the sums behind `self.log(…, on_epoch=True)`.
+Unlike Lightning's own checkpoints, this state includes the sums behind `self.log(…,
+on_epoch=True)` within an epoch.
 """
 
-# ruff: noqa: SLF001 (Lightning's results have no public names; package.py checks those we use)
+# ruff: noqa: SLF001 (Lightning's results have no public names)
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from laststep.errors import MismatchError
-from laststep.lightning.package import Metric, MetricCollection, pl
+from laststep.lightning.package import pl, torchmetrics
 from laststep.state.provider import State, StateProvider
 from laststep.state.tree import name_of
 
@@ -29,37 +28,6 @@ if TYPE_CHECKING:
     from laststep.lightning.position import Position
 
     Hook = Callable[[dict[str, Any]], object]
-
-
-def finetuning_callbacks(trainer: Any) -> list[Any]:
-    return [one for one in trainer.callbacks if isinstance(one, pl.callbacks.BaseFinetuning)]
-
-
-def _describe_frozen(trainer: Any) -> dict[str, list[str]]:
-    """Return the names of frozen parameters and norms, if a callback freezes any."""
-    if not finetuning_callbacks(trainer):
-        return {}
-    model = trainer.lightning_module
-    norms = ((name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm))
-    return {
-        "parameters": [name for name, one in model.named_parameters() if not one.requires_grad],
-        "norms": [name for name, one in norms if not one.track_running_stats],
-    }
-
-
-def _put_back_frozen(trainer: Any, states: dict[str, Any], described: dict[str, list[str]]) -> None:
-    """Restore the groups of optimizers, and freeze what `_describe_frozen` described."""
-    model = trainer.lightning_module
-    for one in finetuning_callbacks(trainer):
-        if state := states.get(one.state_key):
-            one.load_state_dict(state)
-            one.on_fit_start(trainer, model)
-    if described:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = name not in described["parameters"]
-        for name, module in model.named_modules():
-            if isinstance(module, _BatchNorm):
-                module.track_running_stats = name not in described["norms"]
 
 
 _SUMS = ("value", "cumulated_batch_size")
@@ -113,17 +81,15 @@ def _put_back_logged(trainer: Any, described: dict[str, Any], epochs: int) -> No
 def _metrics_of(module: Any) -> Iterator[tuple[str, Any]]:
     modules = list(module.named_modules())
     for _, one in modules:
-        if isinstance(one, MetricCollection):
+        if isinstance(one, torchmetrics.MetricCollection):
             one.values()  # gives every metric of a group its shared state
     for name, one in modules:
-        if isinstance(one, Metric):
+        if isinstance(one, torchmetrics.Metric):
             yield name, one
 
 
 _TENSOR = "laststep.tensor"
 """The key of a dict that represents a tensor."""
-_GRADIENTS = "laststep.gradients"
-"""Name prefix of gradients among the tensors of hooks."""
 
 
 def items_of(trainer: Any) -> dict[str, object]:
@@ -164,7 +130,7 @@ class TrainerState(StateProvider):
     def __init__(self, trainer: Any, position: Position) -> None:
         self._trainer, self._position = trainer, position
         self.hooks = HookTensors()
-        self._stored: dict[str, Any] | None = None
+        self._stored: dict[str, Any] = {}
         self.is_saved = False
         """True while a save describes the state: hooks are called only then."""
 
@@ -172,7 +138,7 @@ class TrainerState(StateProvider):
         return State(value=self._taken() if self.is_saved else {}, fresh=((),))
 
     def restore(self, value: object) -> None:
-        self._stored = value if isinstance(value, dict) else None
+        self._stored = value if isinstance(value, dict) else {}
 
     @staticmethod
     def when_ranks_change(states: list[Any], rank: int, ranks: int) -> object:
@@ -198,19 +164,9 @@ class TrainerState(StateProvider):
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value["precision"] = trainer.precision_plugin.state_dict()
         value["logged"] = _describe_logged(trainer)
-        value["frozen"] = _describe_frozen(trainer)
         self.hooks.tensors = {}
         value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
-        value["gradients"] = _without_tensors(self._gradients(), (_GRADIENTS,), self.hooks.tensors)
         return value
-
-    def _gradients(self) -> dict[str, object]:
-        """Return the gradients that a module with manual optimization has accumulated; none for
-        sharded parameters."""
-        if not self._position.accumulates:
-            return {}
-        named = self._trainer.lightning_module.named_parameters()
-        return {name: one.grad for name, one in named if type(one.grad) is torch.Tensor}
 
     def _added(self, value: dict[str, object]) -> dict[str, object]:
         """Return the entries that hooks add to the checkpoint that Lightning would have saved."""
@@ -227,21 +183,9 @@ class TrainerState(StateProvider):
             added["state_dict"] = weights  # else the model's own weights
         return added
 
-    def prepare(self) -> None:
-        """Restore groups and frozen parameters. Call this before the optimizers are restored, since
-        some have gained groups after the script's start."""
-        if self._stored is not None:
-            _put_back_frozen(self._trainer, self._stored["callbacks"], self._stored["frozen"])
-
     def put_back(self) -> dict[str, Any]:
         """Restore everything except the loops, and return the stored values for them."""
-        if self._stored is None or "loops" not in self._stored:
-            raise MismatchError(
-                "this checkpoint has no training progress",
-                expected="the item 'trainer'",
-                remedy="`laststep.load` reads single items of it",
-            )
-        stored, trainer = self._stored, self._trainer
+        trainer, stored, self._stored = self._trainer, self._stored, {}
         if trainer.datamodule is not None and "datamodule" in stored:
             trainer.datamodule.load_state_dict(stored["datamodule"])
         if stored.get("precision"):
@@ -260,14 +204,6 @@ class TrainerState(StateProvider):
             if isinstance(one, pl.callbacks.EarlyStopping) and one.stopped_epoch:
                 trainer.should_stop = True
         return stored
-
-    def put_back_gradients(self) -> None:
-        """Restore accumulated gradients, which Lightning clears at the start."""
-        stored, self._stored = self._stored, None
-        if stored is not None:
-            parameters = dict(self._trainer.lightning_module.named_parameters())
-            for name, gradient in _with_tensors(stored["gradients"], self.hooks.tensors).items():
-                parameters[name].grad = gradient.to(parameters[name].device)
 
     def _as_lightning(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint that hooks expect, with the live weights."""

@@ -20,7 +20,6 @@ the precision-aware optimizer; Megatron's own FSDP.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from itertools import chain
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from laststep.adapters.flat_state import AXIS, FlatMember, FlatModule, FlatOptimizer, need
+from laststep.adapters.flat_state import AXIS, FlatMember, FlatModule, FlatOptimizer
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat, Mesh, Replicate, Shard
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadStrategy", "SaveStrategy", "model", "optimizer"]
 
-_TESTED = "Megatron-Core 0.16"
-_need = functools.partial(need, tested=_TESTED)
 _SIZES_OF_PARTS = (
     "output_size_per_partition",
     "input_size_per_partition",
@@ -77,7 +74,7 @@ def optimizer(
             found=f"a chain of {len(parts)}",
             remedy="pass optimizer.chained_optimizers as items of their own",
         )
-    return FlatOptimizer(_need(parts[0], "optimizer"), lambda: _members(parts[0], chunks))
+    return FlatOptimizer(parts[0].optimizer, lambda: _members(parts[0], chunks))
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -87,15 +84,15 @@ def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch
 class _MegatronModule(FlatModule):
     def __init__(self, chunks: list[torch.nn.Module], optimizers: list[Any]) -> None:
         super().__init__(chunks[0], self._flat)
-        self._chunks = chunks
+        self._chunks: list[Any] = chunks  # of Megatron, with methods of its own
         self._optimizers = optimizers
 
     def restore(self, value: object) -> None:
         super().restore(value)
         for optimizer in self._optimizers:
-            _need(optimizer, "_copy_main_params_to_model_params")()
+            optimizer._copy_main_params_to_model_params()  # noqa: SLF001 (as a step does)
         for chunk in self._chunks:
-            _need(chunk, "start_param_sync")(force_sync=True)
+            chunk.start_param_sync(force_sync=True)
 
     def parts(self) -> tuple[object, ...]:
         # Not Megatron's wrapper: its `buffers` attribute holds gradient buffers.
@@ -109,50 +106,48 @@ class _MegatronModule(FlatModule):
         return list(chain.from_iterable(parts))
 
     def _replaced(self, members: list[FlatMember]) -> set[int]:
-        buffers = chain.from_iterable(_need(one, "buffers") for one in self._optimizers)
-        flattened = {id(parameter) for buffer in buffers for parameter in buffer.param_index_map}
-        self._refuse_frozen_parts(flattened)
-        return flattened
-
-    def _refuse_frozen_parts(self, flattened: set[int]) -> None:
-        """Raise UsageError for sharded parameters that no optimizer has."""
         buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
-        if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
-            return
+        flattened = {id(parameter) for buffer in buffers for parameter in buffer.param_index_map}
+        parts = max((len(dist.get_process_group_ranks(one.tp_group)) for one in buffers), default=1)
         model = _model_of(self._chunks)
-        frozen = model.cut - flattened
-        if frozen:
+        if parts > 1 and (frozen := model.cut - flattened):
             raise UsageError(
                 "cannot save a frozen parameter that is sharded by tensor parallelism",
                 where=model.names[min(frozen)][0],
                 remedy="train it, or use Megatron's own checkpoints",
             )
+        return flattened
 
 
 def _distributed(optimizer: object) -> list[Any]:
     """Return the distributed optimizers inside one of Megatron's optimizers."""
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-    for part in parts:
-        _need(part, "gbuf_ranges")
+    if not all(hasattr(part, "gbuf_ranges") for part in parts):
+        raise UsageError(
+            "laststep.megatron is for Megatron's distributed optimizer",
+            found=type(optimizer).__name__,
+            remedy="turn use_distributed_optimizer on",
+        )
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
     """Yield the parameters that this rank owns a range of; other ranks describe the others."""
-    groups = _need(optimizer, "optimizer").param_groups
+    groups = optimizer.optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     shards: dict[int, torch.Tensor | None] = {}
     for models, mains in (
         ("model_float16_groups", "shard_fp32_from_float16_groups"),
         ("model_fp32_groups", "shard_fp32_groups"),
     ):
-        groups = zip(_need(optimizer, models), _need(optimizer, mains), strict=True)
+        groups = zip(getattr(optimizer, models), getattr(optimizer, mains), strict=True)
         for parameters, own in groups:
             shards |= {id(p): shard for p, shard in zip(parameters, own, strict=True)}
     model = _model_of(chunks)
-    for buffer in _need(optimizer, "buffers"):
-        parts, ranges = _ranks(buffer, "tp_group"), _ranks(buffer, "data_parallel_group")
-        for parameter in _need(buffer, "param_index_map"):
+    for buffer in optimizer.buffers:
+        parts = dist.get_process_group_ranks(buffer.tp_group)
+        ranges = dist.get_process_group_ranks(buffer.data_parallel_group)
+        for parameter in buffer.param_index_map:
             names = model.names[id(parameter)]
             _refuse_experts(parameter, names[0], len(parts))
             cut = _cut_of(parameter, model, len(parts))
@@ -178,10 +173,6 @@ def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMemb
                 )
 
 
-def _ranks(buffer: Any, group: str) -> list[int]:
-    return dist.get_process_group_ranks(_need(buffer, group))
-
-
 class _Cut(NamedTuple):
     """Sharding of a parameter by tensor parallelism: along dimension `dim`, in each of `blocks`
     blocks."""
@@ -195,9 +186,9 @@ def _layout(
 ) -> Flat:
     """Return the layout of a parameter over the ranks that have part of it."""
     start, stop, number = buffer.param_index_map[parameter]
-    bucket = _need(buffer, "buckets")[number]
-    each = _need(bucket, "grad_data").numel() // len(ranges)
-    offset = start - _need(bucket, "offset")
+    bucket = buffer.buckets[number]
+    each = bucket.grad_data.numel() // len(ranges)
+    offset = start - bucket.offset
     first, last = offset // each, (offset + stop - start - 1) // each
     count = last - first + 1
     # Megatron's groups are lines of a rank grid: another rank's group is ours, shifted.
@@ -227,8 +218,8 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
     raise UsageError(
         "cannot determine how tensor parallelism shards a parameter",
         where=name,
-        expected=f"partition_dim and partition_stride as {_TESTED} sets them for linear layers, "
-        "with a stride of 2 for a gated linear_fc1",
+        expected="partition_dim and partition_stride as Megatron-Core 0.16 sets them for linear "
+        "layers, with a stride of 2 for a gated linear_fc1",
         found=f"dimension {dim} and stride {stride}, shape {list(parameter.shape)}",
         remedy="make the model with perform_initialization, or train with tensor-parallel size 1",
     )
@@ -236,15 +227,15 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
 
 def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
     """Raise UsageError unless Megatron has the same range for this rank."""
-    buffer, dtype, bucket = _need(optimizer, "model_param_gbuf_map")[parameter]
+    buffer, dtype, bucket = optimizer.model_param_gbuf_map[parameter]
     said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
     ours = layout.range_of(dist.get_rank())
     if ours != (said.start, said.end):
         raise UsageError(
-            "cannot determine how the state is sharded over the ranks",
+            "cannot determine how Megatron shards a parameter",
             expected=f"elements {ours} of a parameter of shape {list(parameter.shape)}",
             found=f"{(said.start, said.end)}",
-            remedy=f"use {_TESTED}",
+            remedy="use Megatron-Core 0.16",
         )
 
 
@@ -253,18 +244,17 @@ def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
     if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
         return
     state: Any = sys.modules.get("megatron.core.parallel_state")
-    experts, expert_parts = (
+    sizes = [
         getattr(state, f"get_expert_{kind}_parallel_world_size", lambda: 1)()
         for kind in ("model", "tensor")
-    )
-    for size, what in ((parts, "tensor"), (experts, "expert"), (expert_parts, "expert tensor")):
-        if size > 1:
-            raise UsageError(
-                f"cannot lay out the experts of Megatron's models over {what} parallelism",
-                where=name,
-                found=f"{what}-parallel size {size}",
-                remedy=f"train with {what}-parallel size 1, or use Megatron's own checkpoints",
-            )
+    ]
+    if max(parts, *sizes) > 1:
+        raise UsageError(
+            "cannot lay out the experts of Megatron's models over other than data parallelism",
+            where=name,
+            found=f"tensor-parallel size {parts}; for experts {sizes[0]}, within them {sizes[1]}",
+            remedy="train without that, or use Megatron's own checkpoints",
+        )
 
 
 class _Model(NamedTuple):

@@ -9,6 +9,8 @@ functions. The files are a laststep checkpoint in a folder inside Megatron's. Me
 serialises values other than tensors itself, by pickle.
 """
 
+# ruff: noqa: SLF001 (the conversions of Megatron's strategy have no public names)
+
 from __future__ import annotations
 
 import os
@@ -20,7 +22,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from laststep.adapters.framework import Framework
 from laststep.dcp import Reader, Writer
-from laststep.errors import UsageError
 
 FRAMEWORK = Framework(package="megatron-core", extra="megatron", tested="0.16")
 FRAMEWORK.check()  # before the imports below, which fail if it is not installed
@@ -35,28 +36,6 @@ from megatron.core.dist_checkpointing.strategies.base import (  # noqa: E402
 )
 
 __all__ = ["LoadStrategy", "SaveStrategy"]
-
-FRAMEWORK.seam(theirs.TorchDistLoadShardedStrategy, "load", "sharded_state_dict", "checkpoint_dir")
-FRAMEWORK.seam(
-    theirs.TorchDistLoadShardedStrategy, "load_tensors_metadata", "checkpoint_dir", "metadata"
-)
-FRAMEWORK.seam(theirs, "mcore_to_pyt_state_dict", "state_dict", "is_loading")
-
-
-def _function(name: str, *parameters: str) -> Any:
-    """Return a function of the strategy that has no public name."""
-    FRAMEWORK.seam(theirs, name, *parameters)
-    return getattr(theirs, name)
-
-
-_by_key = _function(
-    "_replace_state_dict_keys_with_sharded_keys", "sharded_state_dict", "keep_only_main_replica"
-)
-_by_name = _function(
-    "_replace_sharded_keys_with_state_dict_keys", "state_dict", "flat_mapping", "rename_mapping"
-)
-_with_types = _function("_restore_dict_types", "x", "keys_template")
-_parts = _function("_unwrap_pyt_sharded_tensor", "sh_ten")
 
 BACKEND, VERSION = "laststep", 1
 FOLDER = "laststep"
@@ -73,7 +52,9 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> None:
         """Save on all ranks; durable on return. An unfinished save in this folder is replaced."""
-        by_key, _, _ = _by_key(sharded_state_dict, keep_only_main_replica=True)
+        by_key, _, _ = theirs._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
         state_dict_saver.save(
             theirs.mcore_to_pyt_state_dict(by_key, is_loading=False),
             storage_writer=Writer(
@@ -91,7 +72,9 @@ class LoadStrategy(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     can_handle_sharded_objects = True
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> dict[str, Any]:
-        by_key, flat, renamed = _by_key(sharded_state_dict)
+        by_key, flat, renamed = theirs._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
         tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, ShardedTensor)]
         state = theirs.mcore_to_pyt_state_dict(by_key, is_loading=True)
         state_dict_loader.load(
@@ -106,9 +89,11 @@ class LoadStrategy(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 },
             ),
         )
-        loaded = {key: _parts(entry) for key, entry in state.items()}
-        whole: dict[str, Any] = _by_name(loaded, flat, renamed)
-        _with_types(whole, sharded_state_dict)
+        loaded = {key: theirs._unwrap_pyt_sharded_tensor(entry) for key, entry in state.items()}
+        whole: dict[str, Any] = theirs._replace_sharded_keys_with_state_dict_keys(
+            loaded, flat, renamed
+        )
+        theirs._restore_dict_types(whole, sharded_state_dict)
         return whole
 
     def load_tensors_metadata(
@@ -127,13 +112,6 @@ class LoadStrategy(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         ]
         tensors = self.load_tensors_metadata(checkpoint_dir, known)
         return {stored.unique_key: stored for stored in objects} | tensors
-
-    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        raise UsageError(
-            "a checkpoint of laststep does not change",
-            where=str(checkpoint_dir),
-            remedy=f"load it, leave out what begins with {key_prefix!r}, and save it elsewhere",
-        )
 
 
 def _run_in(checkpoint_dir: str | os.PathLike[str]) -> str:

@@ -63,40 +63,6 @@ def _canonical(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(canonical_fqn, names))
 
 
-class Weights(StateProvider):
-    """A model that accepts weights of any dtype, under the names of its parameters or of
-    torchtitan's `state_dict()`. Used to start a run from the weights of another."""
-
-    kind = "module"
-
-    def __init__(self, parts: list[torch.nn.Module], wrapped: Any) -> None:
-        self._own = Parts(parts)
-        self._wrapped = wrapped
-
-    def describe(self) -> State:
-        return State(value=self._wrapped.state_dict(), fresh=((),), standalone=True)
-
-    def _live(self) -> list[dict[str, Any]]:
-        own: Any = self._own.describe().value
-        return [own, self._wrapped.state_dict()]
-
-    def check(self, stored: object) -> list[str]:
-        if not isinstance(stored, dict):
-            return ["is not the state of a module"]
-        lacking = [sorted(live.keys() - stored) for live in self._live()]
-        return [] if [] in lacking else [f"has no stored {', '.join(min(lacking, key=len)[:3])}"]
-
-    def destinations(self, paths: list[Path]) -> list[object]:
-        """Return the live tensors: each rank takes the part of a weight that it holds."""
-        own, named = self._live()
-        known = named | own
-        return [known.get(str(path[0]), "cpu") for path in paths]
-
-    def restore(self, value: object) -> None:
-        with handing_over("the model"):
-            self._wrapped.load_state_dict(value)
-
-
 _LISTED = ("params", "param_names")
 
 
