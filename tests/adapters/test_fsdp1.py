@@ -121,7 +121,7 @@ WAYS |= {
 
 
 class Rms(Fsdp1):
-    """An optimizer of which the adapter does not know what its first step begins from."""
+    """An optimizer with other entries than Adam's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,3 +240,15 @@ def test_what_is_flattened_in_the_order_of_its_memory_is_refused() -> None:
     unit._handle = SimpleNamespace(flat_param=flat)
     with raises(laststep.UsageError, where="weight"):
         fsdp1.model(unit).describe()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adagrad([torch.zeros(1)]), torch.optim.SGD([torch.zeros(1)], 1, 0.9, 0.1)],
+    ids=["unknown", "dampening"],
+)
+def test_an_optimizer_whose_first_state_is_not_known_is_refused(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    with raises(laststep.UsageError, found=type(optimizer).__name__):
+        fsdp1.optimizer(optimizer, nn.Linear(2, 2))

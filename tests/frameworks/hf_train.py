@@ -1,7 +1,7 @@
 """Train a tiny Llama with Hugging Face's Trainer: hf_train.py RUN LOSSES OPTIONS, these as JSON.
 
-OPTIONS: `args` for TrainingArguments, `settings` for the Checkpointer, `kind` of trainer (mixin,
-attached, sft, stock), `stop` at a step with an exception, `waits` for the first save, `fsdp2`,
+OPTIONS: `args` for TrainingArguments, `settings` for the Checkpointer, `kind` of trainer (attached,
+sft, stock), `stop` at a step with an exception, `waits` for the first save, `fsdp2`,
 `lora` with `modules`, `layers`, `eval`.
 """
 
@@ -86,7 +86,7 @@ def rows(count: int = 40) -> list[dict[str, list[int]]]:
 
 def trainer(out: Path, losses: Path, options: dict) -> Trainer:
     model = options.get("model") or tiny(options.get("layers", 2))
-    kind = options.get("kind", "mixin")
+    kind = options.get("kind", "attached")
     settings = as_keywords({"progress": False, **options.get("settings", {})})
     common = {
         "output_dir": str(out),
@@ -125,26 +125,13 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
-        class Own(laststep.hf.TrainerMixin, SFTTrainer):
-            pass
-
         data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows()])
-        return Own(
-            model=model,
-            args=SFTConfig(**{"max_length": 16, **common}),
-            train_dataset=data,
-            **more,
-            **settings,
-        )
+        sft = SFTConfig(**{"max_length": 16, **common})
+        made = SFTTrainer(model=model, args=sft, train_dataset=data, **more)
+        return laststep.hf.attach(made, **settings)
     more["train_dataset"] = rows()
-    if kind in ("attached", "stock"):
-        plain = Trainer(model=model, args=TrainingArguments(**common), **more)
-        return plain if kind == "stock" else laststep.hf.attach(plain, **as_keywords(settings))
-
-    class Own(laststep.hf.TrainerMixin, Trainer):
-        pass
-
-    return Own(model=model, args=TrainingArguments(**common), **more, **settings)
+    plain = Trainer(model=model, args=TrainingArguments(**common), **more)
+    return plain if kind == "stock" else laststep.hf.attach(plain, **settings)
 
 
 def shard(made: Trainer) -> None:

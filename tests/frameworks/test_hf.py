@@ -8,9 +8,7 @@ import logging
 import shutil
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +19,6 @@ pytest.importorskip("transformers", reason="needs transformers, accelerate, trl 
 
 import numpy as np
 import torch
-from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
@@ -93,7 +90,7 @@ def check_resumed_exactly(folder: Path, ranks: int = 1, **options: object) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"kind": "attached", "args": {"gradient_accumulation_steps": 2, "logging_steps": 2}},
+        {"kind": "attached", "args": {"gradient_accumulation_steps": 2}},
         {"kind": "sft", "lora": True},
     ],
     ids=["attached", "sft-lora"],
@@ -572,58 +569,9 @@ def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(
     with caplog.at_level(logging.WARNING):
         trainer = here(out)
         trainer.train(resume_from_checkpoint=True)
-    assert warned(caplog, "data, logged, optimizer, rng, scheduler")
+    assert warned(caplog, "data, optimizer, rng, scheduler")
     assert trainer.state.global_step == STEPS
     assert laststep.open(out / "_laststep").steps() == [3, 6, 9, 12]
-
-
-def test_the_hub_gets_each_checkpoint_when_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent = []
-    pushed = set()
-
-    class Hub:
-        """Stands for the server, which cannot be had here."""
-
-        def create_repo(self, name: str, **_: object) -> SimpleNamespace:
-            return SimpleNamespace(repo_id=name)
-
-        def upload_folder(
-            self,
-            *,
-            folder_path: str,
-            commit_message: str,
-            ignore_patterns: object = None,
-            **_: object,
-        ) -> Future:
-            weights = load_file(Path(folder_path) / "model.safetensors")
-            files = [str(file.relative_to(folder_path)) for file in Path(folder_path).rglob("*")]
-            pushed.update(filter_repo_objects(files, ignore_patterns=ignore_patterns))
-            sent.append((commit_message, Path(folder_path).name, len(weights)))
-            done: Future = Future()
-            done.set_result(None)
-            return done
-
-    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
-    args = {
-        "push_to_hub": True,
-        "hub_model_id": "me/tiny",
-        "hub_strategy": "all_checkpoints",
-        "save_steps": 6,
-        "hub_always_push": True,
-    }
-    here(tmp_path / "out", args=args).train()
-    said = "Training in progress, step"
-    assert {(message, name) for message, name, _ in sent} >= {
-        (f"{said} 6", "out"),
-        (f"{said} 6, checkpoint", "checkpoint-6"),
-        (f"{said} 12", "out"),
-        (f"{said} 12, checkpoint", "checkpoint-12"),
-    }
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert "model.safetensors" in pushed
-    assert not [name for name in pushed if "step-" in name], "the run is not pushed"
 
 
 ZERO = {

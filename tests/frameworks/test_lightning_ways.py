@@ -114,7 +114,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "trainer": {"reload_dataloaders_every_n_epochs": 2},
         "steps": (11, 15, 24),
     },
-    "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34)},
+    "means of the epoch": {"net": OfTheEpoch, "steps": (12, 24)},
     "validation at other times": {
         "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8},
         "steps": (10, 12),

@@ -83,13 +83,10 @@ def items(accelerator: Any) -> dict[str, object]:
 
 
 def _engines_of(accelerator: Any) -> list[Any]:
-    """Return DeepSpeed's engines. Raise UsageError for Megatron and XLA."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in {"MEGATRON_LM", "XLA"}:
         raise UsageError(
             f"laststep.accelerate does not know the state of {kind}",
-            expected="DDP, FSDP, DeepSpeed or one process",
-            found=kind,
             remedy="for Megatron, pass laststep.megatron's providers to a Checkpointer",
         )
     return accelerator._models if kind == "DEEPSPEED" else []
@@ -312,7 +309,6 @@ class Attached:
         self._others_stepped |= not is_first
 
     def _find(self, name: Path) -> int | None:
-        """Return the step of the newest checkpoint with this name."""
         try:
             catalog = open_run(self.home)
         except NotFoundError:

@@ -10,6 +10,7 @@ does for loaders with a state. So the position is that of training, not of prefe
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import random
@@ -29,23 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RandomState = dict[str, Any]
-"""States of random number generators, by name."""
 
 _OURS: Final = "laststep"
 """The key of our part in the state that Accelerate reads; the rest belongs to the inner loader."""
-_TAKEN_OVER: Final = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "generator",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
-"""Attributes that a loader for the rest of an epoch copies from the original loader."""
+_DRAWN: Final = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_TAKEN_OVER: Final = inspect.signature(DataLoader).parameters.keys() - _DRAWN
+"""Parameters that a loader for the rest of an epoch takes over from the original loader."""
 
 
 class LoaderProgress(StateProvider):
@@ -56,9 +46,7 @@ class LoaderProgress(StateProvider):
 
     def __init__(self, loader: Any) -> None:
         self._loader, self._place = loader, place_in(loader)
-        self.when_ranks_change = (
-            "refuse" if self._place.inner_state is not None else self._for_other_ranks
-        )
+        self.when_ranks_change = "refuse" if self._place.inner_state else _first_of
 
     def describe(self) -> State:
         value = {
@@ -76,39 +64,33 @@ class LoaderProgress(StateProvider):
         with handing_over("the loader"):
             self._loader.iteration = value["epoch"]
             _set_own_states(self._place, value["generators"])
-            seeds = value.get("seeds", {})
             for name, sampler in _seeded(self._place).items():
-                sampler.initial_seed = seeds.get(name, sampler.initial_seed)
-            place = self._in_batches_of_now(value["place"], value.get("samples"))
-            self._place.go_on_at(place, has_workers=value.get("workers", False))
+                sampler.initial_seed = value["seeds"].get(name, sampler.initial_seed)
+            self._place.go_on_at(self._place_here(value), has_workers=value["workers"])
 
-    def _in_batches_of_now(self, place: Any, samples: int | None) -> Any:
-        """Convert a position to the present batch size. Round down, so that samples may be repeated
-        but none are skipped."""
-        now = self._place.samples
-        if place is None or place["inner"] or not samples or not now or samples == now:
+    def _place_here(self, value: Any) -> Any:
+        """Convert a position to the present number of ranks and batch size. Round down, so that
+        samples may be repeated but none are skipped."""
+        place, here = value["place"], self._place
+        same = (value["ways"], value["samples"]) == (here.ways, here.samples)
+        if place is None or place["inner"]:
             return place
-        log.warning(
-            "the epoch continues in batches of %d samples, after batches of %d", now, samples
-        )
-        batches = place["batches"] * samples // now
-        return {**place, "batches": batches - batches % self._place.at_once, "fetch": None}
-
-    def _for_other_ranks(self, states: list[Any], _rank: int, _ranks: int) -> Any:
-        """Convert the position to another number of ranks, by the batches that all ranks together
-        have read. Round down, so that batches may be repeated but none are skipped."""
-        state, place = states[0], states[0]["place"]
-        if place is None:
-            return state
-        all_batches = place["batches"] * state["ways"]
-        each = self._place.ways * self._place.at_once
-        if all_batches % each:
+        read = place["batches"] * value["ways"] * value["samples"]
+        each = here.ways * here.samples * here.at_once
+        if read % each:
             log.warning(
-                "%d batches of this epoch are repeated because the number of ranks has changed",
-                all_batches % each,
+                "%d samples of this epoch are repeated, since the number of ranks or the batch "
+                "size has changed",
+                read % each,
             )
-        batches = all_batches // each * self._place.at_once
-        return {**state, "place": {**place, "batches": batches}}
+        batches = read // each * here.at_once
+        if same and batches == place["batches"]:
+            return place
+        return {**place, "batches": batches, "fetch": None}
+
+
+def _first_of(states: list[Any], _rank: int, _ranks: int) -> Any:
+    return states[0]
 
 
 class PlacedLoader:
@@ -132,12 +114,11 @@ class PlacedLoader:
         self._to_come: dict[str, Any] | None = None
         self._running: weakref.ref[Generator[Any, None, None]] | None = None
         self.ways, self.at_once = _dealing(outer, self._base)
-        self.samples: int | None = getattr(self._base.batch_sampler, "batch_size", None)
-        """Samples per batch, if a sampler makes batches of one size."""
+        self.samples: int = getattr(self._base.batch_sampler, "batch_size", None) or 1
+        """Samples per batch; 1 if a sampler does not say how many it makes."""
         self.has_workers = False
         """True if persistent workers were started: their seed is drawn only at that time."""
         self._had_workers = False
-        """The value of `has_workers` at the start of this epoch."""
 
     # -- interface for Accelerate -----------------------------------------------------------------
 
@@ -156,7 +137,7 @@ class PlacedLoader:
         self._epoch = self._outer().iteration  # type: ignore[union-attr]  # the caller holds it
         self._start = (place and place["start"]) or _random_state(self)
         self._batches = place["batches"] if place else 0
-        self._had_workers = place.get("workers", False) if place else self.has_workers
+        self._had_workers = place["workers"] if place else self.has_workers
         self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
         if place is None:
             batches = self._counted(self._begun(self._base))
@@ -178,7 +159,6 @@ class PlacedLoader:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of one of Accelerate's own checkpoints."""
         self._base.load_state_dict(_without_ours(state))
 
     # -- saving and restoring ---------------------------------------------------------------------
@@ -272,8 +252,6 @@ class PlacedLoader:
 
 
 class _Rest:
-    """The batches of indices after the first `skips`."""
-
     def __init__(self, batches: Any, skips: int, begin: Callable[[], None]) -> None:
         self._batches, self._skips, self._begin = batches, skips, begin
 
@@ -368,7 +346,6 @@ def _random_state(loader: Any) -> RandomState:
 
 
 def _set_own_states(loader: Any, drawn: RandomState) -> None:
-    """Restore the states of generators that exist both in `drawn` and in the loader."""
     for name, held in _held(loader).items():
         if name in drawn:
             held.set_state(_tensor(drawn[name]))

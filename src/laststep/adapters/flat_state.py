@@ -12,13 +12,13 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from laststep.errors import UsageError
-from laststep.state.boxes import whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Sharded
 from laststep.state.optimizers import OptimizerProvider, is_optimizer_state
 from laststep.state.provider import ABSENT, State, StateProvider
@@ -90,7 +90,6 @@ class FlatMember:
 
     @property
     def size(self) -> int:
-        """The number of elements of tensors in the holder's state."""
         return self.memory.numel()
 
     def weight(self) -> LocalShard | torch.Tensor:
@@ -111,17 +110,16 @@ class _Whole(NamedTuple):
     device: torch.device
 
 
-class _WholeOptimizer:
-    """An optimizer as it would be if the parameters were whole."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, object]] = []
-        self.state: defaultdict[_Whole, Entries] = defaultdict(dict)
-        self.by_name: dict[str, _Whole] = {}
-
-    def names(self) -> dict[int, tuple[str, str]]:
-        """Return the names of the parameters in the form that `OptimizerProvider` expects."""
-        return {id(whole): ("", name) for name, whole in self.by_name.items()}
+_STATES: dict[str, tuple[str, ...]] = {
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "FusedAdam": ("exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdam": ("exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "SGD": (),
+}
+"""The entries, all zero at first, of the supported optimizers and of classes derived from them."""
+_OPTIONAL = {"amsgrad": "max_exp_avg_sq", "momentum": "momentum_buffer", "centered": "grad_avg"}
 
 
 class FlatOptimizer(OptimizerProvider):
@@ -141,8 +139,19 @@ class FlatOptimizer(OptimizerProvider):
     ) -> None:
         """Wrap an optimizer. `members` returns the parameters that it steps, if this rank is in the
         mesh of the layout. `live_options` of groups are not stored: they keep their live values."""
-        self._whole = _WholeOptimizer()
-        super().__init__(self._whole, self._whole.names)  # type: ignore[arg-type]  # it has all used
+        self._whole = SimpleNamespace(param_groups=[], state=defaultdict(dict))
+        """The optimizer as it would be if the parameters were whole."""
+        self._by_name: dict[str, _Whole] = {}
+        super().__init__(self._whole, self._names)  # type: ignore[arg-type]  # it has all used
+        kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+        known = next((kind for kind in kinds if kind in _STATES), None)
+        if known is None or any(group.get("dampening") for group in optimizer.param_groups):
+            raise UsageError(
+                "cannot take the state of this optimizer from flat memory",
+                expected=f"{', '.join(_STATES)} without dampening",
+                found=type(optimizer).__name__,
+            )
+        self._states = _STATES[known]
         self._live = optimizer
         self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
@@ -153,6 +162,9 @@ class FlatOptimizer(OptimizerProvider):
     def parts(self) -> tuple[object, ...]:
         return (self._live,)
 
+    def _names(self) -> dict[int, tuple[str, str]]:
+        return {id(whole): ("", name) for name, whole in self._by_name.items()}
+
     def describe(self) -> State:
         if not self._holders:
             by_holder: dict[int, list[FlatMember]] = {}
@@ -161,10 +173,10 @@ class FlatOptimizer(OptimizerProvider):
             self._holders = list(by_holder.values())
         params: list[list[_Whole]] = [[] for _ in self._live.param_groups]
         self._whole.state.clear()
-        self._whole.by_name = {}
+        self._by_name = {}
         for m in chain.from_iterable(self._holders):
             parameter = _Whole(m.name, m.memory.dtype, m.shape, m.holder.device)
-            self._whole.by_name[m.name] = parameter
+            self._by_name[m.name] = parameter
             params[m.group].append(parameter)
         self._whole.param_groups = [
             {k: v for k, v in group.items() if k not in self._live_options} | {"params": of_group}
@@ -174,7 +186,7 @@ class FlatOptimizer(OptimizerProvider):
         for members in self._holders:
             for key, entry in self._entries(members[0]).items():
                 for member, part in zip(members, _parts(key, entry, members), strict=True):
-                    self._whole.state[self._whole.by_name[member.name]][key] = part
+                    self._whole.state[self._by_name[member.name]][key] = part
         state = super().describe()
         if isinstance(state.value, Owned):
             state = replace(state, value=Owned(type(self._live).__name__, state.value.state))
@@ -197,32 +209,24 @@ class FlatOptimizer(OptimizerProvider):
 
     def _entries(self, member: FlatMember) -> Entries:
         """Return the state of a member's holder, or the state that it will start from."""
-        live: Entries = self._live.state.get(member.holder, {})
+        holder = member.holder
+        live: Entries = self._live.state.get(holder, {})
         if live:
             return live
         group = self._live.param_groups[member.group]
-        first = _beginning(type(self._live).__name__, member, group)
-        if first is None and not member.size:
-            first = self._nothing_of(member)
-        self._first[id(member.holder)] = first or {}
-        return self._first[id(member.holder)]
-
-    def _nothing_of(self, member: FlatMember) -> Entries:
-        """Return empty entries for a rank without elements, as other parameters have them."""
-        for members in self._holders:
-            live: Entries = self._live.state.get(members[0].holder, {})
-            if live and members[0].group == member.group:
-                return {
-                    key: entry.new_zeros(0 if entry.dim() else ())
-                    for key, entry in live.items()
-                    if isinstance(entry, torch.Tensor)
-                }
-        return {}
+        first: Entries = {}
+        shape = holder.shape if member.layout is None else (member.size,)
+        for key in (*self._states, *(_OPTIONAL[name] for name in _OPTIONAL if group.get(name))):
+            first[key] = torch.zeros(shape, dtype=member.memory.dtype, device=holder.device)
+        if "step" in first:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            first["step"] = torch.zeros((), device=holder.device if on_device else "cpu")
+        self._first[id(holder)] = first
+        return first
 
     def _take_over(self, members: list[FlatMember], restored: set[str]) -> None:
-        """Set the state of a holder from the restored state of its members."""
         holder, size = members[0].holder, members[0].size
-        wanted = [(m, self._whole.state.get(self._whole.by_name[m.name], {})) for m in members]
+        wanted = [(m, self._whole.state.get(self._by_name[m.name], {})) for m in members]
         live: Entries = self._live.state.get(holder, {})
         if not any(entries for _, entries in wanted):
             self._live.state.pop(holder, None)
@@ -241,7 +245,6 @@ class FlatOptimizer(OptimizerProvider):
 
 
 def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
-    """Split an entry of a holder's state into one part per member."""
     if not isinstance(entry, torch.Tensor):
         return [entry] * len(members)
     if entry.dim() and (len(members) > 1 or members[0].layout is not None):
@@ -274,9 +277,12 @@ def _joined(
                 live.view(-1)[member.first : member.last].zero_()
         return live
     member, value = parts[0]
-    is_tensor = isinstance(value, torch.Tensor) and value.shape == member.shape
-    if live is ABSENT and is_tensor and key != "step":
-        return _scattered(parts)
+    if live is ABSENT and isinstance(value, torch.Tensor) and value.dim():
+        raise UsageError(
+            f"cannot restore {key!r}: the optimizer here has no such state",
+            where=member.name,
+            remedy="make it with the options that it was saved with",
+        )
     if any(entry != value for _, entry in parts[1:]):
         raise UsageError(
             f"cannot restore {key!r}: parameters that share one flat parameter have different ones",
@@ -286,42 +292,6 @@ def _joined(
     if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
         return live.copy_(value)
     return value
-
-
-def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
-    """Return this rank's elements of entries without live state, restored as whole tensors."""
-    wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
-    holder, size, rank = parts[0][0].holder, parts[0][0].size, dist.get_rank()
-    joined = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)
-    for member, value in wholes:
-        at = member.first
-        boxes = [whole(member.shape)] if member.layout is None else member.layout.held(rank)
-        for box in boxes:
-            part = value[tuple(map(slice, box.start, box.stop))]
-            joined[at : at + box.volume] = part.reshape(-1)
-            at += box.volume
-    return joined.view(holder.shape) if holder.numel() == size else joined
-
-
-def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entries | None:
-    """Return the state that the first step of an optimizer starts from; None if it is not known."""
-    like: tuple[str, ...]
-    counts = kind in ("Adam", "AdamW")
-    if counts or kind in ("FusedAdam", "DeepSpeedCPUAdam"):
-        like = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
-    elif kind == "SGD" and not group.get("dampening"):
-        like = ("momentum_buffer",) if group.get("momentum") else ()
-    else:
-        return None
-    first: Entries = {}
-    if counts:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        where = member.holder.device if on_device else torch.device("cpu")
-        first["step"] = torch.zeros((), dtype=torch.float32, device=where)
-    shape = member.holder.shape if member.layout is None else (member.size,)
-    for key in like:
-        first[key] = torch.zeros(shape, dtype=member.memory.dtype, device=member.holder.device)
-    return first
 
 
 class FlatModule(StateProvider):

@@ -2,13 +2,8 @@
 
     engine = laststep.deepspeed.attach(engine, "runs/gpt")
 
-or, in a loop that calls a Checkpointer itself,
-
-    Checkpointer(run, model=deepspeed.model(engine), optimizer=deepspeed.optimizer(engine),
-                 counts=deepspeed.progress(engine))
-
 Tensors are stored with the names and shapes of the plain model, however ZeRO, experts or pipeline
-stages split it over the ranks. Tested with DeepSpeed 0.19.
+stages split it over the ranks. A loop of your own passes the items to a Checkpointer.
 """
 
 from laststep.deepspeed.attach import attach

@@ -160,7 +160,6 @@ def _items(engine: Any) -> dict[str, object]:
 
 
 def _step_with(tag: str, run: str) -> int:
-    """Return the step of the newest checkpoint with a tag."""
     for checkpoint in reversed(list(browse.open(run))):
         with checkpoint:
             stamp: Any = FRAMEWORK.own(checkpoint.metadata, f"{run}, step {checkpoint.step}")

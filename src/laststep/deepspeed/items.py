@@ -116,7 +116,6 @@ def _members(engine: Any, plain: Callable[[str], str]) -> Iterator[FlatMember]:
 
 
 def _located(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
-    """Yield the parameters without their names."""
     if _is_stage3(optimizer):
         yield from _of_stage3(optimizer, module)
         return
@@ -164,7 +163,6 @@ def _of_ranges(optimizer: Any, groups: Any, buffers: Any, ranges: Any) -> Iterat
 
 
 def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
-    """Return the offset of a parameter in the buffer that it is a view of."""
     at = (parameter.data_ptr() - buffer.data_ptr()) // buffer.element_size()
     if not 0 <= at <= buffer.numel() - parameter.numel() or not parameter.is_contiguous():
         raise _elsewhere()
@@ -233,8 +231,6 @@ def _of_copies(optimizer: Any) -> Iterator[FlatMember]:
 
 
 class _EngineModule(FlatModule):
-    """The module of an engine, stored as a plain module."""
-
     def __init__(self, engine: Any) -> None:
         plain = _names_in(engine.module)
         super().__init__(engine.module, lambda: list(_members(engine, plain)), plain)

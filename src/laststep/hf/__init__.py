@@ -1,6 +1,5 @@
 """Adapter for Hugging Face's Trainer and trl's trainers: they save to laststep and resume from it.
 
-class MyTrainer(laststep.hf.TrainerMixin, SFTTrainer): ...     # or
 laststep.hf.attach(trainer, run="runs/a")
 trainer.train(resume_from_checkpoint=True)
 """
@@ -12,6 +11,6 @@ from laststep.adapters.framework import Framework
 FRAMEWORK: Framework = Framework(package="transformers", extra="hf", tested="5.22")
 FRAMEWORK.check()  # before any module imports transformers
 
-from laststep.hf.trainer import TrainerMixin, attach  # noqa: E402
+from laststep.hf.trainer import attach  # noqa: E402
 
-__all__ = ["TrainerMixin", "attach"]
+__all__ = ["attach"]

@@ -9,7 +9,6 @@ affected.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -106,8 +105,6 @@ class Folders:
             str(best) if best.is_dir() else None,
             use_mtime=True,
         )
-        if args.push_to_hub:
-            self._push(str(target), state)
 
     def _fill(self, folder: Path, checkpoint: Checkpoint) -> None:
         for name, content in self._fixed.items():
@@ -156,17 +153,6 @@ class Folders:
             log.info("%s is copied: %s", found[0], error)
             return False
         return True
-
-    def _push(self, target: str, state: TrainerState) -> None:
-        """Push to the hub as the Trainer does, with the state that it had at that step."""
-        then = copy.copy(self._trainer)
-        then.state = state
-        then.processing_class = None  # training may be using it; its files are written below
-        for name, content in self._fixed.items():
-            if os.sep not in name:
-                Path(self._trainer.args.output_dir, name).write_bytes(content)
-        then._push_from_checkpoint(target)
-        self._trainer.push_in_progress = then.push_in_progress
 
 
 def _write(path: Path, content: bytes) -> None:

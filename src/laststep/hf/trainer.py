@@ -19,7 +19,6 @@ from transformers import Trainer
 from laststep.accelerate.loaders import skip_in_place
 from laststep.errors import CorruptError, UsageError
 from laststep.hf.training import TrainCall
-from laststep.settings import OWN_KEYWORDS
 
 if TYPE_CHECKING:
     import os
@@ -33,23 +32,12 @@ _SAVING = ("save_model", "_save", "_load_")
 transformers.trainer.skip_first_batches = functools.partial(skip_in_place, skip_first_batches)
 
 
-class TrainerMixin(Trainer):  # type: ignore[misc]
-    """Mixin that makes a Trainer save to laststep: `class T(laststep.hf.TrainerMixin, SFTTrainer)`.
+class SavingTrainer(Trainer):  # type: ignore[misc]
+    """The methods that `attach` puts in front of those of a trainer's class."""
 
-    It must come before the Trainer's class. Its constructor also takes the settings of a
-    `Checkpointer`; the run is stored in `output_dir/_laststep` by default.
-    """
-
-    _laststep_run: str | os.PathLike[str] | None = None
-    _laststep_settings: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
+    _laststep_run: str | os.PathLike[str] | None
+    _laststep_settings: dict[str, Any]
     _laststep: TrainCall
-
-    def __init__(
-        self, *args: Any, run: str | os.PathLike[str] | None = None, **keywords: Any
-    ) -> None:
-        own = {name: keywords.pop(name) for name in OWN_KEYWORDS if name in keywords}
-        super().__init__(*args, **keywords)
-        self._laststep_run, self._laststep_settings = run, own
 
     def train(
         self,
@@ -66,7 +54,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _tell_who_saves(self) -> None:
         """Warn about overridden saving methods, except those of trl, which create a model card."""
-        for kind in set(type(self).__mro__) - set(TrainerMixin.__mro__):
+        for kind in set(type(self).__mro__) - set(SavingTrainer.__mro__):
             saving = (name for name in vars(kind) if name.startswith(_SAVING))
             lost = [name for name in saving if hasattr(Trainer, name)]
             if lost and not kind.__module__.startswith("trl.trainer."):
@@ -138,7 +126,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._laststep.is_ours(checkpoint):
-            self._laststep.released()
+            self._laststep.rng.release()
         else:
             super()._load_rng_state(checkpoint)
 
@@ -167,10 +155,10 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
         raise UsageError(
             "laststep.hf.attach needs a transformers.Trainer", found=repr(trainer)[:80]
         )
-    if not isinstance(trainer, TrainerMixin):
+    if not isinstance(trainer, SavingTrainer):
         kind = type(trainer)
         trainer.__class__ = type(
-            kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__}
+            kind.__name__, (SavingTrainer, kind), {"__module__": kind.__module__}
         )
     trainer._laststep_run, trainer._laststep_settings = run, settings
     return trainer

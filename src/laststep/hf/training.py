@@ -2,9 +2,8 @@
 
 The state of the Trainer itself (counts, log, callbacks) is the metadata of each save. A Trainer
 reads it from a file before model and optimizer are prepared, so it is given a temporary folder that
-contains only that file. All tensors are restored at once when everything is prepared. Values that
-the Trainer would overwrite later (random numbers, the sum of the losses to be logged) are held back
-until it loads them.
+contains only that file. All tensors are restored at once when everything is prepared. The random
+numbers are held back until the Trainer loads them, since it draws some before.
 
 The items are the state that each rank holds, however the model is wrapped. Most of it exists only
 once training starts, so those items are deferred.
@@ -21,7 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.data_loader import DataLoaderAdapter
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
@@ -37,7 +35,7 @@ from laststep.hf.folders import MARK, Folders, is_peft, path_of
 from laststep.process.threads import WorkerPool
 from laststep.state.items import Deferred
 from laststep.state.modules import trainable
-from laststep.state.provider import ABSENT, RNG, State, StateProvider
+from laststep.state.provider import RNG
 from laststep.storage.files import absolute
 
 if TYPE_CHECKING:
@@ -49,8 +47,7 @@ if TYPE_CHECKING:
     from laststep.flush.saves import SaveHandle
 
 
-def _items_of(trainer: Any, data: Deferred, rng: HeldRNG, logged: Logged) -> dict[str, object]:
-    """Return the items by name; the names are the same on all ranks."""
+def _items_of(trainer: Any, data: Deferred, rng: HeldRNG) -> dict[str, object]:
     model, optimizer = _providers(trainer)
     items: dict[str, object] = {"model": model}
     if trainer.args.save_only_model:
@@ -63,7 +60,7 @@ def _items_of(trainer: Any, data: Deferred, rng: HeldRNG, logged: Logged) -> dic
         items["counts"] = Deferred(lambda: trainer.model_wrapped, deepspeed.progress)
     if getattr(trainer.args, "sync_ref_model", False) and not trainer.is_deepspeed_enabled:
         items["ref_model"] = trainer.ref_model  # trl updates it from the model
-    return {**items, "data": data, "rng": rng, "logged": logged}
+    return {**items, "data": data, "rng": rng}
 
 
 def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
@@ -110,39 +107,6 @@ class HeldRNG(RNG):
         self._held = None
 
 
-class Logged(StateProvider):
-    """Sum of the losses since the Trainer last logged, so that the next log entry is the same."""
-
-    kind = "logged"
-    per_rank = True
-    when_ranks_change = "drop"
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._held: dict[str, Any] | None = None
-
-    def describe(self) -> State:
-        loss = getattr(self._trainer, "_tr_loss", None)
-        value = {
-            "loss": torch.zeros(()) if loss is None else loss,
-            "since": getattr(self._trainer, "_globalstep_last_logged", 0),
-        }
-        return State(value=value, fresh=((),))
-
-    def restore(self, value: object) -> None:
-        self._held = value if isinstance(value, dict) and ABSENT not in value.values() else None
-
-    def release(self) -> None:
-        """Add the restored sum to the Trainer's, once it has initialised that."""
-        if self._held is not None:
-            loss = self._held["loss"].to(self._trainer._tr_loss.device)
-            self._trainer._tr_loss += loss
-            self._trainer._globalstep_last_logged = self._held["since"]
-            # The mean loss that `train()` returns covers only the steps of this call.
-            self._trainer._total_loss_scalar -= loss.item()
-        self._held = None
-
-
 log = logging.getLogger(__name__)
 
 RUN = "_laststep"
@@ -182,13 +146,13 @@ class TrainCall(contextlib.ExitStack):
             run = self._output / RUN
         self._settings.setdefault("keep", _keep(trainer.args))
         self._own_schedule = bool(settings.get("every") or settings.get("preemption"))
-        self._rng, self._logged = HeldRNG(), Logged(trainer)
+        self.rng = HeldRNG()
         more = self._settings.pop("items", None) or {}
         self._loader: Any = None
         self._placed: PlacedLoader | None = None
         """Knows the position in the loader if Accelerate prepared that."""
         data = Deferred(lambda: self._loader, _progress_of)
-        self._items = {**_items_of(trainer, data, self._rng, self._logged), **more}
+        self._items = {**_items_of(trainer, data, self.rng), **more}
         self._place: tuple[int, int] | None = None
         """The current epoch and the step at which it started."""
         self._resume: _Resume | None = None
@@ -199,6 +163,8 @@ class TrainCall(contextlib.ExitStack):
         """Creates the folders; closed after the Checkpointer, whose last commits need some."""
         self._ckpt = _Checkpointer(run, items=self._items, **self._settings)
         self._ckpt.described = self._described
+        if trainer.args.push_to_hub:
+            log.warning("checkpoints are not pushed to the hub: call trainer.push_to_hub()")
         self.enter_context(self._ckpt)
         self._folders: Folders | None = None
 
@@ -342,12 +308,7 @@ class TrainCall(contextlib.ExitStack):
         """Record that an epoch starts, or continues after `done` steps."""
         self._place = (epoch, self._trainer.state.global_step - done)
         if self._placed is not None:
-            self.released()  # the loader restores the random numbers of its own fetches
-
-    def released(self) -> None:
-        """Apply the held-back values, once. The Trainer has now reached the point of the save."""
-        self._rng.release()
-        self._logged.release()
+            self.rng.release()  # the loader restores the random numbers of its own fetches
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -381,7 +342,6 @@ class TrainCall(contextlib.ExitStack):
         return True
 
     def _described(self) -> tuple[dict[str, Any], dict[str, object]]:
-        """Return metrics and metadata of a save."""
         state, handler = self._trainer.state, self._trainer.callback_handler
         is_best = state.best_global_step == state.global_step
         if is_best:

@@ -72,7 +72,6 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._path = str(arranged(run, settings.get("tiers", ()), None).primary)
         self._ckpt: Checkpointer | None = None
         self._resumed: int | None = None
-        """The step that was restored."""
         self._is_due = False
         self._judged: object = None
         """The value of `monitor` at the last save."""
@@ -118,7 +117,8 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         position = Position(trainer, self._rests)
         state = TrainerState(trainer, position)
         items = {**items_of(trainer), "trainer": state, "hooks": state.hooks}
-        items["rng"] = {"now": RNG(), **vars(position.rng)}
+        moments = {"begin": position.begin, "first": position.first, "ahead": position.ahead}
+        items["rng"] = {"now": RNG(), **moments}
         every = _NEVER if self._every is None else self._every
         self._ckpt = Checkpointer(self._run, items=items, every=every, **self._settings)
         self._path, self._trainer, self._state = self._ckpt.path, trainer, state
@@ -166,7 +166,6 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Finish the saves in progress; log failures instead of raising them."""
         self._close(exception)
 
     def _close(self, error: BaseException | None = None) -> None:
@@ -216,14 +215,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def best_model_path(self) -> str:
         """The folder of the best checkpoint by `monitor`; without `monitor`, the newest."""
         best = self._best()
-        return self.last_model_path if best is None else f"{self._path}/{best[1].folder}"
+        return self.last_model_path if best is None else f"{self._path}/{best.folder}"
 
-    @property
-    def best_model_score(self) -> float | None:
-        best = self._best()
-        return None if best is None else best[0]
-
-    def _best(self) -> tuple[float, browse.Checkpoint] | None:
+    def _best(self) -> browse.Checkpoint | None:
         if self._monitor is None or not self.last_model_path:
             return None
         scores = ((one.metrics.get(self._monitor), one) for one in browse.open(str(self._path)))
@@ -233,4 +227,4 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             if isinstance(score, int | float) and not math.isnan(score)
         ]
         choose = min if self._mode == "min" else max
-        return choose(judged, key=operator.itemgetter(0), default=None)
+        return choose(judged, key=operator.itemgetter(0))[1] if judged else None

@@ -25,7 +25,6 @@ FRAMEWORK.check()
 
 _NAME = "lightning.pytorch" if _HAS_NEW and not _OLD else "pytorch_lightning"
 pl: Any = importlib.import_module(_NAME)
-torchmetrics: Any = importlib.import_module("torchmetrics")
 
 _combined: Any = importlib.import_module(f"{_NAME}.utilities.combined_loader")
 CombinedLoader: Any = _combined.CombinedLoader

@@ -36,17 +36,13 @@ class Rests(Protocol):
 
 
 class KeptRNG(RNG):
-    """State of the random number generators at one moment."""
-
     def __init__(self) -> None:
         self.take()
 
     def take(self) -> None:
-        """Record the generators' present state."""
         self.held = RNG().describe().value
 
     def put(self) -> None:
-        """Set the generators to the recorded state."""
         RNG().restore(self.held)
 
     def describe(self) -> State:
@@ -63,15 +59,6 @@ class KeptRNG(RNG):
         now.put()
 
 
-class Moments:
-    """Random numbers needed to repeat the batches of an epoch."""
-
-    def __init__(self) -> None:
-        self.begin = KeptRNG()  # before the loader started the epoch
-        self.first = KeptRNG()  # before its first batch
-        self.ahead = KeptRNG()  # before the last prefetched batch
-
-
 class Position:
     """Position of one `fit()`: tells when to save, describes the position and resumes from it."""
 
@@ -80,7 +67,10 @@ class Position:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests
-        self.rng, self._before = Moments(), KeptRNG()
+        self.begin, self.first, self.ahead = KeptRNG(), KeptRNG(), KeptRNG()
+        """Random numbers before the loader started the epoch, before its first batch, and before
+        the last prefetched batch."""
+        self._before = KeptRNG()
         self._ahead: list[object] | None = None
         """The states of the loaders before the last prefetched batch."""
         self._fetcher: Any = None
@@ -92,7 +82,6 @@ class Position:
         """True if accumulated gradients wait for a step of the optimizer."""
 
     def attach(self) -> None:
-        """Wrap the methods of Lightning's loops."""
         for loop, method, ours in (
             (self._fit, "on_advance_start", self._epoch_starts),
             (self._fit, "_load_combined_loader_states", self._loader_made),
@@ -105,7 +94,6 @@ class Position:
         self._stepped = self._epoch.global_step
 
     def detach(self) -> None:
-        """Remove the wrappers from the loops."""
         for loop, method in self._around:
             delattr(loop, method)
         self._around.clear()
@@ -210,7 +198,7 @@ class Position:
             self._stored = None
             self._fit._resuming_from_checkpoint = False
         if self._stored is None:
-            self.rng.begin.take()
+            self.begin.take()
             original()
             return
         if self.is_between_epochs:  # else Lightning would resume a completed epoch
@@ -237,15 +225,15 @@ class Position:
             original(fetcher)
         else:
             if self._trainer.current_epoch > 0:  # else it has already started: see `_loader_made`
-                self.rng.begin.take()
+                self.begin.take()
             original(fetcher)
-            self.rng.first.take()
+            self.first.take()
         self._stored = self._now = None
         if fetcher.length is None:
             fetcher._start_profiler = functools.partial(self._fetches, fetcher._start_profiler)
 
     def _fetches(self, original: Callable[[], None]) -> None:
-        self.rng.ahead.take()
+        self.ahead.take()
         self._ahead = self._states_of_loaders()
         original()
 
@@ -256,7 +244,7 @@ class Position:
         if not stored["consumed"]:
             self._begin(fetcher, stored["loaders"])
         elif stored["loaders"]:
-            fetcher._start_profiler = self.rng.ahead.put  # called after the start, before fetching
+            fetcher._start_profiler = self.ahead.put  # called after the start, before fetching
             iter(fetcher)
         else:
             self._hand_out_again(fetcher, stored["consumed"])
@@ -271,22 +259,22 @@ class Position:
 
     def _begin(self, fetcher: Any, states: list[Any]) -> None:
         """Start the epoch after the completed one."""
-        self.rng.begin.take()
+        self.begin.take()
         if any(state.get("_iterator_finished") is False for state in states):
             # A torchdata loader still considers the old epoch unfinished: enter it once to end it.
             iter(fetcher)
-            self.rng.begin.put()
+            self.begin.put()
         iter(fetcher)
-        self.rng.first.take()
+        self.first.take()
 
     def _hand_out_again(self, fetcher: Any, consumed: int) -> None:
-        self.rng.begin.put()
+        self.begin.put()
         iter(fetcher)
-        self.rng.first.put()
+        self.first.put()
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for left in reversed(range(consumed)):
             if not left and fetcher.length is None:
-                self.rng.ahead.put()
+                self.ahead.put()
             next(batches)
         fetcher.fetched -= self._epoch.batch_progress.current.ready  # Lightning adds these again
 

@@ -3,12 +3,7 @@
 Plain values of callbacks and hooks are per rank, since some differ (a timer's, for example). Values
 added by `on_save_checkpoint` hooks may include as many tensors as a model has; those are stored
 once, not per rank.
-
-Unlike Lightning's own checkpoints, this state includes the sums behind `self.log(…,
-on_epoch=True)` within an epoch.
 """
-
-# ruff: noqa: SLF001 (Lightning's results have no public names)
 
 from __future__ import annotations
 
@@ -18,78 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laststep.errors import MismatchError
-from laststep.lightning.package import pl, torchmetrics
+from laststep.lightning.package import pl
 from laststep.state.provider import State, StateProvider
 from laststep.state.tree import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from laststep.lightning.position import Position
 
     Hook = Callable[[dict[str, Any]], object]
 
 
-_SUMS = ("value", "cumulated_batch_size")
-
-
-def _describe_logged(trainer: Any) -> dict[str, object]:
-    """Return this rank's logged values, running sums and metric states."""
-    results = trainer.fit_loop.epoch_loop._results
-    return {
-        "last": dict(trainer.callback_metrics),
-        "sums": {
-            key: {name: getattr(result, name) for name in _SUMS if hasattr(result, name)}
-            for key, result in results.items()
-            if result.is_tensor and result.meta.on_epoch and not result.has_reset
-        },
-        "metrics": {
-            name: {"state": dict(metric.metric_state), "updates": metric._update_count}
-            for name, metric in _metrics_of(trainer.lightning_module)
-        },
-    }
-
-
-def _put_back_logged(trainer: Any, described: dict[str, Any], epochs: int) -> None:
-    """Restore the result of `_describe_logged`, taken when `epochs` epochs had been started."""
-    trainer._logger_connector._callback_metrics.update(described["last"])
-    for name, metric in _metrics_of(trainer.lightning_module):
-        stored = described["metrics"].get(name)
-        if stored is not None and stored["state"].keys() == metric.metric_state.keys():
-            for key, value in stored["state"].items():
-                is_list = isinstance(value, list)
-                moved = [one.to(metric.device) for one in (value if is_list else [value])]
-                setattr(metric, key, moved if is_list else moved[0])
-            metric._update_count, metric._computed = stored["updates"], None
-    results, sums = trainer.fit_loop.epoch_loop._results, dict(described["sums"])
-    original = results.update_metrics
-
-    def go_on(key: str, *more: object) -> None:
-        """Restore a sum when its first value arrives, since Lightning creates it only then."""
-        if trainer.fit_loop.epoch_progress.current.ready > epochs:
-            sums.clear()  # the stored epoch has ended
-        for name, value in sums.pop(key, {}).items():
-            setattr(results[key], name, value.to(results[key].value.device))
-        if not sums:
-            results.update_metrics = original
-        original(key, *more)
-
-    if sums:
-        results.update_metrics = go_on
-
-
-def _metrics_of(module: Any) -> Iterator[tuple[str, Any]]:
-    modules = list(module.named_modules())
-    for _, one in modules:
-        if isinstance(one, torchmetrics.MetricCollection):
-            one.values()  # gives every metric of a group its shared state
-    for name, one in modules:
-        if isinstance(one, torchmetrics.Metric):
-            yield name, one
-
-
 _TENSOR = "laststep.tensor"
-"""The key of a dict that represents a tensor."""
 
 
 def items_of(trainer: Any) -> dict[str, object]:
@@ -163,7 +99,7 @@ class TrainerState(StateProvider):
             value["datamodule"] = trainer.datamodule.state_dict()
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value["precision"] = trainer.precision_plugin.state_dict()
-        value["logged"] = _describe_logged(trainer)
+        value["logged"] = dict(trainer.callback_metrics)
         self.hooks.tensors = {}
         value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
         return value
@@ -190,9 +126,8 @@ class TrainerState(StateProvider):
             trainer.datamodule.load_state_dict(stored["datamodule"])
         if stored.get("precision"):
             trainer.precision_plugin.load_state_dict(stored["precision"])
-        if stored["ranks"] == trainer.world_size:  # else the sums cover other batches
-            begun = stored["loops"]["epoch_progress"]["current"]["ready"]
-            _put_back_logged(trainer, stored["logged"], begun)
+        # Not `trainer.callback_metrics`, which looks into the results of a loop that runs.
+        trainer._logger_connector._callback_metrics.update(stored["logged"])  # noqa: SLF001
         shown = self._as_lightning(stored)
         shown |= _with_tensors(stored["hooks"], self.hooks.tensors)
         of_callbacks, of_module = self._hooks("on_load_checkpoint")
@@ -215,7 +150,6 @@ class TrainerState(StateProvider):
         }
 
     def _hooks(self, name: str) -> tuple[list[Hook], list[Hook]]:
-        """Return the overridden hooks of callbacks and of the module."""
         trainer, model = self._trainer, self._trainer.lightning_module
         of_callbacks: list[Hook] = [
             functools.partial(getattr(one, name), trainer, model)
@@ -245,8 +179,6 @@ def _plain_entries(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class HookTensors(StateProvider):
-    """Tensors that hooks have added, by name."""
-
     kind = "hooks"
 
     def __init__(self) -> None:

@@ -53,10 +53,6 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
     """Return a provider of the fp32 weights and buffers of this stage's model chunks."""
     return _MegatronModule(_chunks_of(model), _distributed(optimizer))
@@ -120,7 +116,6 @@ class _MegatronModule(FlatModule):
 
 
 def _distributed(optimizer: object) -> list[Any]:
-    """Return the distributed optimizers inside one of Megatron's optimizers."""
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     if not all(hasattr(part, "gbuf_ranges") for part in parts):
         raise UsageError(
@@ -261,7 +256,6 @@ class _Model(NamedTuple):
     """Facts about the parameters of all modules, by the parameters' ids."""
 
     names: dict[int, list[str]]
-    """Several names if a parameter is tied."""
     cut: set[int]
     """Parameters that tensor parallelism shards: those marked as such, and weights of layers that
     have a size per partition. Megatron marks weights of its own layers only when it initializes

@@ -155,7 +155,6 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         return self._ckpt.restore(step, only=self._wanted(model_only=number == 0))
 
     def _wanted(self, *, model_only: bool) -> list[str]:
-        """Return the names of the items to load."""
         if model_only:
             return [MODEL]
         excluded = set(self.exclude_from_loading)

@@ -163,7 +163,6 @@ class LoaderPlace(StateProvider):
         return [f"{what}: keep their number, or leave it out: {out}"]
 
     def skips(self, stored: object) -> dict[Path, str | None]:
-        """Skip the positions of other data-parallel ranks."""
         if not isinstance(stored, dict) or self.check(stored):
             return {}
         return {
