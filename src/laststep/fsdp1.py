@@ -130,9 +130,7 @@ def _units(model: torch.nn.Module, group_of: Mapping[int, int]) -> list[_Unit]:
     }
     if not wrapped:
         raise UsageError(
-            "there is no FSDP1 in this model",
-            expected="a FullyShardedDataParallel",
-            found=type(model).__name__,
+            "there is no FullyShardedDataParallel in this model",
             remedy="pass a model of another kind as it is",
         )
     handles = ((module._handle, prefix) for prefix, module in wrapped.items())

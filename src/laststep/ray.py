@@ -22,7 +22,6 @@ from ray.train import CheckpointUploadMode
 
 from laststep import checkpointer as core
 from laststep.adapters.framework import Framework
-from laststep.errors import UsageError
 from laststep.events import Committed
 from laststep.settings import Options
 
@@ -51,13 +50,7 @@ class Checkpointer(core.Checkpointer):
     ) -> None:
         """`run` defaults to the folder `laststep` of Ray's experiment, unless `tiers` is passed."""
         self._experiment = _experiment()
-        if run is None and not more.get("tiers"):
-            if self._experiment is None:
-                raise UsageError(
-                    "Ray's storage_path is not a folder on this machine",
-                    expected="a storage_path that is a folder, or the run's own place",
-                    remedy="name the run: laststep.ray.Checkpointer('s3://bucket/run', …)",
-                )
+        if run is None and not more.get("tiers") and self._experiment is not None:
             run = self._experiment / "laststep"
         self._news: deque[Committed] = deque()
         self._metrics: dict[str, Any] = {}
@@ -105,13 +98,7 @@ def _experiment() -> Path | None:
     """Return the folder of Ray's experiment if it is on this machine's file system, else None."""
     try:
         storage = ray.train.get_context().get_storage()
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError):  # in Ray's local mode
-            return None
-        raise UsageError(
-            "laststep.ray.Checkpointer is for the function that Ray Train runs on its workers",
-            found=str(error).partition("\n")[0],
-            remedy="use laststep.Checkpointer elsewhere",
-        ) from error
+    except NotImplementedError:  # in Ray's local mode
+        return None
     path = Path(storage.experiment_fs_path)
     return path if path.is_absolute() else None

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
-from laststep.accelerate.loaders import LoaderProgress, place_in, skip_in_place
+from laststep.accelerate.loaders import item_of, place_in, skip_in_place
 from laststep.adapters.framework import Framework
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
@@ -68,8 +68,7 @@ def items(accelerator: Any) -> dict[str, object]:
     found |= _numbered("progress", map(deepspeed.progress, engines))
     found |= _numbered("scheduler", accelerator._schedulers)
     keep_places(accelerator)
-    loaders = accelerator._dataloaders
-    found |= _numbered("loader", (LoaderProgress(x) if _is_placed(x) else x for x in loaders))
+    found |= _numbered("loader", map(item_of, accelerator._dataloaders))
     found |= _numbered("custom", accelerator._custom_objects)
     if not found:
         raise UsageError(
@@ -118,19 +117,13 @@ def _numbered(name: str, things: Any) -> dict[str, object]:
     return {f"{name}_{i}" if i else name: thing for i, thing in enumerate(things)}
 
 
-def _is_placed(loader: object) -> bool:
-    """Return True for a loader of Accelerate's, whose position can be tracked."""
-    return hasattr(loader, "base_dataloader")
-
-
 def keep_places(accelerator: Any) -> None:
     """Track the position in each loader from its next epoch on."""
     if "skip_first_batches" not in vars(accelerator):
         own = accelerator.skip_first_batches
         accelerator.skip_first_batches = functools.partial(skip_in_place, own)
     for loader in accelerator._dataloaders:
-        if _is_placed(loader):
-            place_in(loader)
+        place_in(loader)
 
 
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", "free_memory")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderAdapter, SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset
 
 from laststep.state.provider import State, StateProvider, handing_over
@@ -44,8 +44,8 @@ class LoaderProgress(StateProvider):
     kind = "loader"
     per_rank = True
 
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._place = loader, place_in(loader)
+    def __init__(self, loader: Any, place: PlacedLoader) -> None:
+        self._loader, self._place = loader, place
         self.when_ranks_change = "refuse" if self._place.inner_state else _first_of
 
     def describe(self) -> State:
@@ -274,12 +274,21 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return {name: of for name, of in state.items() if name != _OURS}
 
 
-def place_in(loader: Any) -> PlacedLoader:
-    """Return the `PlacedLoader` of a loader, and insert it on the first call."""
-    if type(loader.base_dataloader) is not PlacedLoader:
-        loader.base_dataloader = PlacedLoader(loader)
-    place: PlacedLoader = loader.base_dataloader
+def place_in(loader: Any) -> PlacedLoader | None:
+    """Return the `PlacedLoader` of a loader, and insert it on the first call; None for a loader
+    that Accelerate has not prepared."""
+    if not isinstance(loader, DataLoaderAdapter):
+        return None
+    outer: Any = loader
+    if type(outer.base_dataloader) is not PlacedLoader:
+        outer.base_dataloader = PlacedLoader(outer)
+    place: PlacedLoader = outer.base_dataloader
     return place
+
+
+def item_of(loader: Any) -> Any:
+    """Return the item for a loader; the loader itself if Accelerate has not prepared it."""
+    return loader if (place := place_in(loader)) is None else LoaderProgress(loader, place)
 
 
 def skip_in_place(otherwise: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

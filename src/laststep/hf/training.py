@@ -20,13 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.data_loader import DataLoaderAdapter
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 import laststep
 from laststep import deepspeed, fsdp1
-from laststep.accelerate.loaders import LoaderProgress, place_in
+from laststep.accelerate.loaders import item_of, place_in
 from laststep.browse import open as open_run
 from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
@@ -85,7 +84,7 @@ def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
 
 def _progress_of(loader: object) -> object:
     """Return the item for a loader; an empty one if Accelerate did not prepare it."""
-    return LoaderProgress(loader) if isinstance(loader, DataLoaderAdapter) else {}
+    return {} if place_in(loader) is None else item_of(loader)
 
 
 class HeldRNG(RNG):
@@ -264,7 +263,7 @@ class TrainCall(contextlib.ExitStack):
         """Restore model, optimizer and loader, which are prepared by now, and get ready to save.
         `resumed_from` is the folder that the Trainer has read its state from."""
         self._loader = loader
-        self._placed = place_in(loader) if isinstance(loader, DataLoaderAdapter) else None
+        self._placed = place_in(loader)
         resume = self._resume if self.is_ours(resumed_from) else None
         if resume is not None:
             stored = set(resume.metadata["items"])

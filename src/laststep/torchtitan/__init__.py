@@ -158,10 +158,6 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         if model_only:
             return [MODEL]
         excluded = set(self.exclude_from_loading)
-        if excluded - self._items.keys():
-            raise UsageError(
-                "exclude_from_loading names an unknown part of the state",
-                expected=", ".join(self._items),
-                found=", ".join(sorted(excluded)),
-            )
+        if unknown := excluded - self._items.keys():
+            raise UsageError("exclude_from_loading names no part of the state", found=str(unknown))
         return [name for name in self._items if name not in excluded]
