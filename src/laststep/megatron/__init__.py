@@ -53,6 +53,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
     """Return a provider of the fp32 weights and buffers of this stage's model chunks."""
     return _MegatronModule(_chunks_of(model), _distributed(optimizer))
