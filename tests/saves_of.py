@@ -50,9 +50,7 @@ def capture_done(number: int) -> CaptureDone:
 
 def flush(save: Save, written: WrittenIndexes | None = None) -> None:
     """Have a save made durable."""
-    save.hear(
-        Flushed(save=save.number, written=written or WrittenIndexes(), opened_s=0.0, written_s=0.0)
-    )
+    save.hear(Flushed(save=save.number, written=written or WrittenIndexes()))
 
 
 def commit(save: Save) -> None:

@@ -65,7 +65,6 @@ class Preflight(Event):
     needed_disk_bytes: int
     kept_checkpoints: int | None
     """The maximum number that the retention rules keep; None if unlimited."""
-    estimated_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,10 +272,9 @@ def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
                     level, free = logging.WARNING, f"only {free}"
             kept = event.kept_checkpoints
             room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
-            took = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
             text = (
                 f"every save: {human(event.state_bytes)}; host memory up to "
-                f"{human(event.host_memory_bytes)}; free disk space: {free}, needed: {room}{took}"
+                f"{human(event.host_memory_bytes)}; free disk space: {free}, needed: {room}"
             )
         case SaveStarted():
             text = f"step {event.step}: saving {human(event.size_bytes)}"

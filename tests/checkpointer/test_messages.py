@@ -200,7 +200,6 @@ def preflight(**fields: object) -> events.Preflight:
         "free_disk_bytes": 10 << 30,
         "needed_disk_bytes": 200 << 20,
         "kept_checkpoints": None,
-        "estimated_s": None,
     }
     return events.Preflight(**{**known, **fields})
 
@@ -209,7 +208,6 @@ def preflight(**fields: object) -> events.Preflight:
     ("event", "line"),
     [
         (preflight(), ("10.74 GB",)),
-        (preflight(estimated_s=0.24), ("10.74 GB", "0.2 s")),
         (preflight(kept_checkpoints=3), ("10.74 GB", "209.72 MB", "3")),
         (preflight(free_disk_bytes=None), ("unknown",)),
     ],

@@ -64,7 +64,7 @@ class Rank:
         file = bytes_layout(chunks * CHUNK_BYTES, "a.safetensors")
         begin = Begin(save=number, step=number, overwrite=False, files=(file,), role="first")
         name = AttemptName(step=number, term=1, attempt=number)
-        save = FlusherSave(begin=begin, began_s=0.0, attempt=Attempt(self._store, name))
+        save = FlusherSave(begin=begin, attempt=Attempt(self._store, name))
         save.writer = Writes()  # type: ignore[assignment]
         self._saves[number] = save
         self.tier.begun(save)

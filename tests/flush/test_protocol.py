@@ -86,7 +86,7 @@ TO_FLUSHER = [
 ]
 TO_TRAINER = [
     Freed(slots=[1, 2]),
-    Flushed(save=1, written=WRITTEN, opened_s=0.1, written_s=0.2),
+    Flushed(save=1, written=WRITTEN),
     Unchanged(save=1, of=0, chunks=((0, 8, 16),)),
     Begun(save=1, at=AT),
     Ended(save=1, at=AT),

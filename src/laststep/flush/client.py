@@ -36,17 +36,7 @@ import xxhash
 from laststep.catalog.terms import Seen
 from laststep.errors import StorageError
 from laststep.events import Bus, MetricMissing, Preflight, Pruned, TierHolds, TierLags
-from laststep.flush.protocol import (
-    Begin,
-    Bye,
-    Connection,
-    Continue,
-    DiskNeed,
-    Freed,
-    Instruct,
-    News,
-    in_trainer,
-)
+from laststep.flush import protocol
 from laststep.flush.saves import Saves, SaveState
 from laststep.flush.server import NOT_FOR_THE_HELPER, Flusher, Setup
 from laststep.process import signals, system, threads
@@ -153,7 +143,7 @@ class HelperThread:
     pidfd = None
 
     def __init__(self, end: socket.socket, pool: memoryview, setup: Setup) -> None:
-        self._flusher = Flusher(Connection(end), pool, setup)
+        self._flusher = Flusher(protocol.Connection(end), pool, setup)
         self._thread = threads.Worker("flusher", self._flusher.serve).start()
 
     def join(self, timeout_s: float) -> bool:
@@ -289,7 +279,7 @@ class Client:
         """True if this job instance has not failed when it closes; recorded in the run."""
         self.drains_last = False
         """True if all replicas receive the last checkpoint, due there or not."""
-        self._continues: Continue | None = None
+        self._continues: protocol.Continue | None = None
         self._slots: int | None = None
         pool.tell_slots = self._tell_slots
         self._told_metric = self._told_disk = False
@@ -327,14 +317,14 @@ class Client:
                         "(`ulimit -n`)",
                     ) from error
                 failing.pop_all()
-            self._connection = Connection(ours, peer=helper.pidfd)
+            self._connection = protocol.Connection(ours, peer=helper.pidfd)
             self.send = self._connection.send
             """Does nothing if the flusher is gone: the handles report its death."""
             self._has_liveness_lock = False
             self.last_committed = 0
             self.up.clear()
             self._heard_all.clear()
-            self.send(Instruct(continues=self._continues, pool_slots=self._slots))
+            self.send(protocol.Instruct(continues=self._continues, pool_slots=self._slots))
             self._receiver = threads.Worker("receive", self._receive)
             self._helper = helper  # other threads see it from here on
             try:
@@ -378,12 +368,12 @@ class Client:
             self._helper = self.saves.refusal = None
         self.start()
 
-    def continue_from(self, continues: Continue) -> None:
+    def continue_from(self, continues: protocol.Continue) -> None:
         """Let future saves continue that checkpoint, under a new term."""
         with self._starting:
             self._continues = continues
             if self._helper is not None:
-                self.send(Instruct(continues=continues))
+                self.send(protocol.Instruct(continues=continues))
 
     def _tell_slots(self, slots: int) -> None:
         """Tell the flusher how many slots the pool can have: the memory tier holds slots that saves
@@ -391,17 +381,17 @@ class Client:
         with self._starting:
             self._slots = slots
             if self._helper is not None:
-                self.send(Instruct(pool_slots=slots))
+                self.send(protocol.Instruct(pool_slots=slots))
 
     def begin(self, save: Save, plan: SavePlan, seal: Seal) -> None:
         """Register a save and start its capture. Raise if the flusher is gone or cannot start."""
         if self._continues is None and save.role != "member":
-            self.continue_from(Continue(seen=self.instance.newest_point()))
+            self.continue_from(protocol.Continue(seen=self.instance.newest_point()))
         self.start()
         save.plan, save.seal = plan, seal
         self.saves.enter(save)
 
-    def announce(self, begin: Begin) -> None:
+    def announce(self, begin: protocol.Begin) -> None:
         """Announce a save, after marking it as pending in the liveness lock."""
         with self._announcing:
             descriptor = self.instance.announce(begin.save)
@@ -427,7 +417,7 @@ class Client:
         self.last_committed, self.newest_committed = save.number, at.point
         # If this flusher dies, the next one continues from here.
         before = self._continues
-        self._continues = Continue(
+        self._continues = protocol.Continue(
             after=at,
             seen=Seen(term=at.term, commit=at.point),
             resumed_from=None if before is None else before.resumed_from,
@@ -445,7 +435,7 @@ class Client:
             if not was_closing:  # else an interrupt ended an earlier wait
                 if self.drains_last:
                     self.drain_last()
-                self.send(Bye())
+                self.send(protocol.Bye())
             while not (ended := signals.wait(self._heard_all, _END_S)):
                 if time.perf_counter() - self.drains.heard_s >= _END_S:
                     break
@@ -471,12 +461,12 @@ class Client:
         """Have the last checkpoint of a job copied to all replicas."""
         at = self.drains.owe_all()
         if at is not None:
-            self.send(Instruct(replicate=at))
+            self.send(protocol.Instruct(replicate=at))
 
     def leave(self) -> None:
         """Let the flusher finish its work after this program has exited."""
         if self._helper is not None and not self._closing:
-            self.send(Bye())
+            self.send(protocol.Bye())
 
     def abandon(self) -> None:
         """In a forked child: close the copy of the connection without sending anything."""
@@ -497,28 +487,32 @@ class Client:
 
     def _hear(self) -> None:
         """Process messages until the flusher hangs up."""
-        while (message := self._connection.receive(in_trainer)) is not None:
-            if isinstance(message, Freed):
+        while (message := self._connection.receive(protocol.in_trainer)) is not None:
+            if isinstance(message, protocol.Freed):
                 self._pool.slots.release(*message.slots)
             elif isinstance(message, TierStatus) and not message.save:
                 self.drains.hear(message)
-            elif isinstance(message, DiskNeed):
+            elif isinstance(message, protocol.DiskNeed):
                 if not self._told_disk:  # a restarted flusher sends it again
                     self._told_disk = True
                     needs = msgspec.structs.asdict(message)
                     self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
-            elif isinstance(message, News) and message.kind == "ready":
-                self.up.set()
-            elif isinstance(message, News) and message.kind == "removed":
-                self.bus.emit(Pruned(step=message.step, folder=message.folder))
-            elif isinstance(message, News) and message.kind == "ranked":  # after every commit
-                self._metric_missing = message.reason
-                self._unranked = self._unranked + 1 if message.reason else 0
-                if self._unranked == _MAX_UNRANKED:
-                    self.tell_missing_metric()
+            elif isinstance(message, protocol.News) and not message.save:
+                self._hear_news(message)
             elif (save := self.saves.find(message.save)) is not None:
                 save.hear(message)
                 del save  # free its objects before waiting for the next message
+
+    def _hear_news(self, news: protocol.News) -> None:
+        if news.kind == "ready":
+            self.up.set()
+        elif news.kind == "removed":
+            self.bus.emit(Pruned(step=news.step, folder=news.folder))
+        else:  # ranked, after every commit
+            self._metric_missing = news.reason
+            self._unranked = self._unranked + 1 if news.reason else 0
+            if self._unranked == _MAX_UNRANKED:
+                self.tell_missing_metric()
 
     def _fail_pending(self, why: str | None) -> None:
         """Fail every save that the flusher had not committed; the flusher is gone, or is ended for

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
@@ -25,22 +22,10 @@ from laststep.catalog import instances
 from laststep.catalog.attempt import Attempt
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import RunWriter
-from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError
-from laststep.flush.protocol import (
-    Begin,
-    CaptureDone,
-    Continue,
-    Decide,
-    DiskNeed,
-    Freed,
-    News,
-    ToTrainer,
-    Unchanged,
-)
+from laststep.flush import protocol
 from laststep.flush.writer import SaveWriter
 from laststep.memory.pool import Filled
-from laststep.process.threads import WorkerPool
 from laststep.storage.locks import FileLock
 from laststep.storage.store import Store
 
@@ -48,19 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.catalog.attempt import AttemptName
-    from laststep.flush.protocol import Orders
 
 log = logging.getLogger(__name__)
 
 _FREED_TOGETHER = 8
-_PROBE_BYTES = 32 << 20
 
 
 class FlusherSave(msgspec.Struct):
     """A save in the flusher. The flusher's lock guards the fields that several threads change."""
 
-    begin: Begin
-    began_s: float
+    begin: protocol.Begin
     writer: SaveWriter | None = None
     attempt: Attempt | None = None
     """Set no later than `writer`."""
@@ -70,26 +52,25 @@ class FlusherSave(msgspec.Struct):
     """Number of chunks that have arrived and are not written."""
     is_open: bool = False
     """Set once its files are open or `error` is set."""
-    captured: CaptureDone | None = None
+    captured: protocol.CaptureDone | None = None
     is_whole: bool = False
     """Set once all of it has arrived and the listeners have been notified."""
-    decision: Decide | None = None
+    decision: protocol.Decide | None = None
     """The common decision of all ranks."""
     early: list[Filled] = []
     """Chunks that arrived before its files were open."""
     base: int = 0
     """Number of the save whose blocks it reuses."""
-    unchanged: Unchanged | None = None
+    unchanged: protocol.Unchanged | None = None
     """The trainer's question about unchanged chunks, if it arrived before its files were open."""
     is_finishing: bool = False
     reported_s: float = 0.0
-    opened_s: float = 0.0
 
 
 class SlotHolds:
     """Reference counts of slots; a slot with no holders is returned to the trainer."""
 
-    def __init__(self, send: Callable[[Freed], None]) -> None:
+    def __init__(self, send: Callable[[protocol.Freed], None]) -> None:
         self._send = send
         self._holds: Counter[int] = Counter()
         self._freed: list[int] = []
@@ -111,7 +92,7 @@ class SlotHolds:
             if not self._freed or (more_comes and len(self._freed) < _FREED_TOGETHER):
                 return
             freed, self._freed = self._freed, []
-        self._send(Freed(slots=freed))
+        self._send(protocol.Freed(slots=freed))
 
 
 class Listener:
@@ -120,7 +101,7 @@ class Listener:
     def started(self) -> None:
         """The flusher is running and has received nothing yet."""
 
-    def continued(self, continues: Continue) -> None:
+    def continued(self, continues: protocol.Continue) -> None:
         """Saves from now on continue this checkpoint, or none."""
 
     def begun(self, save: FlusherSave) -> None:
@@ -173,7 +154,9 @@ class LivenessLock(Listener, msgspec.Struct, eq=False):
 class ReplicationListener(Listener):
     """Copies committed checkpoints to the replicas of a run."""
 
-    def __init__(self, store: Store, orders: Orders, send: Callable[[ToTrainer], None]) -> None:
+    def __init__(
+        self, store: Store, orders: protocol.Orders, send: Callable[[protocol.ToTrainer], None]
+    ) -> None:
         from laststep.tiers.replicating import Replicator  # late: every start waits
 
         self._replicators = [
@@ -204,16 +187,13 @@ class ReplicationListener(Listener):
 
 
 class DiskCheck(Listener, msgspec.Struct, eq=False):
-    """Reports, with the first save, the disk space and time that each save will need. Measures the
-    time with a small file, unless the state is smaller than a chunk or space is short."""
+    """Reports, with the first save, the disk space that saves need."""
 
     store: Store
     kept: int | None
     """Number of checkpoints that are kept, if it is bounded."""
-    workers: WorkerPool
-    send: Callable[[ToTrainer], None]
+    send: Callable[[protocol.ToTrainer], None]
     _is_told: bool = False
-    _to_measure: DiskNeed | None = None
 
     def begun(self, save: FlusherSave) -> None:
         if self._is_told:
@@ -223,43 +203,14 @@ class DiskCheck(Listener, msgspec.Struct, eq=False):
         with contextlib.suppress(LaststepError):  # then the free space is unknown
             free_bytes = self.store.free_bytes()
         state_bytes = sum(map(attrgetter("tensor_bytes"), save.begin.files))
-        need = DiskNeed(
-            state_bytes=state_bytes,
-            free_disk_bytes=free_bytes,
-            needed_disk_bytes=state_bytes * ((self.kept or 1) + 1),
-            kept_checkpoints=self.kept,
+        self.send(
+            protocol.DiskNeed(
+                state_bytes=state_bytes,
+                free_disk_bytes=free_bytes,
+                needed_disk_bytes=state_bytes * ((self.kept or 1) + 1),
+                kept_checkpoints=self.kept,
+            )
         )
-        is_roomy = free_bytes is None or free_bytes > need.needed_disk_bytes + 2 * _PROBE_BYTES
-        if state_bytes < CHUNK_BYTES or not is_roomy:
-            self.send(need)
-        else:
-            self._to_measure = need
-
-    def captured(self, save: FlusherSave) -> None:
-        need, self._to_measure = self._to_measure, None
-        if need is not None:  # by now the run's folder exists, and no capture waits for a thread
-            self.workers.put(self._measure, need)
-
-    def _measure(self, need: DiskNeed) -> None:
-        """Report the need with the time, extrapolated from writing and syncing a small file."""
-        size_bytes = min(need.state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
-        name = f"probe.tmp-{os.urandom(4).hex()}"
-        try:
-            writer = self.store.open_writer(name, expected_bytes=size_bytes)
-            try:
-                began_s = time.perf_counter()
-                with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-                    for offset in range(0, size_bytes, CHUNK_BYTES):
-                        writer.write_at(offset, view)
-                writer.finish(size_bytes)
-                seconds = (time.perf_counter() - began_s) * need.state_bytes / size_bytes
-                need = msgspec.structs.replace(need, estimated_s=seconds)
-            finally:
-                writer.close()
-                self.store.delete(name)
-        except LaststepError as error:
-            log.debug("the disk could not be measured: %s", error)
-        self.send(need)
 
 
 class Retention(Listener, msgspec.Struct, eq=False):
@@ -269,10 +220,10 @@ class Retention(Listener, msgspec.Struct, eq=False):
     run_writer: RunWriter
     keep: Keep | None
     in_use: Callable[[], frozenset[str]]
-    send: Callable[[ToTrainer], None]
-    _continues: Continue | None = None
+    send: Callable[[protocol.ToTrainer], None]
+    _continues: protocol.Continue | None = None
 
-    def continued(self, continues: Continue) -> None:
+    def continued(self, continues: protocol.Continue) -> None:
         self._continues = continues
 
     def committed(self, save: FlusherSave) -> None:
@@ -287,7 +238,7 @@ class Retention(Listener, msgspec.Struct, eq=False):
                 raise AbortedError("the run has since continued from another checkpoint")
 
         def tell(gone: str) -> None:
-            self.send(News(kind="removed", step=steps[gone], folder=gone))
+            self.send(protocol.News(kind="removed", step=steps[gone], folder=gone))
 
         try:
             # Without a rule everything is kept except overwritten checkpoints.
@@ -298,7 +249,7 @@ class Retention(Listener, msgspec.Struct, eq=False):
                 in_use=self.in_use(),
             )
             if self.keep is not None and self.keep.metric is not None:
-                self.send(News(kind="ranked", reason=plan.lacking or ""))
+                self.send(protocol.News(kind="ranked", reason=plan.lacking or ""))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(before=check, each=tell)
         except (LaststepError, OSError) as error:

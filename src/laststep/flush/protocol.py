@@ -35,6 +35,13 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     pass
 
 
+class OfSave(_Message, frozen=True, kw_only=True):
+    """A message about a save."""
+
+    save: int = 0
+    """Its number; 0 for none."""
+
+
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a flusher, for all saves."""
 
@@ -61,10 +68,9 @@ Role = Literal["alone", "first", "member"]
 of all ranks agree, and the flusher of rank 0 ("first") commits."""
 
 
-class Begin(_Message, frozen=True, kw_only=True):
+class Begin(OfSave, frozen=True, kw_only=True):
     """A save starts: its step and its files."""
 
-    save: int
     step: int
     overwrite: bool
     files: tuple[FileLayout, ...]
@@ -74,35 +80,31 @@ class Begin(_Message, frozen=True, kw_only=True):
     holds it. Its descriptor is sent with this message, once to each flusher."""
 
 
-class Begun(_Message, frozen=True, kw_only=True):
+class Begun(OfSave, frozen=True, kw_only=True):
     """The attempt of a save exists. Sent by the flusher that created its folder; on the other
     ranks, sent by the trainer, which got it from rank 0, to its own flusher."""
 
-    save: int
     at: AttemptName
 
 
-class Chunks(_Message, frozen=True, kw_only=True):
+class Chunks(OfSave, frozen=True, kw_only=True):
     """These slots are filled; the flusher owns them until it frees them."""
 
-    save: int
     filled: list[Filled]
 
 
-class Unchanged(_Message, frozen=True, kw_only=True):
+class Unchanged(OfSave, frozen=True, kw_only=True):
     """Chunks with the same contents as in an earlier save: (file, start, bytes) of each. The
     flusher answers with those that it reuses; the trainer sends the others."""
 
-    save: int
     of: int
     """Number of the earlier save with the same contents."""
     chunks: tuple[tuple[int, int, int], ...]
 
 
-class CaptureDone(_Message, frozen=True, kw_only=True):
+class CaptureDone(OfSave, frozen=True, kw_only=True):
     """Everything of a save has been handed over; it may be committed even if the trainer dies."""
 
-    save: int
     values: dict[str, bytes]
     """Plain values by name, as the index stores them."""
     items: tuple[ItemRecord, ...]
@@ -112,10 +114,9 @@ class CaptureDone(_Message, frozen=True, kw_only=True):
     """In a job of several ranks: this rank's receipt, without the files."""
 
 
-class Decide(_Message, frozen=True, kw_only=True):
+class Decide(OfSave, frozen=True, kw_only=True):
     """Commit a save with these items and indexes of all ranks, or give it up for a reason."""
 
-    save: int
     reason: str | None = None
     by_all: bool = True
     """True if all ranks have decided this; False if only this rank gives up its part."""
@@ -174,23 +175,17 @@ class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time spent on encoding, over all threads."""
 
 
-class Flushed(_Message, frozen=True, kw_only=True):
+class Flushed(OfSave, frozen=True, kw_only=True):
     """All files of a save are durable."""
 
-    save: int
     written: WrittenIndexes
-    opened_s: float
-    """Seconds from the announcement of the save until its files were open; `written_s` likewise
-    until all bytes were written."""
-    written_s: float
     coding: tuple[CodingReport, ...] = ()
     """Reports for the files with compression."""
 
 
-class Ended(_Message, frozen=True, kw_only=True):
+class Ended(OfSave, frozen=True, kw_only=True):
     """A save is committed, or has failed."""
 
-    save: int
     at: AttemptName | None = None
     """The attempt that is committed; None if the save failed."""
     kind: str = ""
@@ -199,23 +194,21 @@ class Ended(_Message, frozen=True, kw_only=True):
 
 
 class DiskNeed(_Message, frozen=True, kw_only=True):
-    """Disk space that saves need, and the free space: fields of `events.Preflight`. Sent once."""
+    """Disk space that saves need, and the free space: fields of `events.Preflight`."""
 
     state_bytes: int
     free_disk_bytes: int | None
     needed_disk_bytes: int
     kept_checkpoints: int | None
-    estimated_s: float | None = None
 
 
-class News(_Message, frozen=True, kw_only=True):
-    """Information that nothing waits for; `kind` determines which of the other fields are set."""
+class News(OfSave, frozen=True, kw_only=True):
+    """Information that nothing waits for."""
 
     kind: Literal["ready", "written", "removed", "ranked"]
-    """ready: the flusher is running. written: progress of a save. removed: retention has deleted a
-    checkpoint. ranked: a best-k rule was applied; `reason` says if no checkpoint has its
+    """ready: the flusher is running. written: `done_bytes` of a save. removed: retention has
+    deleted `folder`. ranked: a best-k rule was applied; `reason` if no checkpoint has its
     metric."""
-    save: int = 0
     done_bytes: int = 0
     step: int = 0
     folder: str = ""

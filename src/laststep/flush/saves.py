@@ -25,18 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from laststep.checks import seconds
 from laststep.errors import AlreadyExistsError, LaststepError, from_wire
 from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, Written, human
-from laststep.flush.protocol import (
-    Begin,
-    Begun,
-    CaptureDone,
-    Chunks,
-    Decide,
-    Ended,
-    Flushed,
-    News,
-    Role,
-    Unchanged,
-)
+from laststep.flush import protocol
 from laststep.format.manifest import WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
@@ -49,7 +38,6 @@ if TYPE_CHECKING:
     from laststep.capture.mover import CaptureTiming, Job
     from laststep.catalog.attempt import AttemptName
     from laststep.flush.client import Client
-    from laststep.flush.protocol import CodingReport
     from laststep.memory.pool import Filled
     from laststep.plan.files import SavePlan
     from laststep.plan.frequency import IntervalEstimate
@@ -60,7 +48,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 """Interval at which a thread that waits for an answer checks whether the save has ended."""
 
-Seal = Callable[[int], CaptureDone]
+Seal = Callable[[int], protocol.CaptureDone]
 """Serialises everything but tensors of the save with this number."""
 
 
@@ -119,7 +107,7 @@ class SaveReport:
     """Size of the files of earlier checkpoints that it shares instead of writing them again."""
     unchanged_bytes: int = 0
     """Bytes that were not copied off their device, because the last checkpoint has them."""
-    coding: tuple[CodingReport, ...] = ()
+    coding: tuple[protocol.CodingReport, ...] = ()
     """With compression: the encodings picked for each file, the reason and the result; known once
     durable."""
     tensors: int = 0
@@ -137,10 +125,6 @@ class SaveReport:
     """Time by which a lazy capture delayed the optimizer."""
     captured_s: float | None = None
     """This and the times below are measured from the call of save()."""
-    opened_s: float | None = None
-    """In the flusher: time until its files were open, and `written_s` until all bytes were handed
-    to the disk, both since the flusher received the save."""
-    written_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
     tiers: dict[str, float] = field(default_factory=dict)
@@ -265,7 +249,7 @@ class Save:
     """Its files; set when its capture starts."""
 
     def __init__(
-        self, client: Client, step: int, *, overwrite: bool = False, role: Role = "alone"
+        self, client: Client, step: int, *, overwrite: bool = False, role: protocol.Role = "alone"
     ) -> None:
         self._client = client
         self.pid = os.getpid()
@@ -364,7 +348,7 @@ class Save:
         with self._announcing:
             handle = self._claim_end()
         if handle is not None and self._begun:
-            self._client.send(Decide(save=self.number, reason=str(error), by_all=False))
+            self._client.send(protocol.Decide(save=self.number, reason=str(error), by_all=False))
         self._fail(handle, error)
 
     def _fail(self, handle: SaveHandle | None, error: LaststepError) -> None:
@@ -420,21 +404,21 @@ class Save:
         self._news.wait(timeout_s)
         self._news.clear()
 
-    def hear(self, message: Begun | Unchanged | TierStatus | News | Flushed | Ended) -> None:
+    def hear(self, message: protocol.OfSave | TierStatus) -> None:
         """Process a message of the flusher about this save."""
-        if isinstance(message, Begun):
+        if isinstance(message, protocol.Begun):
             self.at = message.at
             self._news.set()
-        elif isinstance(message, Unchanged):
+        elif isinstance(message, protocol.Unchanged):
             self._granted = frozenset((file, start) for file, start, _ in message.chunks)
             self._answered.set()
         elif isinstance(message, TierStatus):
             held_s = self.report.tiers[message.tier] = time.perf_counter() - self.began_s
             self._client.bus.emit(TierHolds(step=self.step, tier=message.tier, seconds=held_s))
-        elif isinstance(message, News):
+        elif isinstance(message, protocol.News):
             size_bytes, done = self.plan.tensor_bytes, message.done_bytes
             self._client.bus.emit(Written(step=self.step, done_bytes=done, size_bytes=size_bytes))
-        elif isinstance(message, Flushed):
+        elif isinstance(message, protocol.Flushed):
             with self._telling:
                 pass  # wait until "captured" has been reported
             report, self.written = self.report, message.written
@@ -442,7 +426,6 @@ class Save:
             report.shared_bytes = message.written.shared_bytes
             report.written_bytes = message.written.size_bytes - message.written.shared_bytes
             report.coding = message.coding
-            report.opened_s, report.written_s = message.opened_s, message.written_s
             if self._enter(SaveState.DURABLE):
                 self._client.bus.emit(
                     Durable(
@@ -453,10 +436,11 @@ class Save:
                         seconds=report.durable_s,
                     )
                 )
-        elif message.at is not None:
-            self.decided(message.at)
-        else:
-            self.fail(from_wire(message.kind, message.fields))
+        elif isinstance(message, protocol.Ended):
+            if message.at is not None:
+                self.decided(message.at)
+            else:
+                self.fail(from_wire(message.kind, message.fields))
 
     def lose_flusher(self, error: LaststepError) -> None:
         """Record the flusher's death; the ranks of the job still decide about the save."""
@@ -471,7 +455,7 @@ class Save:
         with self._announcing:  # several threads copy host state: no chunk may be sent before this
             if self._begun or self.unreported is None:
                 return
-            begin = Begin(
+            begin = protocol.Begin(
                 save=self.number,
                 step=self.step,
                 overwrite=self._overwrite,
@@ -487,7 +471,7 @@ class Save:
         if self.unreported is None:
             self._client.release([chunk.slot for chunk in filled])
         else:
-            self._client.send(Chunks(save=self.number, filled=filled))
+            self._client.send(protocol.Chunks(save=self.number, filled=filled))
 
     def unchanged(
         self, of: int, chunks: Sequence[tuple[int, int, int]]
@@ -497,7 +481,7 @@ class Save:
         self.begin()
         if self.unreported is None:
             return frozenset()
-        self._client.send(Unchanged(save=self.number, of=of, chunks=tuple(chunks)))
+        self._client.send(protocol.Unchanged(save=self.number, of=of, chunks=tuple(chunks)))
         while not (self._answered.wait(_LOOK_S) or self.over or self.lost):
             pass
         return self._granted
@@ -533,7 +517,7 @@ class Save:
         """Ask the flusher to give the save up, unless it is too late. Its error is not raised."""
         self.seen = True
         self.begin()  # the flusher ignores messages about a save that it does not know
-        self._client.send(Decide(save=self.number, reason=reason, by_all=False))
+        self._client.send(protocol.Decide(save=self.number, reason=reason, by_all=False))
 
 
 class Saves:

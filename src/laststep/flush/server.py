@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from operator import attrgetter
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,26 +35,9 @@ from laststep.codecs import objects
 from laststep.constants import CHUNK_BYTES
 from laststep.errors import AbortedError, LaststepError, StorageError, drop_tracebacks
 from laststep.flush import base as bases
-from laststep.flush import listeners
+from laststep.flush import listeners, protocol
 from laststep.flush.encoder import Compressor
 from laststep.flush.listeners import FlusherSave, Listener, SlotHolds
-from laststep.flush.protocol import (
-    Begin,
-    Begun,
-    Bye,
-    CaptureDone,
-    Chunks,
-    Connection,
-    Decide,
-    Ended,
-    Flushed,
-    Freed,
-    Instruct,
-    News,
-    Orders,
-    Unchanged,
-    in_flusher,
-)
 from laststep.flush.writer import SaveWriter
 from laststep.format.manifest import Abort, Commit
 from laststep.memory.segments import Mapping
@@ -75,8 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Told = ParamSpec("_Told")
-
 NOT_FOR_THE_HELPER = tuple(signal.Signals[name] for name in OF_SCHEDULERS)
 """Ctrl-C and the signals that a scheduler sends to all processes of a job are meant for the
 trainer. The helper ignores them and exits after the trainer, when its work is done."""
@@ -92,7 +73,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     trainer: Trainer
-    orders: Orders
+    orders: protocol.Orders
     # The others are for a helper process.
     pool_fd: int = -1
     opener: str | None = None
@@ -106,7 +87,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 class Flusher:
     """Serves one trainer until it sends `Bye` or dies."""
 
-    def __init__(self, connection: Connection, pool: memoryview, setup: Setup) -> None:
+    def __init__(self, connection: protocol.Connection, pool: memoryview, setup: Setup) -> None:
         orders = setup.orders
         self._connection = connection
         self._pool = pool
@@ -145,7 +126,7 @@ class Flusher:
         in_use = frozenset if self._replication is None else self._replication.needed
         self._listeners += (
             listeners.Retention(self._run_writer, orders.keep, in_use, connection.send),
-            listeners.DiskCheck(self._store, kept, self._writers, connection.send),
+            listeners.DiskCheck(self._store, kept, connection.send),
         )
 
     def _keep_in_memory(self, segment: str, writers: int, pool_fd: int) -> None:
@@ -172,16 +153,16 @@ class Flusher:
 
     def serve(self) -> None:
         """Receive until the trainer is gone, then finish complete saves."""
-        self._connection.send(News(kind="ready"))
+        self._connection.send(protocol.News(kind="ready"))
         try:
-            self._tell(Listener.started)
-            while (message := self._connection.receive(in_flusher)) is not None:
-                if isinstance(message, Bye):
+            self._tell(lambda listener: listener.started())
+            while (message := self._connection.receive(protocol.in_flusher)) is not None:
+                if isinstance(message, protocol.Bye):
                     self._was_told_bye = True
                     break
-                if isinstance(message, Begin):
+                if isinstance(message, protocol.Begin):
                     self._begin(message)
-                elif isinstance(message, Instruct):
+                elif isinstance(message, protocol.Instruct):
                     self._follow(message)
                 else:
                     self._handle(message)
@@ -190,13 +171,14 @@ class Flusher:
 
     # Receive
 
-    def _handle(self, message: Begun | Chunks | Unchanged | CaptureDone | Decide) -> None:
+    def _handle(self, message: protocol.OfSave) -> None:
         save = self._saves.get(message.save)
         if save is None:  # it is over
-            if isinstance(message, Chunks):
-                self._connection.send(Freed(slots=[chunk.slot for chunk in message.filled]))
+            if isinstance(message, protocol.Chunks):
+                slots = [chunk.slot for chunk in message.filled]
+                self._connection.send(protocol.Freed(slots=slots))
             return
-        if isinstance(message, Chunks):
+        if isinstance(message, protocol.Chunks):
             self._slots.hold(map(attrgetter("slot"), message.filled))
             with self._changed:
                 save.pending += len(message.filled)
@@ -204,27 +186,28 @@ class Flusher:
                 self._queue(save, message.filled)
             else:
                 save.early += message.filled
-        elif isinstance(message, Unchanged):
+        elif isinstance(message, protocol.Unchanged):
             if save.is_open:
                 self._reuse(save, message)
             else:
                 save.unchanged = message
-        elif isinstance(message, Begun):
+        elif isinstance(message, protocol.Begun):
             self._open(save, message.at)
-        elif isinstance(message, CaptureDone):
+        elif isinstance(message, protocol.CaptureDone):
             save.captured = message
-            self._tell(Listener.captured, save)
+            self._tell(lambda listener: listener.captured(save))
             with self._changed:
                 save.is_whole = True
-        elif message.reason is None or message.by_all:
-            with self._changed:
-                save.decision = message
-                self._changed.notify_all()
-        else:
-            self._drop(save, message.reason)
+        elif isinstance(message, protocol.Decide):
+            if message.reason is None or message.by_all:
+                with self._changed:
+                    save.decision = message
+                    self._changed.notify_all()
+            else:
+                self._drop(save, message.reason)
         self._advance()
 
-    def _follow(self, message: Instruct) -> None:
+    def _follow(self, message: protocol.Instruct) -> None:
         if message.continues is not None:
             continues = message.continues
             # The checkpoint to continue from was just read and verified, or is not reused. Later
@@ -233,13 +216,13 @@ class Flusher:
             unread = None if continues.was_read else continues.after
             self._unread = None if unread is None else unread.folder
             self._run_writer.continue_from(continues.after, continues.seen)
-            self._tell(Listener.continued, continues)
+            self._tell(lambda listener: listener.continued(continues))
         if message.pool_slots is not None and self._memory is not None:
             self._memory.limit(message.pool_slots)
         if message.replicate is not None and self._replication is not None:
             self._replication.bring_last(message.replicate)
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: protocol.Begin) -> None:
         if begin.liveness is not None and self._connection.descriptors:
             lock = FileLock(self._connection.descriptors.pop(), begin.liveness)
             liveness = listeners.LivenessLock(
@@ -253,14 +236,14 @@ class Flusher:
         except StorageError as error:
             self._send_failed(begin.save, error)
             return
-        save = FlusherSave(begin=begin, began_s=time.monotonic())
+        save = FlusherSave(begin=begin)
         with self._changed:
             self._saves[begin.save] = save
-        self._tell(Listener.begun, save)
+        self._tell(lambda listener: listener.begun(save))
         if begin.role != "member":
             self._open(save, None)
             if save.attempt is not None and save.error is None:
-                self._connection.send(Begun(save=begin.save, at=save.attempt.name))
+                self._connection.send(protocol.Begun(save=begin.save, at=save.attempt.name))
 
     def _open(self, save: FlusherSave, at: AttemptName | None) -> None:
         """Begin an attempt, or join that of rank 0, and queue the chunks that have arrived."""
@@ -281,7 +264,6 @@ class Flusher:
             if at is None and not begin.overwrite:
                 # Checked last: a fenced-off writer must get that error, not "step already saved".
                 self._run_writer.run.check_step_free(begin.step, term=attempt.name.term)
-            save.opened_s = time.monotonic() - save.began_s
         except (LaststepError, OSError) as error:
             save.error = error
         if save.unchanged is not None:
@@ -290,9 +272,9 @@ class Flusher:
             save.is_open = True
             early, save.early = save.early, []
         self._queue(save, early)
-        self._tell(Listener.opened, save)
+        self._tell(lambda listener: listener.opened(save))
 
-    def _reuse(self, save: FlusherSave, said: Unchanged) -> None:
+    def _reuse(self, save: FlusherSave, said: protocol.Unchanged) -> None:
         """Answer which of the unchanged chunks need not be sent."""
         reused: tuple[tuple[int, int, int], ...] = ()
         if save.writer is not None and save.error is None and said.of == save.base:
@@ -301,7 +283,7 @@ class Flusher:
             else:
                 reused = save.writer.reuse(self._memory.reusable(save, said))
                 self._memory.reuse(save, reused)
-        self._connection.send(Unchanged(save=said.save, of=said.of, chunks=reused))
+        self._connection.send(protocol.Unchanged(save=said.save, of=said.of, chunks=reused))
 
     def _drop(self, save: FlusherSave, reason: str) -> None:
         """Give a save up; chunks that arrived early are freed, not written."""
@@ -340,7 +322,7 @@ class Flusher:
         data = self._pool[at : at + chunk.size_bytes]
         digests = save.writer.digests(chunk.file, chunk.start, data)
         if digests:
-            self._tell(Listener.chunk, save, chunk, digests)
+            self._tell(lambda listener: listener.chunk(save, chunk, digests))
         return digests
 
     def _write(self, save: FlusherSave, chunk: Filled, digests: bytes | None) -> None:
@@ -355,7 +337,8 @@ class Flusher:
         if save.writer is not None and now_s - save.reported_s > _PROGRESS_S:
             save.reported_s = now_s
             done_bytes = save.writer.written_bytes
-            self._connection.send(News(kind="written", save=save.begin.save, done_bytes=done_bytes))
+            news = protocol.News(kind="written", save=save.begin.save, done_bytes=done_bytes)
+            self._connection.send(news)
         with self._changed:
             save.pending -= 1
         self._advance()
@@ -385,7 +368,10 @@ class Flusher:
             drop_tracebacks(error)  # their frames hold the save, which holds the error
         if save.writer is not None:
             save.writer.close()
-        self._tell(Listener.committed if committed else Listener.failed, save)
+        if committed:
+            self._tell(lambda listener: listener.committed(save))
+        else:
+            self._tell(lambda listener: listener.failed(save))
         with self._changed:
             del self._saves[save.begin.save]
             is_idle = not self._saves
@@ -401,18 +387,11 @@ class Flusher:
         assert captured is not None  # noqa: S101 (else it is not written)
         assert writer is not None  # noqa: S101 (else there is an error)
         assert attempt is not None  # noqa: S101 (as above)
-        written_s = time.monotonic() - save.began_s
         written = writer.finish(captured.values)
         self._connection.send(
-            Flushed(
-                save=save.begin.save,
-                written=written,
-                opened_s=save.opened_s,
-                written_s=written_s,
-                coding=tuple(writer.coding()),
-            )
+            protocol.Flushed(save=save.begin.save, written=written, coding=tuple(writer.coding()))
         )
-        decision = Decide(save=save.begin.save, items=captured.items, written=written)
+        decision = protocol.Decide(save=save.begin.save, items=captured.items, written=written)
         if save.begin.role != "alone":
             decision = self._decision_of(save)
         if save.begin.role != "member":
@@ -434,9 +413,9 @@ class Flusher:
             )
             self._run_writer.commit(attempt, commit)
         self._base = save.begin.save, writer.as_base()
-        self._connection.send(Ended(save=save.begin.save, at=attempt.name))
+        self._connection.send(protocol.Ended(save=save.begin.save, at=attempt.name))
 
-    def _decision_of(self, save: FlusherSave) -> Decide:
+    def _decision_of(self, save: FlusherSave) -> protocol.Decide:
         """Wait for the ranks' common decision. Raise `AbortedError` if they give the save up, or if
         the trainer is gone."""
         with self._changed:
@@ -458,7 +437,7 @@ class Flusher:
             try:
                 save.writer.close()
                 if self._abort(save, attempt, str(error)):
-                    self._connection.send(Ended(save=save.begin.save, at=attempt.name))
+                    self._connection.send(protocol.Ended(save=save.begin.save, at=attempt.name))
                     return True
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
@@ -474,7 +453,7 @@ class Flusher:
 
     def _send_failed(self, number: int, error: LaststepError) -> None:
         kind, fields = error.to_wire()
-        self._connection.send(Ended(save=number, kind=kind, fields=fields))
+        self._connection.send(protocol.Ended(save=number, kind=kind, fields=fields))
 
     def _abort(self, save: FlusherSave, attempt: Attempt, reason: str) -> bool:
         """Decide against an attempt; return True if it has been committed.
@@ -501,22 +480,16 @@ class Flusher:
             return not self._store.list(attempt.folder)
         return False
 
-    def _tell(
-        self,
-        event: Callable[Concatenate[Listener, _Told], None],
-        *args: _Told.args,
-        **_: _Told.kwargs,
-    ) -> None:
+    def _tell(self, call: Callable[[Listener], None]) -> None:
+        """Call a method of every listener; log its errors."""
         for listener in self._listeners:
-            kind = type(listener)
-            if getattr(kind, event.__name__) is not event:  # else it does not override this event
-                with threads.outlasting(log, "%s failed", kind.__name__):
-                    getattr(listener, event.__name__)(*args)
+            with threads.outlasting(log, "%s failed", type(listener).__name__):
+                call(listener)
 
     def _end(self) -> None:
         """Give up incomplete saves, finish complete ones, and stop the threads."""
         try:
-            self._tell(Listener.ending)
+            self._tell(lambda listener: listener.ending())
             for save in list(self._saves.values()):
                 is_decided = save.begin.role == "alone" or save.decision is not None
                 if self.is_given_up or not (save.is_whole and is_decided):
@@ -527,7 +500,7 @@ class Flusher:
             self._writers.close()
             self._run_writer.clean()
             self._run_writer.close()
-            self._tell(Listener.close, self.is_given_up or not self._was_told_bye)
+            self._tell(lambda listener: listener.close(self.is_given_up or not self._was_told_bye))
         finally:
             self._connection.close()  # after any failure: it unblocks the trainer
 
@@ -547,5 +520,5 @@ def main(text: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
     pool_bytes = os.fstat(setup.pool_fd).st_size
     pool = Mapping(setup.pool_fd, pool_bytes)  # kept: a forked child closes what still exists
-    trainer = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
+    trainer = protocol.Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     Flusher(trainer, pool.view, setup).serve()
