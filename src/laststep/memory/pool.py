@@ -1,23 +1,20 @@
 """The host memory that captures are copied into and flushes read from, and its slots.
 
-`Pool` owns the memory file, its mapping and its registration with CUDA. A background thread
-prepares memory: it populates the pages, and pins them if a GPU is used. Pinning holds a driver lock
-that kernel launches need too, and back-to-back calls starve them, so it pins slot by slot with
-pauses, unless training waits for the memory anyway. A slot is leased by the code that fills it and
-released when the flusher has written it. Memory beyond the requested amount is prepared only when a
-thread waits for it, and never past the limit. If no more memory is available, the pool continues
-with what it has, and each save and each restore tries again to grow it.
+A background thread of `Pool` prepares memory: it populates the pages, and pins them if a GPU is
+used. Pinning holds a driver lock that kernel launches need too, and back-to-back calls starve them,
+so it pins slot by slot with pauses, unless training waits for the memory anyway. A slot is leased
+by the code that fills it and released when the flusher has written it. More memory than requested
+is prepared only when a thread waits for it, and never past the limit. If there is none, the pool
+continues with what it has, and each save and each restore tries again to grow it.
 
-`Slots` tracks who holds each slot and serves waiters in order. `ReadBuffers` are memory of a
-restore itself, for when the pool is not pinned. torch is imported late: the flusher and the command
-line use this module too.
+`ReadBuffers` are memory of a restore itself, for when the pool is not pinned. torch is imported
+late: the flusher and the command line use this module too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import mmap
 import os
@@ -66,11 +63,8 @@ class Filled(NamedTuple):
 
 
 class Slots:
-    """The free and the leased slots of a pool; slots are added as their memory becomes ready.
-
-    Waiters are served in order of arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with
-    the error that makes waiting pointless.
-    """
+    """The free and the leased slots of a pool. Waiters are served in order of arrival, and woken by
+    `fail` and `lose_flusher` with the error that makes waiting pointless. Thread-safe."""
 
     def __init__(self) -> None:
         self.free: deque[int] = deque()
@@ -92,8 +86,7 @@ class Slots:
             self._changed.notify_all()
 
     def lease(self, timeout_s: float | None = None, *, for_save: bool = False) -> int | None:
-        """Return the next free slot, waiting in order of arrival; None on timeout. Raise the error
-        of `fail` or `lose_flusher` if waiting is pointless."""
+        """Return the next free slot; None on timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ticket = object()
         with self._changed:
@@ -157,8 +150,8 @@ class Slots:
             self._changed.notify_all()
 
     def reset(self, kept: frozenset[int] = frozenset()) -> None:
-        """Free all slots except `kept`, which belong to the new flusher. Call only when nobody
-        holds or waits for slots. Does not clear an error of `fail`."""
+        """Free all slots except `kept`, which belong to the new flusher, when nobody holds or waits
+        for slots. Does not clear an error of `fail`."""
         with self._changed:
             self.free.extend(sorted(self._leased - kept))
             self._leased &= kept
@@ -168,17 +161,15 @@ class Slots:
 
 
 class Pool:
-    """A limited set of slots of CHUNK_BYTES each, in memory shared with the flusher.
-
-    A slot may be written by the code that leased it, until it is handed over to the flusher.
-    """
+    """A limited set of slots of CHUNK_BYTES each, in memory shared with the flusher. A slot may be
+    written by the code that leased it, until it is handed over to the flusher."""
 
     slot_bytes = CHUNK_BYTES
     lands_all = True
 
     def __init__(self, cap_bytes: int, *, pinned: bool, fd: int = -1) -> None:
-        """`fd` is a shared memory file of that length; without one, the pool creates its own. The
-        pool owns `fd`."""
+        """`fd` is a shared memory file of that length, which the pool owns from now on; without
+        one, it creates its own."""
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
         self.fd, self._mapping = _reserved(self.cap_bytes, fd)
@@ -228,9 +219,9 @@ class Pool:
         return (len(self.slots.free) + growth) * CHUNK_BYTES
 
     def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
-        """Prepare at least this much memory in the background, within the limit; `without_pauses`
-        if a save that lacks it would cost training more than the pauses save. Also tries again to
-        grow after a failure: memory may be free by now."""
+        """Prepare at least this much memory in the background, within the limit, also after a
+        failure; `without_pauses` if a save that lacks it would cost training more than the pauses
+        save."""
         with self._changed:
             if self.cap_slots == 0:
                 # Some waiters may not have received the failure yet: they need another try or
@@ -245,7 +236,7 @@ class Pool:
 
     def share(self, taken: Callable[[], int], *, least_bytes: int) -> None:
         """Count the bytes that `taken` returns against the limit: beyond `least_bytes`, the pool
-        grows only into the remainder. Each save and each restore checks again."""
+        grows only into the remainder."""
         with self._changed:
             self._taken, self._least = taken, -(-least_bytes // CHUNK_BYTES) + _STEP_SLOTS
 
@@ -258,10 +249,10 @@ class Pool:
 
     @contextlib.contextmanager
     def reading(self, threads: int, *, remote: bool = False) -> Iterator[Pool | ReadBuffers]:
-        """Provide memory for a restore that reads with `threads` threads. If the pool is pinned, as
-        a device needs, yield this pool. Until the restore is over, it grows to at most two slots
-        per thread, without pauses because nothing trains meanwhile. Otherwise yield separate read
-        buffers, and stop the pool's growth to leave the cores to the restore."""
+        """Provide memory for a restore that reads with `threads` threads: this pool if it is
+        pinned, as a device needs, and grows meanwhile to at most two slots per thread, without
+        pauses because nothing trains. Otherwise separate read buffers; the pool then stops growing,
+        to leave the cores to the restore."""
         with self._changed:
             pinned = self._pinned
             self._resting_at = 2 * threads if pinned else 0
@@ -300,7 +291,6 @@ class Pool:
         self.slots.release(slot)
 
     def view(self, slot: int) -> memoryview:
-        """Return a slot as bytes."""
         return self.memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def tensor(self, slot: int) -> torch.Tensor:
@@ -312,8 +302,7 @@ class Pool:
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy host memory, given as ranges of (address, bytes), back to back into a slot. Return
-        False if some of that memory has been freed; the contents of the slot are then undefined.
-        Raise `UsageError` if the ranges do not fit."""
+        False, with undefined contents of the slot, if some of that memory has been freed."""
         size = sum(length for _, length in ranges)
         if at < 0 or at + size > CHUNK_BYTES:
             raise UsageError(
@@ -324,8 +313,8 @@ class Pool:
         return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
     def close(self) -> None:
-        """Stop growing and unpin. The memory itself is freed with the last reference to it. Does
-        nothing in a forked child: the parent owns everything."""
+        """Stop growing and unpin; the memory is freed with the last reference to it. Does nothing
+        in a forked child: the parent owns everything."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -410,8 +399,8 @@ class Pool:
                 made.result()
 
     def _pin(self, slot: int) -> None:
-        """Pin a slot, after a pause since the last pinning so that kernel launches get through;
-        without it if nothing trains or training waits for memory."""
+        """Pin a slot, after a pause so that kernel launches get through, unless nothing trains or
+        training waits for memory."""
         left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
         with self._changed:
             self._changed.wait_for(
@@ -455,26 +444,20 @@ class Pool:
 
 
 def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
-    """Reserve address space for the pool without using memory yet, in the file `fd` or a new one.
-    Raise `StorageError` if that fails, after closing `fd`."""
+    """Reserve address space without using memory yet, in the file `fd` or a new one. Closes `fd` if
+    that fails."""
     try:
         fd = memory.create(size_bytes) if fd < 0 else fd
         return fd, memory.Mapping(fd, size_bytes)
     except (OSError, MemoryError) as error:
         if fd >= 0:
             os.close(fd)
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "cannot open a file of shared memory for saves and restores",
-                found=str(error),
-                remedy="close files, or raise the limit on open files (`ulimit -n`)",
-            ) from error
         raise StorageError(
             "cannot reserve memory for saves and restores",
             expected=f"{size_bytes} bytes",
             found=str(error),
-            remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
-            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
+            remedy="pass a smaller host_memory_bytes=…, or raise the limits of the process "
+            "(`ulimit -v`, `-n`, `-f`: shared memory counts as a file)",
         ) from error
 
 
@@ -518,7 +501,6 @@ class ReadBuffers(Slots):
         self._mapping.close()
 
     def view(self, slot: int) -> memoryview:
-        """Return a slot as bytes."""
         at = self._first + slot * self.slot_bytes
         return self._mapping.view[at : at + self.slot_bytes]
 

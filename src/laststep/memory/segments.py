@@ -1,19 +1,17 @@
 """Shared memory that outlives its processes: one *segment* per rank and job instance.
 
-A segment is a folder on an in-memory filesystem, /dev/shm by default, which belongs to one user and
-is inaccessible to others. It contains the memory of a pool, a file that names its owner, and small
-records of the complete snapshots in that memory, whose contents this module does not interpret. A
-lock on the memory's file shows that the trainer or its flusher is alive: both share the same open
-file. The kernel releases the lock when the last of them ends, for whatever reason.
+A segment is a folder on an in-memory filesystem, /dev/shm by default, that other users cannot read.
+It contains the memory of a pool, a file that names its owner, and small records of the complete
+snapshots in that memory, which this module does not interpret. A lock on the memory's file, which
+trainer and flusher share, shows that one of them is alive: the kernel releases it with the last.
 
-A record is complete or absent: it is renamed into place once it is written. Nothing is synced,
-since nothing in memory survives the machine anyway.
-
-These folders may contain anything else: directories, links, pipes, unreadable files. Such entries
-are left alone, with one warning, and do not stop a run.
-
-The mapping itself is also created, populated and measured here, without torch.
+A record is complete or absent: it is renamed into place. Nothing is synced, since nothing in memory
+survives the machine anyway. Anything else in these folders (links, pipes, unreadable files) is left
+alone, with one warning. The mapping of memory is here too, without torch.
 """
+
+# The flusher starts without pathlib.
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH116, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -60,9 +58,9 @@ def create(size_bytes: int) -> int:
 
 
 def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Write memory of this process, given as ranges of (address, bytes), back to back into a file,
-    starting at `at`. Return False if some of that memory has been freed: the kernel checks the
-    addresses, so this process does not crash on memory that another thread has just freed."""
+    """Write memory of this process, given as ranges of (address, bytes), back to back into a file.
+    Return False if some of it has been freed: the kernel checks the addresses, so this process does
+    not crash on memory that another thread has just freed."""
     for first in range(0, len(ranges), _IOV_MAX):
         batch = [stretch for stretch in ranges[first : first + _IOV_MAX] if stretch[1]]
         while batch:
@@ -105,9 +103,8 @@ class Mapping:
         os.posix_fallocate(self._fd, start, size_bytes)
 
     def populate(self, start: int, size_bytes: int) -> None:
-        """Allocate and map pages; raise `OSError` if there is no memory left. On kernels without
-        MADV_POPULATE_WRITE, allocate the pages first and then touch them: touching a page that
-        cannot be allocated would kill the process."""
+        """Allocate and map pages; raise `OSError` if there is no memory left. Kernels without
+        MADV_POPULATE_WRITE allocate first: touching a page that cannot be had would kill us."""
         refused = system.advise(self.address + start, size_bytes, _MADV_POPULATE_WRITE)
         if refused == errno.EINVAL:
             if self._fd >= 0:
@@ -127,9 +124,8 @@ class Mapping:
             self._map.close()
 
     def disown(self) -> tuple[int, int] | None:
-        """Called in a forked child, where the memory is not mapped. Collecting the mmap object
-        there would unmap whatever is at its address, so it is kept forever. Return the file if this
-        mapping still keeps it open."""
+        """Keep the mmap object forever, in a forked child where the memory is not mapped:
+        collecting it would unmap whatever is at its address. Return the file if it is open."""
         kept, self._map = self._map, None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         return None if kept is None or kept.closed else self.file
@@ -144,7 +140,7 @@ def _in_child() -> None:
     any that is left would keep the memory after the parent has released it."""
     files = {mapping.disown() for mapping in list(_mappings)} - {None}
     _mappings.clear()
-    for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (no pathlib here)
+    for name in os.listdir("/proc/self/fd") if files else ():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(name))
             if (status.st_dev, status.st_ino) in files:
@@ -155,7 +151,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def available_bytes() -> int:
-    """Return the host memory that is still available, also within the control group's limit."""
+    """Return the host memory that is available within the control group's limit."""
     free = re.search(r"^MemAvailable: *(\d+) kB$", system.told("/proc/meminfo"), re.MULTILINE)
     available = int(free[1]) * 1024 if free is not None else 0
     limit = _number("/sys/fs/cgroup/memory.max")
@@ -209,23 +205,17 @@ class Segment:
 
     @property
     def pool_path(self) -> str:
-        """The file that holds its memory."""
         return f"{self.folder}/{_POOL}"
 
     def is_alive(self) -> bool:
         """Return True if its trainer or its flusher is alive, or if that cannot be determined."""
-        return self._is_locked() is not False
-
-    def _is_locked(self) -> bool | None:
-        """Return True if a process holds the lock; None if that cannot be determined."""
         try:
             fd = open_file(self.pool_path)
         except (FileNotFoundError, NotAFileError):
             return False
         except OSError as error:
-            problem = f"cannot determine the owner of {self.pool_path}, which is kept: {error}"
-            warn_once(log, problem)
-            return None
+            warn_once(log, f"cannot determine the owner of {self.pool_path}: {error}")
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -238,27 +228,25 @@ class Segment:
         """Return True if its flusher is alive but its trainer is dead: no more saves will come."""
         started, _, namespace = self.owner.started.partition("@")
         told = "" not in (started, namespace) and namespace == pid_namespace()
-        return told and process_started(self.owner.pid) != started and bool(self._is_locked())
+        return told and process_started(self.owner.pid) != started and self.is_alive()
 
     @property
     def size_bytes(self) -> int:
         """Memory that it takes."""
         with contextlib.suppress(OSError):
-            return os.stat(self.pool_path).st_blocks * 512  # noqa: PTH116 (no pathlib here)
+            return os.stat(self.pool_path).st_blocks * 512
         return 0
 
     def records(self) -> list[str]:
-        """Return the names of its records, oldest first."""
+        """Return the names of its records, numbers with dashes between them, oldest first."""
+        names = list[str]()
         try:
-            names = [name for name in os.listdir(self.folder) if name.startswith(_RECORD)]  # noqa: PTH208
-        except FileNotFoundError:
-            return []
+            names += os.listdir(self.folder)
         except OSError as error:
-            warn_once(log, f"cannot list shared memory: {error}")
-            return []
-        # Names are numbers with dashes between them.
+            if not isinstance(error, FileNotFoundError):
+                warn_once(log, f"cannot list shared memory: {error}")
         return sorted(
-            (name.removeprefix(_RECORD) for name in names),
+            (name.removeprefix(_RECORD) for name in names if name.startswith(_RECORD)),
             key=lambda name: [int(part) for part in name.split("-") if part.isdecimal()],
         )
 
@@ -272,20 +260,17 @@ class Segment:
         path = f"{self.folder}/{_RECORD}{name}"
         unfinished = f"{self.folder}/{_BEING_MADE}{name}"
         try:
-            with open(unfinished, "wb") as file:  # noqa: PTH123 (the flusher has no pathlib)
+            with open(unfinished, "wb") as file:
                 file.write(digest(data))
                 file.write(data)
-            os.rename(unfinished, path)  # noqa: PTH104 (as above)
+            os.rename(unfinished, path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.unlink(unfinished)  # noqa: PTH108 (as above)
-            raise _failed(
-                "cannot record a finished snapshot in shared memory", path, error
-            ) from error
+                os.unlink(unfinished)
+            raise _failed("cannot record a snapshot in shared memory", path, error) from error
 
     def read(self, name: str) -> bytes | None:
-        """Return a record; None if it is gone. Raise `CorruptError` if it has changed,
-        `StorageError` if it cannot be read."""
+        """Return a record; None if it is gone. Raise `CorruptError` if it has changed."""
         path = f"{self.folder}/{_RECORD}{name}"
         try:
             found = _contents(path)
@@ -293,22 +278,23 @@ class Segment:
             return None
         except OSError as error:
             raise _failed("cannot read a record in shared memory", path, error) from error
-        if digest(found[DIGEST_BYTES:]) != found[:DIGEST_BYTES]:
+        said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        if digest(data) != said:
             raise CorruptError(
                 "a record in shared memory has changed",
                 where=path,
-                expected=found[:DIGEST_BYTES].hex(),
-                found=digest(found[DIGEST_BYTES:]).hex(),
+                expected=said.hex(),
+                found=digest(data).hex(),
             )
-        return found[DIGEST_BYTES:]
+        return data
 
     def drop(self, name: str) -> None:
         """Remove a record; the snapshot it describes may be overwritten from now on."""
         _unlink(f"{self.folder}/{_RECORD}{name}")
 
     def remove(self) -> bool:
-        """Remove the segment, records first. The memory itself is freed with the last process that
-        has it mapped. Return False, and log the reason, if something cannot be removed."""
+        """Remove the segment, records first; its memory is freed with the last process that has it
+        mapped. Return False, and log the reason, if something cannot be removed."""
         for name in self.records():
             self.drop(name)
         return _remove(self.folder)
@@ -319,9 +305,16 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
     `size_bytes`; every process with a copy of the descriptor holds the lock."""
     place = made_own_folder(base)
     room = os.statvfs(place)
-    free = room.f_bavail * room.f_frsize
     if room.f_blocks * room.f_frsize <= _SMALL_BYTES < size_bytes:
-        raise _too_small(base, room.f_blocks * room.f_frsize, size_bytes)
+        raise StorageError(
+            "not enough shared memory",
+            where=base,
+            expected=f"{size_bytes} bytes",
+            found=f"{room.f_blocks * room.f_frsize} bytes",
+            remedy="a container gets more by --shm-size (Docker), or by an emptyDir of medium "
+            "Memory mounted at /dev/shm (Kubernetes); or name another tmpfs: "
+            "Tier('shm:///path/of/it'); or pass a smaller host_memory_bytes=…",
+        )
     owner = SegmentOwner(
         run=run,
         rank=rank,
@@ -335,21 +328,19 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
     unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"
     try:
         with _locked(place, fcntl.LOCK_SH):
-            os.mkdir(unfinished, 0o700)  # noqa: PTH102 (as above)
-            with open(f"{unfinished}/{_OWNER}", "wb") as file:  # noqa: PTH123 (as above)
+            os.mkdir(unfinished, 0o700)
+            with open(f"{unfinished}/{_OWNER}", "wb") as file:
                 file.write(msgspec.json.encode(owner))
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             fd = os.open(f"{unfinished}/{_POOL}", flags, 0o600)
             try:
                 os.ftruncate(fd, size_bytes)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.rename(unfinished, folder)  # noqa: PTH104 (as above)
+                os.rename(unfinished, folder)
             except BaseException:
                 os.close(fd)
                 raise
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise _too_small(base, free, size_bytes) from error
         raise _failed("cannot make a segment of shared memory", place, error) from error
     return Segment(folder, owner), fd
 
@@ -379,7 +370,7 @@ def found(base: str = BASE, run: str | None = None) -> list[Segment]:
     """Return the existing segments of that run, or of all runs, oldest first."""
     try:
         place = own_folder(base)
-        names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
+        names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -399,19 +390,17 @@ def of_dead_processes(base: str, run: str) -> list[Segment]:
 
 
 def remove_debris(base: str = BASE) -> list[str]:
-    """Remove and return folders that a dead process left half made or half removed. Does nothing
-    while another process is making a segment."""
+    """Remove and return folders that are half made or half removed. Does nothing while another
+    process is making a segment."""
     try:
         place = own_folder(base)
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            names = sorted(os.listdir(place))  # noqa: PTH208 (as above)
-            debris = []
-            for name in names:
-                folder = f"{place}/{name}"
-                if name == RUNS or not _is_own_folder(folder):
-                    continue
-                if name.startswith(_BEING_MADE) or not os.path.lexists(f"{folder}/{_OWNER}"):
-                    debris.append(folder)
+            folders = [f"{place}/{name}" for name in sorted({*os.listdir(place)} - {RUNS})]
+            debris = [
+                folder
+                for folder in filter(_is_own_folder, folders)
+                if f"/{_BEING_MADE}" in folder or not os.path.lexists(f"{folder}/{_OWNER}")
+            ]
             return [folder for folder in debris if _remove(folder)]
     except (FileNotFoundError, BlockingIOError):
         return []
@@ -423,12 +412,12 @@ def _remove(folder: str) -> bool:
     """Remove a folder and its files; return False, and log the reason, if something stays. The
     owner file is removed last, so that a partly removed folder is found again."""
     try:
-        names = set(os.listdir(folder)) - {_OWNER}  # noqa: PTH208 (as above)
+        names = set(os.listdir(folder)) - {_OWNER}
         removed = [_unlink(f"{folder}/{name}") for name in names]
         if not all(removed):
             return False
         _unlink(f"{folder}/{_OWNER}")
-        os.rmdir(folder)  # noqa: PTH106 (as above)
+        os.rmdir(folder)
     except FileNotFoundError:
         return True  # another process has removed it
     except OSError as error:
@@ -440,7 +429,7 @@ def _remove(folder: str) -> bool:
 def _unlink(path: str) -> bool:
     """Remove a file; return False, and log the reason, if it stays."""
     try:
-        os.unlink(path)  # noqa: PTH108 (as above)
+        os.unlink(path)
     except FileNotFoundError:
         return True  # another process has removed it
     except OSError as error:
@@ -454,8 +443,8 @@ class NotAFileError(OSError):
 
 
 def open_file(path: str) -> int:
-    """Open a file for reading and return its descriptor. Raise `NotAFileError` for anything but a
-    plain file: a pipe would block, and a link may point anywhere."""
+    """Open a file for reading. Raise `NotAFileError` for anything but a plain file: a pipe would
+    block, and a link may point anywhere."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -500,18 +489,6 @@ def _owner_of(folder: str) -> SegmentOwner | None:
         return None
     warn_once(log, f"skipped {folder}, which is not a folder of this user")
     return None
-
-
-def _too_small(base: str, there: int, wanted: int) -> StorageError:
-    return StorageError(
-        "not enough shared memory",
-        where=base,
-        expected=f"{wanted} bytes",
-        found=f"{there} bytes",
-        remedy="a container gets more by --shm-size (Docker), or by an emptyDir of medium Memory "
-        "mounted at /dev/shm (Kubernetes); or name another tmpfs: Tier('shm:///path/of/it'); or "
-        "pass a smaller host_memory_bytes=…",
-    )
 
 
 def _failed(what: str, where: str, error: OSError) -> StorageError:
