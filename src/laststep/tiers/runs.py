@@ -1,8 +1,8 @@
 """Copy a run, or one step of it, between any two places.
 
-The plan (which checkpoints, in which order) is a value. It is executed checkpoint by checkpoint;
-one that is damaged or deleted meanwhile does not prevent the others from being copied. Those of the
-lineage are copied first, oldest first, so at any time the target is the run as it once was.
+The plan (which checkpoints, in which order) is a value. One that is damaged or deleted meanwhile
+does not prevent the others from being copied. Those of the lineage are copied first, oldest first,
+so at any time the target is the run as it once was.
 """
 
 from __future__ import annotations
@@ -143,17 +143,11 @@ def plan_copy(
     store, folder = open_store(source), None
     if is_checkpoint(store):
         store, folder = open_parent(source)
-        if step is not None:
+        if step is not None or parse_folder(folder) is None:
             raise UsageError(
-                "a single checkpoint has only one step", where=str(source), remedy="leave it out"
-            )
-        if parse_folder(folder) is None:
-            raise UsageError(
-                "cannot copy a checkpoint that is not in a run",
+                "cannot copy a step of a checkpoint, or a checkpoint that is not in a run",
                 where=f"{store.url}/{folder}",
-                expected="the folder of a run, or of a checkpoint in one",
-                found="a folder alone",
-                remedy="copy the folder with any tool: it is self-contained",
+                remedy="leave the step out, or copy the folder with any tool: it is self-contained",
             )
     place = open_store(target)
     if place.url == store.url:
@@ -189,22 +183,18 @@ def _check_items(listed: Sequence[Listed], items: Sequence[str] | None) -> None:
 
 
 def _check_place(place: Store) -> None:
-    """Raise `UsageError` if the target is unsuitable for a run: a single checkpoint, or a folder of
-    runs (into which `cp` would copy another)."""
-    found, remedy = "one checkpoint", "name its run, or another place"
-    if not is_checkpoint(place):
-        if RUN_NAME in place.file_names(""):
-            return
-        found, remedy = "a folder of runs", remedy_for_no_run(place) or ""
-        if not remedy:
-            return
-    raise UsageError(
-        "cannot copy to that place",
-        where=place.url,
-        found=found,
-        remedy=remedy,
-        expected="an empty place, or a copy of the same run",
-    )
+    """Raise `UsageError` if the target is a single checkpoint, or a folder of runs (into which `cp`
+    would copy another)."""
+    remedy = "name its run, or another place" if is_checkpoint(place) else None
+    if remedy is None and RUN_NAME not in place.file_names(""):
+        remedy = remedy_for_no_run(place)
+    if remedy is not None:
+        raise UsageError(
+            "cannot copy to that place",
+            where=place.url,
+            expected="an empty place, or a copy of the same run",
+            remedy=remedy,
+        )
 
 
 def _chosen(

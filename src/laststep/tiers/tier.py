@@ -1,8 +1,7 @@
 """The tiers of a run, nearest first, as configured by the user.
 
 The first durable tier is the *primary*: terms are claimed and saves are committed there first.
-Shared memory may come before it; the tiers behind it are replicas. This module knows nothing of how
-they are filled.
+Shared memory may come before it; the tiers behind it are replicas.
 """
 
 from __future__ import annotations
@@ -108,17 +107,12 @@ def arranged(
             "Checkpointer('shm://name')",
         )
     primary, *replicas = stores
-    if memory is not None and named[0].items is not None:
+    whole = [primary] if memory is None else [named[0], primary]
+    if any((tier.every, tier.limit, tier.items) != (1, None, None) for tier in whole):
         raise UsageError(
-            "the memory tier holds whole snapshots and cannot omit items",
-            found=str(named[0]),
-            remedy="pass items= for the tiers behind the first store",
-        )
-    if primary.every != 1 or primary.limit is not None or primary.items is not None:
-        raise UsageError(
-            "the primary takes every save in full",
-            found=str(primary),
-            remedy="pass every=, limit= and items= for the tiers behind it",
+            "shared memory and the primary take every save in full",
+            found=f"tiers={shown(tiers)}",
+            remedy="pass every=, limit= and items= for the tiers behind the first store",
         )
     if keep is not None and primary.keep is not None:
         raise UsageError(
@@ -134,20 +128,12 @@ def _refuse_same(urls: Sequence[str]) -> None:
     """Raise `UsageError` if tiers overlap: retention at one would delete data of the other."""
     parts = [(url, [part for part in real_place(url).split("/") if part]) for url in urls]
     for (one, place), (other, second) in permutations(parts, 2):
-        if place == second:
+        inner = second[len(place) : len(place) + 1]
+        in_run = [part for part in inner if part == TERMS_FOLDER or parse_folder(part) is not None]
+        if second[: len(place)] == place and inner == in_run:
             raise UsageError(
-                "two tiers name the same place",
+                "two tiers name the same place, or one lies inside the other's run",
                 where=one,
-                found=f"{other}, which leads there too",
+                found=other,
                 expected="another place for each",
-                remedy="name each place once",
-            )
-        inner = second[len(place) :] if second[: len(place)] == place else []
-        if inner and (inner[0] == TERMS_FOLDER or parse_folder(inner[0]) is not None):
-            raise UsageError(
-                "a tier lies inside the run of another tier",
-                where=other,
-                expected=f"a place beside {one}",
-                found="one in it",
-                remedy="name another folder",
             )
