@@ -197,24 +197,17 @@ class Copier:
         """Make a checkpoint visible at the target after all its files were copied. Raise
         `StorageError` if a file is missing."""
         commit, data = self._commit(folder), attempts.read_manifest(self.source, folder)
+        names = [index_format.index_name(rank, commit.ranks) for rank in range(commit.index_count)]
+        self._check_whole(folder, dict.fromkeys(names))  # asked again and again: reads no index
         written, sizes = manifest.WrittenIndexes(), dict[str, int]()
         originals = [self._original(folder, commit, rank) for rank in range(commit.index_count)]
-        for rank, (index, encoded, _) in enumerate(originals):
+        for name, (index, encoded, _) in zip(names, originals, strict=True):
             written = written.plus(index_format.written_of(index, encoded))
-            sizes[index_format.index_name(rank, commit.ranks)] = len(encoded)
+            sizes[name] = len(encoded)
             sizes |= {file.name: file.size_bytes for file in index.files}
+        self._check_whole(folder, sizes)
         if not self._is_whole(commit):
             data = manifest.encode(partial_of(commit, self._items or (), written))
-        there = self._sizes(folder, sizes)
-        for name, size in sizes.items():
-            if there.get(name) != size:
-                raise StorageError(
-                    "cannot commit a copy that is not whole",
-                    where=f"{self.target.url}/{folder}/{name}",
-                    expected=f"{size} bytes",
-                    found=str(there.get(name, "no file")),
-                    remedy=_RESUMES,
-                )
         attempt = self._attempt(folder)
         attempt.sync(sizes)
         attempt.publish(data)
@@ -290,6 +283,19 @@ class Copier:
             found=f"{name} is locked",
             remedy="wait for that copy to end",
         )
+
+    def _check_whole(self, folder: str, wanted: Mapping[str, int | None]) -> None:
+        """Raise `StorageError` if a file is missing at the target or has another size."""
+        there = self._sizes(folder, wanted)
+        for name, size in wanted.items():
+            if name not in there or size not in (None, there[name]):
+                raise StorageError(
+                    "cannot commit a copy that is not whole",
+                    where=f"{self.target.url}/{folder}/{name}",
+                    expected=None if size is None else f"{size} bytes",
+                    found=str(there.get(name, "no file")),
+                    remedy=_RESUMES,
+                )
 
     def _sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of the files in a folder at the target and in subfolders of `names`."""

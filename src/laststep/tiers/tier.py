@@ -128,9 +128,8 @@ def _refuse_same(urls: Sequence[str]) -> None:
     """Raise `UsageError` if tiers overlap: retention at one would delete data of the other."""
     parts = [(url, [part for part in real_place(url).split("/") if part]) for url in urls]
     for (one, place), (other, second) in permutations(parts, 2):
-        inner = second[len(place) : len(place) + 1]
-        in_run = [part for part in inner if part == TERMS_FOLDER or parse_folder(part) is not None]
-        if second[: len(place)] == place and inner == in_run:
+        is_below, inner = second[: len(place)] == place, second[len(place) :]
+        if is_below and (not inner or inner[0] == TERMS_FOLDER or parse_folder(inner[0])):
             raise UsageError(
                 "two tiers name the same place, or one lies inside the other's run",
                 where=one,
