@@ -16,7 +16,7 @@ from laststep.constants import duration_text
 from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.shared_memory import BASE
-from laststep.tiers.copying import Moved, Pacing
+from laststep.tiers.copying import Pacing
 from laststep.tiers.recovery import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
@@ -66,7 +66,7 @@ def copy(
         ended=(lambda *_: None) if as_json else _say,
     )
     if as_json:
-        counts = fields(report, "copied there deleted copied_bytes linked_bytes kept_bytes")
+        counts = fields(report, "copied there deleted copied_bytes")
         print_json({**where, **counts, "damaged": [folder for folder, _ in report.damaged]})
     elif not plan.checkpoints:
         say(f"{plan.source.url} has no checkpoint yet")
@@ -92,13 +92,8 @@ def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
 
 def _say(item: Listed, outcome: CopyOutcome) -> None:
     text = "there already"
-    if isinstance(outcome, Moved):
-        parts = (
-            (outcome.copied_bytes, "copied"),
-            (outcome.linked_bytes, "linked"),
-            (outcome.kept_bytes, "kept of an interrupted copy"),
-        )
-        text = ", ".join(f"{size_text(size)} {how}" for size, how in parts if size)
+    if isinstance(outcome, int):
+        text = f"{size_text(outcome)} copied"
     elif isinstance(outcome, LaststepError):
         text = f"DAMAGED, and not copied: {outcome}"
     elif outcome is not None:

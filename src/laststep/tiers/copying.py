@@ -82,16 +82,6 @@ class Pacing:
             raise AbortedError("the copy was stopped", remedy=_RESUMES)
 
 
-@dataclass(slots=True)
-class Moved:
-    """The bytes of a checkpoint's data files, by how they got to the target."""
-
-    copied_bytes: int = 0
-    linked_bytes: int = 0
-    kept_bytes: int = 0
-    """Files that an interrupted copy had left there."""
-
-
 class Copier:
     """Copies checkpoints of one run, one at a time, with all items or only `items`."""
 
@@ -110,8 +100,9 @@ class Copier:
         self._items = items
         self._records = Records(source, target)
 
-    def copy(self, folder: str, progress: Progress | None = None) -> Moved | None:
-        """Copy one checkpoint. Return None if the target already has it.
+    def copy(self, folder: str, progress: Progress | None = None) -> int | None:
+        """Copy one checkpoint. Return the bytes of data files that were copied, besides those that
+        were linked or there; None if the target already has the checkpoint.
 
         Raise `NotFoundError` if the checkpoint was deleted meanwhile and `CorruptError` if it is
         damaged; nothing of it is left at the target then. After any other error, and after a stop
@@ -122,12 +113,12 @@ class Copier:
         if self.is_there(folder):
             return None
         try:
-            moved = self.bring(folder, progress=progress)
+            copied_bytes = self.bring(folder, progress=progress)
             self.commit(folder)
         except (CorruptError, NotFoundError) as error:
             self.abort(folder, error.what)
             raise (attempts.deleted(self.source, folder) or error) from error
-        return moved
+        return copied_bytes
 
     def abort(self, folder: str, reason: str) -> bool:
         """Abort a copy and delete its files. Return True if it is committed instead, because
@@ -157,7 +148,7 @@ class Copier:
 
     def bring(
         self, folder: str, ranks: Sequence[int] | None = None, progress: Progress | None = None
-    ) -> Moved:
+    ) -> int:
         """Copy the files of all ranks, or of `ranks`, without committing. Processes may copy the
         files of different ranks at the same time; one of them commits when all are done."""
         commit = self._commit(folder)
@@ -170,7 +161,7 @@ class Copier:
         self._records.bring(commit.term)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
             if isinstance(attempts.read_decision(self.target, folder), manifest.Commit):
-                return Moved()  # another process was faster
+                return 0  # another process was faster
             names = [file.name for index in indexes for file in index.files]
             names += [index_format.index_name(rank, commit.ranks) for rank in wanted]
             self._attempt(folder).make_folders(names)
@@ -178,7 +169,7 @@ class Copier:
             for original in originals.values():  # remains of an interrupted copy of other items
                 for name in original.dropped & there.keys():
                     self.target.delete(f"{folder}/{name}")
-            moved = _FileCopies(self, folder, there, progress).bring(indexes)
+            copied_bytes = _FileCopies(self, folder, there, progress).bring(indexes)
             for rank, original in originals.items():
                 name, data = index_format.index_name(rank, commit.ranks), original.data
                 path = f"{folder}/{name}"
@@ -188,7 +179,7 @@ class Copier:
                 if name in there:
                     self.target.delete(path)
                 self.target.create(path, data)
-            return moved
+            return copied_bytes
 
     def is_under_way(self, folder: str) -> bool:
         return bool(self._locked(folder))
@@ -374,8 +365,8 @@ class _FileCopies:
     _done_bytes: int = field(default=0, init=False)
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def bring(self, indexes: Sequence[index_format.Index]) -> Moved:
-        moved = Moved()
+    def bring(self, indexes: Sequence[index_format.Index]) -> int:
+        copied_bytes = 0
         self._total_bytes = sum(index.size_bytes for index in indexes)
         for index in indexes:
             with closing(BlockReader(self.copier.source, self.folder, index)) as opened:
@@ -383,17 +374,16 @@ class _FileCopies:
                 for file in file_ranges(opened.sound()):
                     size, is_there = file.file.size_bytes, file.file.name in self.there
                     if is_there and self._is_right(file):
-                        moved.kept_bytes += size
-                    elif not is_there and self.copier.shared.link(file.file, self.folder):
-                        moved.linked_bytes += size
+                        continue
+                    if not is_there and self.copier.shared.link(file.file, self.folder):
                         self._tell(size)
                     else:
-                        moved.copied_bytes += size
+                        copied_bytes += size
                         name = f"{self.folder}/{file.file.name}"
                         create = partial(self.copier.target.open_writer, name, expected_bytes=size)
                         missing.append(_FileCopy(file, file.reader, create))
                 self._run(missing)
-        return moved
+        return copied_bytes
 
     def _is_right(self, file: FileRanges) -> bool:
         """Verify a file that is already at the target. Delete it and return False if it is wrong or

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WARN_S = 5.0
 BRIEF_S = 30.0
 """The longest wait for a replica if the primary has a checkpoint to continue from."""
-_WARN_S = 5.0
 
 
 class NearestStore(Store):
@@ -127,7 +127,7 @@ class NearestStore(Store):
             folder
             for folder, snapshot in self.look().items()
             if snapshot.record.run == run
-            and recovery.standing_of(self.primary, snapshot.record) is recovery.Standing.COMMITTED
+            and recovery.standing_of(self.primary, snapshot.record) is recovery.SnapshotState.STORED
         ]
 
     def readers(self, folder: str) -> snapshots.Readers | None:
@@ -165,18 +165,13 @@ class NearestStore(Store):
         with its URL."""
         return self if folder in self.look() else self._elsewhere.get(folder, self)
 
-    def _place(self, name: str) -> Store:
-        return self._elsewhere.get(name.partition("/")[0], self.primary)
+    def _place(self, name: str) -> Store | snapshots.MemorySnapshot:
+        folder = name.partition("/")[0]
+        return self.look().get(folder) or self._elsewhere.get(folder, self.primary)
 
     def list(self, folder: str) -> list[StoreEntry]:
-        found = self.look()
-        if folder in found:
-            created_s = found[folder].record.created_s
-            return [
-                StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created_s)
-                for name, size in sorted(found[folder].sizes().items())
-            ]
         entries = {entry.name: entry for entry in self._place(folder).list(folder)}
+        found = self.look()
         for name in (*found, *self._elsewhere) if folder == "" else ():
             created_s = found[name].record.created_s if name in found else 0.0
             made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
@@ -184,15 +179,10 @@ class NearestStore(Store):
         return sorted(entries.values(), key=lambda entry: entry.name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        snapshot = self.look().get(name.partition("/")[0])
-        if snapshot is not None and (data := snapshot.read(name)) is not None:
-            return data
         return self._place(name).read(name, limit_bytes=limit_bytes)
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
-        snapshot = self.look().get(name.partition("/")[0])
-        place = self._place(name) if snapshot is None else snapshot
-        return place.open_reader(name, cached=cached)
+        return self._place(name).open_reader(name, cached=cached)
 
     # Everything else is forwarded to the run's own store
 
@@ -298,16 +288,15 @@ def ask(url: str, within_s: float | None) -> ReplicaHas:
     answered = threading.Event()
     future = WorkerPool("ask", 1).submit(listing)
     future.add_done_callback(lambda _: answered.set())
-    told_s = _WARN_S if within_s is None else min(_WARN_S, within_s)
-    if not signals.wait(answered, told_s):
+    if not signals.wait(answered, min(_WARN_S, within_s or _WARN_S)):
         log.warning("waiting for %s, to learn which checkpoints it has", url)
-        if not signals.wait(answered, None if within_s is None else within_s - told_s):
-            raise StorageError(
-                "a replica does not answer",
-                where=url,
-                found=f"nothing within {within_s:g} s",
-                remedy="check the server and the network",
-            )
+    if not signals.wait(answered, within_s):
+        raise StorageError(
+            "a replica does not answer",
+            where=url,
+            found=f"nothing within {within_s:g} s",
+            remedy="check the server and the network",
+        )
     return future.result()
 
 

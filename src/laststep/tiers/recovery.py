@@ -77,7 +77,8 @@ def snapshots_of(
     opened = [
         snapshot
         for parts in found
-        if parts[0][1].run == run and standing_of(store, parts[0][1]) is not Standing.LEFT_BEHIND
+        if parts[0][1].run == run
+        and standing_of(store, parts[0][1]) is not SnapshotState.LEFT_BEHIND
         for snapshot in snapshots.opened(parts)
     ]
     return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
@@ -88,7 +89,7 @@ def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
     without which the lineage does not contain it."""
     at = snapshot.record.at
     is_recorded = bool(run_id(store)) and at.term in terms.Terms(store).numbers()
-    if not is_recorded and standing_of(store, snapshot.record) is Standing.OPEN:
+    if not is_recorded and standing_of(store, snapshot.record) is SnapshotState.ALONE:
         raise UsageError(
             f"step {at.step} is in shared memory, but its run was deleted or replaced",
             where=store.url,
@@ -114,28 +115,34 @@ def wait_for_flushers(there: Sequence[Segment]) -> None:
             time.sleep(_POLL_S)  # another process: there is no event to wait for
 
 
-class Standing(enum.Enum):
-    COMMITTED = enum.auto()
-    OPEN = enum.auto()
-    """It is not committed, and no job instance has continued without it."""
-    LEFT_BEHIND = enum.auto()
-    """Its term belongs to another job instance, because an older copy has replaced the run and has
-    continued since; or the last commit of the run does not descend from it."""
+class SnapshotState(enum.StrEnum):
+    STORED = "stored"
+    """The run has it."""
+    RECOVERED = "recovered"
+    """It was stored in the run by this call."""
+    ALONE = "alone"
+    """It exists only in memory."""
+    LEFT_BEHIND = "left behind"
+    """It exists only in memory. Another job instance has continued without it: its term belongs to
+    another one, because an older copy has replaced the run, or the last commit does not descend
+    from it."""
+    NOT_STORED = "not stored"
+    """It exists only in memory and could not be stored."""
 
 
-def standing_of(store: Store, record: snapshots.SnapshotRecord) -> Standing:
+def standing_of(store: Store, record: snapshots.SnapshotRecord) -> SnapshotState:
     at, own = record.at, dict(record.records).get(terms.term_record_name(record.at.term))
     with contextlib.suppress(CorruptError):  # a damaged record is no evidence
         there = None if own is None else terms.Terms(store).read(at.term)
         if own is not None and there not in (None, terms.decode(own, term=at.term, where="memory")):
-            return Standing.LEFT_BEHIND
+            return SnapshotState.LEFT_BEHIND
     with contextlib.suppress(CorruptError):  # a damaged manifest is no commit
         if isinstance(read_decision(store, at.folder), Commit):
-            return Standing.COMMITTED
+            return SnapshotState.STORED
     last = newest_point(store).commit
     if at.point < last and not terms.order([at], terms.Terms(store).chain(last[0])):
-        return Standing.LEFT_BEHIND
-    return Standing.OPEN
+        return SnapshotState.LEFT_BEHIND
+    return SnapshotState.ALONE
 
 
 def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
@@ -151,7 +158,7 @@ def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
     def check() -> None:
         """Raise `AbortedError` if another job instance has continued, or is alive and may."""
         known, living = terms.Terms(store), run.live_writer()
-        is_left_behind = standing_of(store, record) is Standing.LEFT_BEHIND
+        is_left_behind = standing_of(store, record) is SnapshotState.LEFT_BEHIND
         if is_left_behind or (living is not None and living.term > at.term):
             raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
 
@@ -199,19 +206,6 @@ def _write_layouts(attempt: Attempt, snapshot: snapshots.MemorySnapshot, rank: i
 
 
 # --- recover ------------------------------------------------------------------------------------
-
-
-class SnapshotState(enum.StrEnum):
-    STORED = "stored"
-    """The run has it."""
-    RECOVERED = "recovered"
-    """It was stored in the run by this call."""
-    ALONE = "alone"
-    """It exists only in memory."""
-    LEFT_BEHIND = "left behind"
-    """It exists only in memory, and another job instance has continued without it."""
-    NOT_STORED = "not stored"
-    """It exists only in memory and could not be stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,18 +327,15 @@ def _fates(
                     errors[snapshot.folder] = str(error)
         run = Run.open(store)
         for record in records:
-            folder, standing = record.at.folder, standing_of(store, record)
-            fate, why = SnapshotState.NOT_STORED, None
+            folder, why = record.at.folder, None
+            fate = standing_of(store, record)
             if record.run != run.id:
-                why = f"its run is gone: {store.url} holds another run"
-            elif standing is Standing.COMMITTED:
-                fate = SnapshotState.RECOVERED if folder in stored else SnapshotState.STORED
-            elif standing is Standing.LEFT_BEHIND:
-                fate = SnapshotState.LEFT_BEHIND
-            elif stores:
+                fate, why = SnapshotState.NOT_STORED, f"{store.url} holds another run by now"
+            elif fate is SnapshotState.STORED and folder in stored:
+                fate = SnapshotState.RECOVERED
+            elif fate is SnapshotState.ALONE and stores:
+                fate = SnapshotState.NOT_STORED
                 why = errors.get(folder, f"not all parts of {there[0].owner.ranks} ranks are here")
-            else:
-                fate = SnapshotState.ALONE
             fates[record.run, record.at] = fate, why
     except LaststepError as error:
         lost = SnapshotState.NOT_STORED, str(error)

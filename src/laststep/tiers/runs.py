@@ -18,7 +18,7 @@ from laststep.catalog.run import Run
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.plan.files import omitted_items_of
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.copying import Copier, Moved, Pacing, Progress
+from laststep.tiers.copying import Copier, Pacing, Progress
 
 if TYPE_CHECKING:
     import os
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyPlan", "CopyReport", "copy", "plan_copy"]
 
-CopyOutcome = Moved | CorruptError | Literal["deleted"] | None
-"""The outcome for one checkpoint; None if the target already had it."""
+CopyOutcome = int | CorruptError | Literal["deleted"] | None
+"""The bytes that were copied of a checkpoint; None if the target already had it."""
 Watch = Callable[[Listed], AbstractContextManager[Progress | None]]
 
 
@@ -46,10 +46,7 @@ class CopyReport:
     damaged: tuple[tuple[str, CorruptError], ...] = ()
     """Unreadable checkpoints, which were not copied, and the errors."""
     copied_bytes: int = 0
-    linked_bytes: int = 0
-    """Bytes of files that the target had in another checkpoint."""
-    kept_bytes: int = 0
-    """Bytes of files that an interrupted copy had left there."""
+    """Bytes of data files, without those that were linked or had been left by an earlier copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +102,14 @@ class CopyPlan:
             pending = tuple(item for item in listed if item.folder not in outcomes)
             _check_items(pending, self.items)
         Run(self.target, None).clean()  # there may never be a writer that does it
-        moved = {folder: one for folder, one in outcomes.items() if isinstance(one, Moved)}
+        copied = {folder: one for folder, one in outcomes.items() if isinstance(one, int)}
         damaged = [(name, one) for name, one in outcomes.items() if isinstance(one, CorruptError)]
         return CopyReport(
-            copied=tuple(moved),
+            copied=tuple(copied),
             there=tuple(folder for folder, outcome in outcomes.items() if outcome is None),
             deleted=tuple(folder for folder, outcome in outcomes.items() if outcome == "deleted"),
             damaged=tuple(damaged),
-            copied_bytes=sum(one.copied_bytes for one in moved.values()),
-            linked_bytes=sum(one.linked_bytes for one in moved.values()),
-            kept_bytes=sum(one.kept_bytes for one in moved.values()),
+            copied_bytes=sum(copied.values()),
         )
 
     def _copy(self, copier: Copier, item: Listed, progress: Progress | None) -> CopyOutcome:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -30,6 +31,7 @@ from laststep.format import manifest
 from laststep.memory import segments
 from laststep.plan.files import LAYOUT_NAME
 from laststep.process.system import warn_once
+from laststep.storage.store import StoreEntry
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -162,22 +164,28 @@ class MemorySnapshot:
     def close(self) -> None:
         self._pools.clear()  # the last reader of a pool closes it
 
-    def sizes(self) -> dict[str, int]:
-        pools = {name: size_bytes for name, (_, size_bytes) in self._pools.items()}
-        return pools | {name: len(data) for name, data in self._data.items()}
+    def list(self, _folder: str) -> list[StoreEntry]:
+        created_s = self.record.created_s
+        sizes = {name: size_bytes for name, (_, size_bytes) in self._pools.items()}
+        sizes |= {name: len(data) for name, data in self._data.items()}
+        return [
+            StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created_s)
+            for name, size in sorted(sizes.items())
+        ]
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of the manifest or an index; None for any other name."""
-        return self._data.get(name.removeprefix(f"{self.folder}/"))
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """Return the content of the manifest or an index."""
+        data = self._data.get(name.removeprefix(f"{self.folder}/"))
+        if data is None or len(data) > limit_bytes:
+            raise NotFoundError("there is no such file", where=f"{self.url}/{name}")
+        return data
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         """Open a file of the snapshot; see `Store.open_reader`."""
-        data, file = self.read(name), name.removeprefix(f"{self.folder}/")
-        if data is not None:
-            return _BytesReader(data)
-        if file not in self._pools:
-            raise NotFoundError("there is no such file", where=f"{self.url}/{name}")
-        return _PoolReader(*self._pools[file])
+        pool = self._pools.get(name.removeprefix(f"{self.folder}/"))
+        if pool is not None:
+            return _PoolReader(*pool)
+        return _BytesReader(self.read(name, limit_bytes=sys.maxsize))
 
 
 def _commit(records: Sequence[SnapshotRecord], written: manifest.WrittenIndexes) -> manifest.Commit:
