@@ -103,10 +103,8 @@ def test_a_large_model_is_cut_as_the_index_says(
         with safe_open(target / index["weight_map"][name], "pt") as file:
             assert torch.equal(file.get_tensor(name), tensor), name
     document = json.loads(out)
-    assert [file["name"] for file in document["files"]] == names
-    for file in document["files"]:
-        assert file["size_bytes"] == (target / file["name"]).stat().st_size
-        assert file["size_bytes"] < 11_000
+    assert document["files"] == {name: (target / name).stat().st_size for name in names}
+    assert max(document["files"].values()) < 11_000
     assert document["tensors"] == 10
     assert document["items"] == ["model"]
 
@@ -121,10 +119,6 @@ def test_of_tied_tensors_the_first_is_written(
     once = load_file(tmp_path / "once" / "model.safetensors")
     assert "head.weight" not in once
     assert torch.equal(once["embed.weight"], model.embed.weight)
-    _, out, _ = export(run_folder, tmp_path / "all", "--format", "hf", "--keep-tied", "--json")
-    assert json.loads(out)["dropped"] == {}
-    every = load_file(tmp_path / "all" / "model.safetensors")
-    assert torch.equal(every["head.weight"], model.head.weight)
 
 
 def test_every_dtype_and_shape_comes_out_as_it_was(

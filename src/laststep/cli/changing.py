@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from laststep import constants
+from laststep.browse import open_run
 from laststep.catalog.attempt import read_newest
 from laststep.catalog.retention import Keep, RemovalReason, plan_prune, remove
 from laststep.cli import output, places
@@ -129,7 +130,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         raise typer.BadParameter("say what to keep: --last, --every or --best (or --abandoned)")
     if (best is None) != (metric is None):
         raise typer.BadParameter("--best and --metric must be used together")
-    opened = places.open_run(run)
+    opened = open_run(run)
     keep = Keep(
         last=last, every=every, best=best, metric=metric, mode=mode, abandoned=not abandoned
     )
@@ -144,7 +145,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if plan.deletions and not dry_run:
         if not yes:
             count = count_text(len(plan.deletions), "checkpoint")
-            output.confirm("delete", count, freed_bytes)
+            output.confirm(f"delete {count} ({size_text(freed_bytes)})")
         _check_what_stays(opened)
         deleted = plan.execute()
         freed_bytes = sharing.freed_bytes(deleted)
@@ -244,7 +245,7 @@ def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) ->
 
 
 def _set_pinned(path: str, step: int, *, pinned: bool, as_json: bool) -> None:
-    run = places.open_run(path)
+    run = open_run(path)
     folder = places.find(run, step)[0].folder
     (run.pin if pinned else run.unpin)(folder)
     if as_json:

@@ -80,19 +80,14 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         list[str] | None,
         typer.Option(metavar="REGEX=REPLACEMENT", help="Change names; one after the other."),
     ] = None,
-    keep_tied: Annotated[
-        bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in a format that other tools read.
 
     Takes the newest checkpoint of a run, or that of --step.
     """
-    if format_ == "dcp" and (shard_bytes or dtype or rename or keep_tied):
-        raise typer.BadParameter(
-            "--shard-bytes, --dtype, --rename and --keep-tied belong to --format hf"
-        )
+    if format_ == "dcp" and (shard_bytes or dtype or rename):
+        raise typer.BadParameter("--shard-bytes, --dtype and --rename belong to --format hf")
 
     def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
         check_absent(target)
@@ -102,9 +97,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
                 from laststep.adapters.export.hf import export_hf
 
                 name = item or _MODEL
-                choices = _choices(
-                    shard_bytes or _SHARD, dtype or (), rename or (), keep_tied=keep_tied
-                )
+                choices = _choices(shard_bytes or _SHARD, dtype or (), rename or ())
                 return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
             from laststep.adapters.export.dcp import export_dcp
 
@@ -133,9 +126,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         say(f"{', '.join(own)}: {whose}{other}")
 
 
-def _choices(
-    shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str], *, keep_tied: bool
-) -> Choices:
+def _choices(shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str]) -> Choices:
     from laststep.adapters.export.hf import Cast, Choices, Rename
 
     casts = []
@@ -154,9 +145,7 @@ def _choices(
     size = float(shard_bytes) if shard_bytes.isdecimal() else bytes_per_s(shard_bytes)
     if not size:
         raise _misused(f"{shard_bytes!r} is not a size such as 5GB or 512MiB", "--shard-bytes")
-    return Choices(
-        shard_bytes=int(size), casts=tuple(casts), renames=tuple(rules), keep_tied=keep_tied
-    )
+    return Choices(shard_bytes=int(size), casts=tuple(casts), renames=tuple(rules))
 
 
 def _pattern(regex: str, option: str) -> re.Pattern[str]:
@@ -188,12 +177,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _print(exported: Exported, what: str) -> None:
-    print_table(
-        [
-            {"file": file.name, "tensors": f"{file.tensors:,}", "size": size_text(file.size_bytes)}
-            for file in exported.files
-        ]
-    )
+    print_table([{"file": name, "size": size_text(size)} for name, size in exported.files.items()])
     if exported.dropped:
         tied = (f"{name} is {kept}" for name, kept in exported.dropped.items())
         say(f"tied, not written again: {listed(tied, 20)}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from laststep.browse import open_run
 from laststep.catalog.attempt import looks
 from laststep.catalog.retention import sharing_of
 from laststep.catalog.run import Run
@@ -39,7 +40,7 @@ def ls(
     if urls and not tiers:
         raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
     try:
-        opened = places.open_run(run)
+        opened = open_run(run)
     except NotFoundError:
         if not urls:
             raise
@@ -200,7 +201,7 @@ def _omitted_items(tier: ReplicaStatus) -> tuple[str, ...]:
 
 def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     """Show the disk space that checkpoints take, and how much of it they share."""
-    opened = places.open_run(run)
+    opened = open_run(run)
     checkpoints = opened.checkpoints()
     sharing = sharing_of(opened.store, checkpoints)
     stored_bytes = sharing.stored_bytes()
@@ -314,7 +315,7 @@ def _find(path: str, step: int | None, *, named: bool) -> _ToVerify:
         if named:
             return _ToVerify([places.resolve(path, step)], [], None)
         try:
-            run = places.open_run(path)
+            run = open_run(path)
         except CorruptError as error:
             damage = error
             run = Run(open_store(path), None)

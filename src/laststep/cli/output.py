@@ -41,16 +41,16 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 say = typer.echo
 
 
-def confirm(what: str, how: str, size_bytes: int) -> None:
-    """Ask for confirmation of something irreversible, such as "delete" "9 checkpoints". Abort on
-    no; raise `UsageError` if there is no terminal."""
+def confirm(what: str) -> None:
+    """Ask for confirmation of something irreversible, such as "delete 9 checkpoints". Abort on no;
+    raise `UsageError` if there is no terminal."""
     if not sys.stdin.isatty():
         raise UsageError(
-            f"refused to {what} {how} without confirmation",
+            f"refused to {what} without confirmation",
             expected="--yes, because there is no terminal to ask on",
             remedy="add --yes, or --dry-run to only look",
         )
-    typer.confirm(f"{what.capitalize()} {how} ({size_text(size_bytes)})?", abort=True, err=True)
+    typer.confirm(f"{what.capitalize()}?", abort=True, err=True)
 
 
 @contextmanager
@@ -131,15 +131,10 @@ def time_text(seconds: float) -> str:
 def metrics_text(metrics: Mapping[str, object]) -> str:
     """Format metrics in one line: `loss=2.31 epoch=4`."""
 
-    def text(value: object) -> str:
-        if isinstance(value, float):
-            return f"{value:.4g}"
-        # str() refuses integers of more than 4,300 digits.
-        if isinstance(value, int) and value.bit_length() > 128:
-            return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
-        return str(value)
-
-    return " ".join(f"{name}={text(value)}" for name, value in metrics.items())
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in metrics.items()
+    )
 
 
 def count_text(count: int, one: str, many: str | None = None) -> str:

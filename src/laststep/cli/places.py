@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import typer
 
-from laststep import browse
+from laststep.browse import open_run
 from laststep.catalog import attempt
 from laststep.catalog.attempt import parse_folder, read_newest
 from laststep.catalog.listing import nearest_steps
@@ -48,14 +48,6 @@ class CheckpointPath(NamedTuple):
     listed: Listed | None = None
     among: Sequence[Listed] = ()
     """All checkpoints of that run."""
-
-
-def open_run(path: str) -> Run:
-    """Open the run in that folder. Raise `NotFoundError` if there is none."""
-    local = local_path(path)
-    if local is not None and Path(local).is_file():
-        raise NotFoundError("there is no run", where=path, found="a file", remedy="name a folder")
-    return browse.open_run(path)
 
 
 def is_checkpoint(path: str) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from laststep.adapters.export.folder import Exported, ItemTensors, WrittenFile, new_file, new_folder
+from laststep.adapters.export.folder import Exported, ItemTensors, new_file, new_folder
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import CorruptError, UsageError
 from laststep.state.boxes import whole
@@ -69,20 +69,17 @@ def export_dcp(
         remedy="name an item without these with --item, or use hf",
     )
     metadata = new_metadata({})
-    files: list[WrittenFile] = []
-    values = 0
+    files: dict[str, int] = {}
     with new_folder(target) as folder:
         for number, tensors in enumerate(sources):
             name = f"__0_{number}.distcp"
             with new_file(folder / name) as file:
                 _write_item(file, name, tensors, leaves[tensors.item], metadata)
-                kinds = [leaf.kind for leaf in leaves[tensors.item]]
-                values += kinds.count("value")
-                count = kinds.count("tensor")
-                files.append(WrittenFile(name=name, tensors=count, size_bytes=file.tell()))
+                files[name] = file.tell()
         with new_file(folder / ".metadata") as file:
             pickle.dump(metadata, file)
-    return Exported(files=tuple(files), values=values)
+    kinds = [leaf.kind for leaf in chain.from_iterable(leaves.values())]
+    return Exported(files=files, tensors=kinds.count("tensor"), values=kinds.count("value"))
 
 
 def leaves_by_item(

@@ -36,20 +36,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """A file of an export."""
-
-    name: str
-    tensors: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """Result of an export: written files and omitted entries."""
 
-    files: tuple[WrittenFile, ...]
-    """The files that hold state."""
+    files: dict[str, int]
+    """The sizes of the files that hold state, by name."""
+    tensors: int
     values: int = 0
     """The number of written entries that are not tensors."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -58,12 +50,8 @@ class Exported:
     """Values that are not written because they are not tensors."""
 
     @property
-    def tensors(self) -> int:
-        return sum(file.tensors for file in self.files)
-
-    @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        return sum(self.files.values())
 
 
 def check_absent(target: str | os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 Everything that cannot work is found before anything is written. Tensors are split into files as
 `save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
-cannot share bytes, so only the first of several tied tensors is written, unless `keep_tied` is set.
+cannot share bytes, so only the first of several tied tensors is written.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from laststep.adapters.export.folder import (
-    Exported,
-    ItemTensors,
-    WrittenFile,
-    new_file,
-    new_folder,
-    size_bytes,
-)
+from laststep.adapters.export.folder import Exported, ItemTensors, new_file, new_folder, size_bytes
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.constants import DTYPES, align_up, listed
 from laststep.errors import UsageError
@@ -65,7 +58,6 @@ class Choices(NamedTuple):
     shard_bytes: int = 5 * 10**9
     renames: tuple[Rename, ...] = ()
     casts: tuple[Cast, ...] = ()
-    keep_tied: bool = False
 
 
 class ExportTensor(NamedTuple):
@@ -93,7 +85,7 @@ def export_hf(
     kept: dict[str, str] = {}
     for stored, name in names.items():
         known = first.setdefault(tensors.source_of(stored), stored)
-        if known == stored or choices.keep_tied:
+        if known == stored:
             kept[stored] = name
         else:
             dropped[name] = names[known]
@@ -112,7 +104,7 @@ def export_hf(
     to_write = [_entry(stored, name, tensors, choices.casts) for stored, name in kept.items()]
     planned = _files(to_write, choices.shard_bytes)
     with new_folder(target) as folder:
-        files = []
+        files: dict[str, int] = {}
         for name, entries in planned.items():
             with new_file(folder / name) as file:
                 file.write(_header(entries))
@@ -120,11 +112,11 @@ def export_hf(
                     for _, piece in tensors.pieces(entry.stored):
                         made = _cast(piece, entry, tensors.item).contiguous()
                         file.write(made.reshape(-1).view(torch.uint8).numpy().data)
-                files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
+                files[name] = file.tell()
         if len(planned) > 1:
             with new_file(folder / "model.safetensors.index.json") as file:
                 file.write(_index(planned))
-    return Exported(files=tuple(files), dropped=dropped, omitted_values=omitted_values)
+    return Exported(files=files, tensors=len(kept), dropped=dropped, omitted_values=omitted_values)
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
