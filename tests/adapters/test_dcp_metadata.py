@@ -272,8 +272,6 @@ def grow(metadata: Metadata) -> None:
         (set_state_path(("m", True)), "True"),
         (set_state_path(("m", 1 << 40)), ""),
         (set_state_path(("e", "a")), ""),
-        (set_state_path(("m", "\ud800")), ""),
-        (rename("\ud800"), ""),
         (grow, ""),
         (lambda metadata: metadata.storage_data.clear(), ""),
         (lambda metadata: setattr(metadata, "storage_data", None), "storage_data"),

@@ -27,7 +27,7 @@ from laststep.catalog.attempt import Attempt
 from laststep.catalog.run import Run
 from laststep.catalog.terms import this_writer
 from laststep.dcp import Reader, Writer
-from laststep.errors import AbortedError, CorruptError, StorageError
+from laststep.errors import AbortedError, CorruptError, NotFoundError, StorageError
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader, FileWriter
 
@@ -106,7 +106,7 @@ def test_a_save_whose_folder_is_deleted_says_so_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, when, overtaken)
-        with failing(AbortedError, "step-"):
+        with failing(NotFoundError, "step-"):
             save({"w": torch.ones(3)}, run, 1)
     assert [
         record

@@ -127,7 +127,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
 
 
 def _choices(shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str]) -> Choices:
-    from laststep.adapters.export.hf import Cast, Choices, Rename
+    from laststep.adapters.export.hf import Cast, Choices
 
     casts = []
     for text in dtypes:
@@ -141,7 +141,7 @@ def _choices(shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str]) ->
         regex, given, replacement = text.rpartition("=")
         if not given:
             raise _misused(f"{text!r} is not REGEX=REPLACEMENT", "--rename")
-        rules.append(Rename(pattern=_pattern(regex, "--rename"), replacement=replacement))
+        rules.append((_pattern(regex, "--rename"), replacement))
     size = float(shard_bytes) if shard_bytes.isdecimal() else bytes_per_s(shard_bytes)
     if not size:
         raise _misused(f"{shard_bytes!r} is not a size such as 5GB or 512MiB", "--shard-bytes")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
     from laststep.adapters.nesting import Path
-    from laststep.catalog.attempt import Attempt
+    from laststep.catalog.attempt import Attempt, AttemptName
     from laststep.dcp.attempts import DcpSave
     from laststep.plan.files import SavePlan
     from laststep.state.boxes import Index
@@ -84,19 +84,30 @@ Source: TypeAlias = "WriteItem | torch.Tensor"
 """An entry of the plan, which is resolved just before it is written, or a tensor of a value."""
 
 
+class RankPlan(NamedTuple):
+    """The data that a rank finds in its plan."""
+
+    at: AttemptName
+    """The attempt to write to."""
+    rank: tuple[int, int]
+    """Number and count."""
+    locations: dict[str, Path]
+    """Of its entries, by name."""
+    own: bool
+    """True if the rank saves separately: no other rank writes the rest of a tensor, so its part is
+    stored as a tensor by itself."""
+
+
 def write_items(
     items: Sequence[WriteItem],
     planner: SavePlanner,
-    locations: dict[str, Path],
-    *,
+    assigned: RankPlan,
     attempt: Attempt,
-    rank: tuple[int, int],
-    own: bool,
+    *,
     allow_pickle: bool,
     threads: int,
 ) -> list[WriteResult]:
-    """Write all items durably. `rank` is (number, count). With `own` the rank saves separately: no
-    other rank writes the rest of a tensor, so its part is stored as a tensor by itself.
+    """Write all items durably.
 
     A rank without items writes no index; the coordinator writes it instead, because without results
     the rank could not report it.
@@ -106,20 +117,20 @@ def write_items(
     work: dict[str, list[tuple[Piece, Source]]] = {}
     entries: list[WrittenEntry] = []
     for item in items:
-        location = locations[item.index.fqn]
+        location = assigned.locations[item.index.fqn]
         pieces = work.setdefault(str(location[0]), [])
         if item.type is WriteItemType.BYTE_IO:
             entries.append(_add_value(item, planner, location, pieces, allow_pickle=allow_pickle))
         else:
-            entries.append(_add_tensor(item, location, pieces, own=own))
+            entries.append(_add_tensor(item, location, pieces, own=assigned.own))
     specs = tuple(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(piece for piece, _ in pieces))
         for name, pieces in work.items()
     )
-    plan = plan_save(specs, rank=rank, values=())
+    plan = plan_save(specs, rank=assigned.rank, values=())
     sources = [source for _, source in chain.from_iterable(work.values())]
-    written = _write_files(plan, sources, planner, attempt, rank, threads)
-    entries[0] = replace(entries[0], files=(attempt.folder, rank[0], written))
+    written = _write_files(plan, sources, planner, attempt, assigned.rank, threads)
+    entries[0] = replace(entries[0], files=(attempt.folder, assigned.rank[0], written))
     return [
         WriteResult(
             index=item.index,

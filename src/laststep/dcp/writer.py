@@ -9,13 +9,12 @@ collectives every rank is the coordinator of a run of its own.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import uuid
 import weakref
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -28,21 +27,19 @@ from laststep.catalog.terms import this_writer
 from laststep.dcp.address import SOLE_STEP, Address, is_address, is_alone, own_path, this_rank
 from laststep.dcp.attempts import only_logged, writer_of
 from laststep.dcp.record import locate, paths_of
-from laststep.dcp.saving import make_commit, write_items
-from laststep.errors import AbortedError, NotFoundError, UsageError
+from laststep.dcp.saving import RankPlan, make_commit, write_items
+from laststep.errors import UsageError
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.checkpoint._extension import StreamTransformExtension
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from laststep.adapters.nesting import Path
-    from laststep.catalog.attempt import AttemptName
     from laststep.dcp.attempts import DcpSave
 
 _log = logging.getLogger(__name__)
@@ -65,16 +62,6 @@ def _forget_plans() -> None:
 
 
 T = TypeVar("T")
-
-
-class _WriteSlot(NamedTuple):
-    """The data that a rank finds in its plan: the attempt to write to, its rank, the number of
-    ranks, and the locations of its entries."""
-
-    at: AttemptName
-    rank: int
-    ranks: int
-    locations: dict[str, Path]
 
 
 class Writer(StorageWriter):
@@ -166,11 +153,11 @@ class Writer(StorageWriter):
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_WriteSlot(
+                storage_data=RankPlan(
                     at=save.attempt.name,
-                    rank=rank,
-                    ranks=len(plans),
+                    rank=(rank, len(plans)),
                     locations={item.index.fqn: locations[item.index.fqn] for item in plan.items},
+                    own=self._own,
                 ),
             )
             for rank, plan in enumerate(plans)
@@ -179,23 +166,16 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data. It is durable when this returns."""
         _forget_plans()
-        assigned: _WriteSlot = plan.storage_data
+        assigned: RankPlan = plan.storage_data
         save = self._save
         attempt = Attempt(open_store(self._path), assigned.at) if save is None else save.attempt
         try:
-            with _folder_there(f"{self._path}/{attempt.folder}"):
-                results = write_items(
-                    plan.items,
-                    planner,
-                    assigned.locations,
-                    attempt=attempt,
-                    rank=(assigned.rank, assigned.ranks),
-                    own=self._own,
-                    allow_pickle=self._allow_pickle,
-                    threads=self._threads,
-                )
+            allow_pickle, threads = self._allow_pickle, self._threads
+            results = write_items(
+                plan.items, planner, assigned, attempt, allow_pickle=allow_pickle, threads=threads
+            )
         except BaseException as error:
-            self._give_up(attempt, f"rank {assigned.rank} failed: {error!r}")
+            self._give_up(attempt, f"rank {assigned.rank[0]} failed: {error!r}")
             raise
         return done(results)
 
@@ -205,8 +185,7 @@ class Writer(StorageWriter):
         if save is None or self._giving_up is None:
             raise UsageError("cannot finish a save that was not begun", where=self._path)
         try:
-            with _folder_there(f"{self._path}/{save.attempt.folder}"):
-                commit = make_commit(save, metadata, results, save_id=self._save_id)
+            commit = make_commit(save, metadata, results, save_id=self._save_id)
             save.commit(commit)
         except BaseException as error:
             save.abort(f"the coordinator failed: {error!r}")
@@ -259,16 +238,3 @@ def done(result: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(result)
     return future
-
-
-@contextlib.contextmanager
-def _folder_there(where: str) -> Iterator[None]:
-    try:
-        yield
-    except NotFoundError as error:
-        raise AbortedError(
-            "the folder of the save is missing",
-            where=where,
-            found="nothing: it was deleted meanwhile, by hand or by a job that took over the run",
-            remedy="save again; only one job at a time may save to a run",
-        ) from error

@@ -37,13 +37,6 @@ _NO_CAST = frozenset({"float4_e2m1fn_x2"})
 """Floating dtypes with two numbers in a byte, which are not cast."""
 
 
-class Rename(NamedTuple):
-    """Replace every match of a pattern in a name."""
-
-    pattern: re.Pattern[str]
-    replacement: str
-
-
 class Cast(NamedTuple):
     """Write floating tensors in another dtype: those whose new name matches the pattern, or all."""
 
@@ -52,11 +45,11 @@ class Cast(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Options of an export. If several casts match a tensor, the last one applies; casts with a
-    pattern take precedence over casts without."""
+    """Options of an export. A rename replaces every match of a pattern. If several casts match a
+    tensor, the last one applies; casts with a pattern take precedence over casts without."""
 
     shard_bytes: int = 5 * 10**9
-    renames: tuple[Rename, ...] = ()
+    renames: tuple[tuple[re.Pattern[str], str], ...] = ()
     casts: tuple[Cast, ...] = ()
 
 
@@ -152,7 +145,7 @@ def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _renamed(
-    paths: Mapping[str, str], renames: Sequence[Rename], tensors: ItemTensors
+    paths: Mapping[str, str], renames: Sequence[tuple[re.Pattern[str], str]], tensors: ItemTensors
 ) -> dict[str, str]:
     names = dict(paths)
     for pattern, replacement in renames:

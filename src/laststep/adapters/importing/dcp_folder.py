@@ -115,20 +115,14 @@ def chunk(part: StoredPart, data: bytes, dtype: torch.dtype, *, where: str) -> t
     """Load a chunk of a tensor. Raise CorruptError if it is not what the metadata describes."""
     tensor = _load(part, data, where)
     shape = () if part.box is None else part.box.shape
-    if not isinstance(tensor, torch.Tensor):
-        found = with_article(type(tensor))
-    elif tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        found = f"a tensor on {tensor.device} with layout {tensor.layout}"
-    elif tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        found = f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
-    else:
-        return tensor.detach()
-    raise CorruptError(
-        f"cannot import {part}",
-        where=where,
-        expected=f"a chunk of shape {list(shape)} and {dtype}",
-        found=found,
-    )
+    found = with_article(type(tensor))
+    if isinstance(tensor, torch.Tensor):
+        is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if is_plain and tuple(tensor.shape) == shape and tensor.dtype == dtype:
+            return tensor.detach()
+        found = f"{tensor.dtype}{list(tensor.shape)}, {tensor.layout} on {tensor.device}"
+    expected = f"{dtype}{list(shape)}"
+    raise CorruptError(f"cannot import {part}", where=where, expected=expected, found=found)
 
 
 def _load(part: StoredPart, data: bytes, where: str) -> object:

@@ -200,11 +200,14 @@ class _MetadataDecoder:
         return tuple(entries)
 
     def _check_path(self, name: object, path: object) -> None:
-        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and type(path[0]) is str
-        for part in (name, *path) if isinstance(path, tuple) else (name,):
-            is_path = is_path and (type(part) is int or (type(part) is str and _is_text(part)))
-        if not is_path or type(name) is not str:
-            raise self._corrupt(f"no path of text and numbers for {name!a:.100}: {path!a:.100}")
+        match name, path:
+            case str(), (str(), *parts) if (
+                isinstance(path, tuple)
+                and len(path) <= MAX_DEPTH
+                and all(type(part) in (str, int) for part in parts)
+            ):
+                return
+        raise self._corrupt(f"no path of text and numbers for {name!a:.100}: {path!a:.100}")
 
     def _box(self, name: str, chunk: ChunkStorageMetadata) -> Box:
         if len(chunk.offsets) != len(chunk.sizes):
@@ -253,10 +256,3 @@ class _MetadataDecoder:
 
     def _corrupt(self, found: str) -> CorruptError:
         return CorruptError("cannot import", where=self.where, found=found)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        return bool(text.encode()) or not text
-    except UnicodeEncodeError:
-        return False
