@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("shape", ("state/w", "float32[5]", "rank 2", "float32[4]", "ranks 0, 1")),
-        ("dtype", ("state/w", "float64[4]", "rank 2", "float32[4]", "ranks 0, 1")),
+        ("shape", ("state/w", "float32[5]", "rank 2", "float32[4]", "rank 0")),
+        ("dtype", ("state/w", "float64[4]", "rank 2", "float32[4]", "rank 0")),
         ("layout", ("state/w", "rank 2")),
         ("lacking", ("state/w", "rank 2")),
     ],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.codecs.digests import digest
-from laststep.constants import DTYPES, listed
+from laststep.constants import DTYPES
 from laststep.errors import CorruptError, MismatchError, Problems, UsageError
 from laststep.plan.who_writes import Assignment, Spread, assignments_of
 from laststep.state.boxes import counts, whole
@@ -32,12 +32,11 @@ class Replicas(enum.IntEnum):
     """Equality of the copies of a tensor part that several ranks hold."""
 
     EQUAL = 0
-    """They hold equal bytes and share the work of writing them."""
+    """The holders share the work of writing it."""
     UNPROVEN = 1
-    """They should be equal, but that is not proven: the lowest holder writes all of it."""
+    """They should be equal: the lowest holder writes all of it."""
     CHANGING = 2
-    """A forward pass changes it on each rank: the lowest holder writes it, and they need not be
-    equal."""
+    """A forward pass changes it on each rank: the lowest holder writes all of it."""
 
 
 class LocalTensor(NamedTuple):
@@ -58,8 +57,8 @@ class LocalItem(NamedTuple):
     per_rank: bool
     tensors: tuple[LocalTensor, ...]
     ties: tuple[tuple[str, str], ...] = ()
-    """Tied names and the tensors that they stand for. Given where tensors are sharded: a rank
-    cannot see that two tensors are one if it holds nothing of them."""
+    """Tied names and the tensors that they stand for, where tensors are sharded: a rank cannot see
+    that two tensors are one if it holds nothing of them."""
 
 
 LocalLayout = tuple[LocalItem, ...]
@@ -85,8 +84,6 @@ def encode_local_layout(local_layout: LocalLayout) -> bytes:
 
 
 def decode_local_layout(data: bytes) -> LocalLayout:
-    """Decode a local layout; anything else raises `ValueError`, `TypeError`, `IndexError` or
-    `UsageError`."""
     items, plain = msgspec.msgpack.decode(data)
     layouts = [from_plain(layout) for layout in plain]
     return tuple(
@@ -144,7 +141,6 @@ class GlobalLayout:
     """Tensors without elements, by number, and the rank that writes each."""
 
     def assignments(self, rank: int) -> list[tuple[Key, Assignment]]:
-        """Return what a rank writes of the state that the job shares."""
         assignments = assignments_of(rank, self.spreads)
         for number, writer in self.empty.items():
             if writer == rank:
@@ -153,7 +149,6 @@ class GlobalLayout:
         return [(self.keys[assignment.tensor], assignment) for assignment in assignments]
 
     def is_first(self, rank: int) -> bool:
-        """Return whether a rank is the lowest of its layout group."""
         return self.layout_groups[self.layout_group_of[rank]].ranks[0] == rank
 
 
@@ -208,8 +203,8 @@ def agree(digests: Sequence[bytes], local_layouts: dict[bytes, LocalLayout]) -> 
 
 
 def _described(layout_groups: Sequence[LayoutGroup]) -> _Described:
-    """Return every tensor that ranks share, without those that are tied on some ranks and held by
-    none of the ranks that describe them as separate."""
+    """Return every tensor that ranks share, except those that are tied on some ranks and that no
+    rank which describes them as separate holds."""
     described: _Described = {}
     for number, alike in enumerate(layout_groups):
         for item in alike.local_layout:
@@ -232,30 +227,23 @@ def _described(layout_groups: Sequence[LayoutGroup]) -> _Described:
 
 
 def _contradictions(described: _Described, layout_groups: Sequence[LayoutGroup]) -> list[str]:
-    """Describe the items and tensors that ranks describe differently, the most common description
-    last: the other ranks have changed."""
-    said: dict[str, dict[str, list[int]]] = {}
+    """Name the items and tensors that ranks describe differently, with one rank per description."""
+    said: dict[str, dict[str, int]] = {}
     for alike in layout_groups:
         for item in alike.local_layout:
             form = f"a {item.kind}" + (" of each rank's own" if item.per_rank else "")
-            said.setdefault(item.name, {}).setdefault(form, []).extend(alike.ranks)
+            said.setdefault(item.name, {}).setdefault(form, alike.ranks[0])
     for key, by_group in described.items():
         if len({(tensor.dtype, tensor.shape) for tensor, _ in by_group}) > 1:
             forms = said.setdefault("/".join(key), {})
             for tensor, number in by_group:
                 form = f"{tensor.dtype}{list(tensor.shape)}"
-                forms.setdefault(form, []).extend(layout_groups[number].ranks)
-    problems = []
-    for what, forms in said.items():
-        if len(forms) > 1:
-            rarest = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
-            texts = [f"{form} on {_ranks(sorted(ranks))}" for form, ranks in rarest]
-            problems.append(f"{what}: {', '.join(texts)}")
-    return problems
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
+                forms.setdefault(form, layout_groups[number].ranks[0])
+    return [
+        f"{what}: " + ", ".join(f"{form} on rank {rank}" for form, rank in forms.items())
+        for what, forms in said.items()
+        if len(forms) > 1
+    ]
 
 
 def _layouts(
@@ -263,9 +251,8 @@ def _layouts(
     layout_groups: Sequence[LayoutGroup],
     wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout],
 ) -> tuple[Layout, ...]:
-    """Return the layouts in which a tensor is written. All ranks that hold it whole form one
-    layout, cached in `wholes` for the next tensor of that shape. If replicas are not known to be
-    equal, one of them stands for all, so that what is restored is what one rank held."""
+    """Return the layouts in which a tensor is written. All ranks that hold it whole form one,
+    cached in `wholes`. If replicas are not known to be equal, one of them stands for all."""
     laid = [tensor for tensor, _ in by_group if tensor.layout is not None]
     layouts = dict.fromkeys(tensor.layout for tensor in laid if tensor.layout is not None)
     if any(tensor.replicas for tensor in laid):
@@ -283,8 +270,7 @@ def _layouts(
 
 
 def _gaps(described: _Described, layout_groups: Sequence[LayoutGroup]) -> list[str]:
-    """Find ranks of a mesh that do not describe a tensor laid out on it: nobody would write their
-    part."""
+    """Find ranks of a mesh that do not describe a tensor laid out on it."""
     meshes: dict[tuple[Mesh, tuple[int, ...]], int | None] = {}
     problems = []
     for key, by_group in described.items():

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from laststep.plan.reads import FileBox
-    from laststep.state.layouts import Mesh
 
 
 RankRequest = dict[int, Layout | None]
@@ -47,7 +46,6 @@ def encode_request(rank_request: RankRequest) -> bytes:
 
 
 def decode_request(data: bytes) -> RankRequest:
-    """Decode a request."""
     table, plain = msgspec.msgpack.decode(data, strict=False)
     layouts = [from_plain(layout) for layout in plain]
     return {int(t): None if number < 0 else layouts[number] for t, number in table.items()}
@@ -94,7 +92,6 @@ class ReadRequests:
         return list(self._rank_requests[self._group_of[rank]])
 
     def boxes(self, rank: int, tensor: int) -> tuple[Box, ...]:
-        """Return the boxes of a tensor that a rank needs."""
         rank_request = self._rank_requests[self._group_of[rank]]
         if tensor not in rank_request:
             return ()
@@ -102,7 +99,6 @@ class ReadRequests:
         return (whole(self._shapes[tensor]),) if layout is None else self._held_by(layout, rank)
 
     def by_all(self, tensor: int) -> bool:
-        """Return whether every rank needs all of a tensor."""
         wanted = self._layouts(tensor)
         return (
             len(wanted) == 1
@@ -112,11 +108,9 @@ class ReadRequests:
         )
 
     def whole(self, tensor: int) -> bool:
-        """Return whether every rank that needs some of a tensor needs all of it."""
         return not any(wanted.layout.cutting for wanted in self._layouts(tensor))
 
     def of_box(self, tensor: int, box: Box) -> frozenset[RanksWanting]:
-        """Return the ranks that need some of a box."""
         return frozenset(
             RanksWanting(span, wanted.groups)
             for wanted in self._layouts(tensor)
@@ -124,7 +118,6 @@ class ReadRequests:
         )
 
     def ranks(self, wanting: frozenset[RanksWanting]) -> tuple[int, ...]:
-        """Return these ranks as sorted numbers."""
         if wanting not in self._ranks:
             every: set[int] = set()
             for span, groups in wanting:
@@ -177,12 +170,10 @@ class ReadRequests:
         return tuple(wanted)
 
     def _held_whole_on(self, groups: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-        """Return the layout of a tensor that all ranks of these groups hold whole."""
         ranks = sorted(rank for rank, number in self._group_of.items() if number in groups)
         return held_whole(shape, ranks)
 
     def _covers(self, mesh: Mesh, groups: tuple[int, ...]) -> bool:
-        """Return whether all ranks of a mesh are in these groups."""
         return all(self._group_of.get(rank) in groups for rank in mesh.ranks())
 
 
@@ -200,7 +191,6 @@ def _standing_alike(
 
 
 def union(parts: Iterable[frozenset[RanksWanting]]) -> frozenset[RanksWanting]:
-    """Return the ranks that are in any of the parts."""
     return frozenset(itertools.chain.from_iterable(parts))
 
 
@@ -377,8 +367,8 @@ class _RangesOfPlace:
 def _own_turns(
     rank: int, ranks: tuple[int, ...], size_bytes: int, pieces: range, alike: int
 ) -> Iterator[int]:
-    """Return the pieces that one of the `ranks` that need them all reads, without looking at the
-    others: a state that all ranks hold has as many pieces as ranks."""
+    """Return the pieces that one of the `ranks` that need them all reads, without a look at the
+    others: there may be as many pieces as ranks."""
     number, count = bisect.bisect_left(ranks, rank), _turns(len(ranks), size_bytes, alike)
     if count == len(ranks):
         return iter(pieces)

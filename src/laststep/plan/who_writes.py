@@ -1,12 +1,10 @@
 """Decide which of the ranks that hold the same bytes writes which of them.
 
-Pure; every rank computes it from the descriptions alone, and nobody collects plans. The bytes that
-a set of ranks holds alike form one range, in the order of the tensors, and are cut into as many
-equal pieces as there are ranks, or fewer if they would be small; each rank writes one piece. Cuts
-are moved to whole rows, so that what is written is boxes. Every byte of a tensor is written by
-exactly one rank, whatever the layouts.
-
-A checkpoint keeps the descriptions, so a loading job computes who wrote what in the same way.
+Pure; every rank computes it from the descriptions alone, as does a loading job. The bytes that a
+set of ranks holds alike form one range, in the order of the tensors, and are cut into as many equal
+pieces as there are ranks, or fewer if they would be small; each rank writes one piece. Cuts are
+moved to whole rows, so that what is written is boxes. Every byte of a tensor is written by exactly
+one rank, whatever the layouts.
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ class RangeBox(NamedTuple):
     @property
     def dim(self) -> int | None:
         """Return the dimension along which it may be cut: the first with more than one index."""
-        for dim, (start, stop) in enumerate(zip(*self.held, strict=True)):
-            if stop - start > 1:
-                return dim
-        return None
+        return next((dim for dim, size in enumerate(self.held.shape) if size > 1), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,6 @@ class ReplicatedRange:
 
     @property
     def holders(self) -> int:
-        """The number of ranks that hold it."""
         return sum(holders.size for holders in self.copies)
 
     @property
@@ -106,12 +100,10 @@ class ReplicatedRange:
         raise IndexError(piece)
 
     def range_of(self, piece: int) -> tuple[int, int]:
-        """Return the bytes of a piece; rows that begin in them belong to it."""
         total, pieces = self.size_bytes, self.pieces
         return piece * total // pieces, (piece + 1) * total // pieces
 
     def assignments(self, piece: int) -> list[Assignment]:
-        """Return the boxes of a piece."""
         low, high = self.range_of(piece)
         first = max(bisect.bisect_right(self.starts, low) - 1, 0)
         assignments = []
@@ -219,5 +211,4 @@ def _rows(entry: RangeBox, low: int, high: int) -> Box | None:
 
 
 def size_of(assignment: Assignment, tensors: Sequence[Spread]) -> int:
-    """Return the bytes of an assignment."""
     return math.prod(assignment.box.shape) * tensors[assignment.tensor].itemsize

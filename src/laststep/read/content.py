@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 
 class StoredBox(NamedTuple):
-    """The box of a tensor that one entry holds; usually the whole tensor."""
+    """The box of a tensor that one entry holds; usually the whole tensor, which has `spec`."""
 
     item: str
     tensor: str
     spec: TensorSpec
-    """Spec of the whole tensor."""
     box: Box
 
     @property
@@ -48,15 +47,13 @@ class StoredBox(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Full name of the tensor, followed by the box in index notation if it is only a part."""
+        """Full name of the tensor, with the box if it is only a part."""
         if self.box == whole(self.spec.shape):
             return self.name
         return f"{self.name}[{self.box.text}]"
 
 
 def stored_in(layout: FileLayout, entry: TensorEntry) -> StoredBox:
-    """Return the tensor box that an entry holds. Names in a file of one item omit the item's
-    name."""
     item, name = layout.item, entry.name
     if item is None:
         item, _, name = entry.name.partition("/")
@@ -126,13 +123,12 @@ class Content:
         return Content(self._store, self.folder, self.commit, rank=rank, by_rank=True)
 
     def item(self, name: str) -> StoredItem:
-        try:
-            return self.items[name]
-        except KeyError:
+        if name not in self.items:
             known = ", ".join(sorted(self.items)) or "none"
             raise NotFoundError(
                 f"the checkpoint has no item {name!r}", where=self.folder, found=known
-            ) from None
+            )
+        return self.items[name]
 
     def places(self, item: str, name: str) -> tuple[Place, ...]:
         """Return the locations of a tensor's bytes: boxes that cover it exactly once."""
@@ -142,15 +138,13 @@ class Content:
         return self._places[item, name]
 
     def keys(self) -> list[Key]:
-        """Return the tensors of all items that are not per-rank, in the same order on every
-        rank."""
+        """Return the tensors of all shared items, in the same order on every rank."""
         if self.global_layout is not None:
             return list(self.global_layout.keys)
         shared = self._specs.keys() - self.per_rank
         return sorted((item, name) for item in shared for name in self._specs[item])
 
     def open_files(self, numbers: Iterable[int]) -> None:
-        """Open these files. Raise `CorruptError` if one is missing or has the wrong size."""
         with self._seen_whole():
             for number in numbers:
                 self.files[number].open()
@@ -158,16 +152,14 @@ class Content:
                     self.files[number].reader.release()
 
     def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
-        """Yield the tensors in the files of a rank, except those of per-rank items. Opens no data
-        file."""
+        """Yield the shared tensors in the files of a rank. Opens no data file."""
         with self._seen_whole():
             numbers = self._known(rank)
         return ((key, place) for key, place in self._placed(numbers) if key[0] not in self.per_rank)
 
     @contextlib.contextmanager
     def _seen_whole(self) -> Iterator[None]:
-        """Raise `NotFoundError` instead of `CorruptError` if the whole checkpoint was deleted
-        meanwhile."""
+        """Raise `NotFoundError` instead if the whole checkpoint was deleted meanwhile."""
         try:
             yield
         except CorruptError as error:
@@ -212,14 +204,12 @@ class Content:
     def _read_local_layouts(self) -> None:
         """Read the local layouts, which describe all ranks, and this rank's index if it has tensors
         of per-rank items."""
-        local_layouts = [self._local_layout(record) for record in self.commit.layout_groups]
-        known = [local_layout for local_layout in local_layouts if local_layout is not None]
-        if len(known) < len(local_layouts):  # written by a version with another form of description
+        groups = self.commit.layout_groups
+        known = list(filter(None, map(self._local_layout, groups)))
+        if len(known) < len(groups):  # written by a version with another form of description
             self._read_all()
             return
-        self.global_layout = global_layout_of(
-            known, self.commit.layout_groups, self.commit.ranks, self.folder
-        )
+        self.global_layout = global_layout_of(known, groups, self.commit.ranks, self.folder)
         for key, spread in zip(self.global_layout.keys, self.global_layout.spreads, strict=True):
             item, tensor = key
             if item not in self._specs:
@@ -232,8 +222,8 @@ class Content:
                     self._places[key] = (place,)
 
     def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
-        """Return the local layout of a group of ranks, checked against its digest; None if it is
-        not stored in a form that this version knows."""
+        """Return the local layout of a group of ranks; None if it is not stored in a form that this
+        version knows."""
         first = min(span.first for span in of.spans)
         self._index(first)
         for data, where in self.values(LAYOUT_NAME, first):

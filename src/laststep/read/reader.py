@@ -1,13 +1,9 @@
-"""Read planned ranges of stored files through slots, verify every block, and deliver the bytes.
+"""Read planned chunks of stored files through slots, verify every block, and deliver the bytes.
 
-Knows neither the meaning of the bytes nor torch. Several threads each process one range after
-another through a slot of their own: while some read, as many others verify (`read/blocks.py`) and
-deliver. Bytes that a file's reader already has in memory are verified and delivered from there, if
-the room allows that. The first error stops all threads. However a read ends, also by an interrupt
-of the calling thread, none of its threads touches a slot or a target after `read_all` has returned
-or raised.
-
-`read_ahead` yields extents in order while threads read the next ones, in bounded memory.
+Knows neither the meaning of the bytes nor torch. Bytes that a file's reader already has in memory
+are verified and delivered from there, if the room allows that. The first error stops all threads.
+However a read ends, also by an interrupt of the calling thread, none of its threads touches a slot
+or a target after `read_all` has returned or raised.
 """
 
 from __future__ import annotations

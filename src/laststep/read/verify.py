@@ -1,9 +1,8 @@
 """Check every byte of a stored checkpoint against its digests, and list all damage.
 
-Bypasses the page cache if the store can, so that the stored bytes themselves are checked. Damage is
-a value: one bad block does not hide another. Errors are raised only if the checkpoint cannot be
-examined: it does not exist, was deleted meanwhile, or the store may answer later. The files of one
-rank are open at a time; `threads` workers read ahead.
+Bypasses the page cache if the store can, so that the stored bytes themselves are checked. Errors
+are raised only if the checkpoint cannot be examined: it does not exist, was deleted meanwhile, or
+the store may answer later. The files of one rank are open at a time.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ def verify_checkpoint(
 
 
 class _Check:
-    """One verification, and its results so far."""
-
     def __init__(self, store: Store, folder: str, threads: int, progress: Progress | None) -> None:
         self._store = store
         self._folder = folder
@@ -91,10 +88,8 @@ class _Check:
         self._total_bytes = sum(sizes.values())
         names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
         if commit is not None:
-            names = [
-                index_format.index_name(number, commit.ranks)
-                for number in range(commit.index_count)
-            ]
+            numbers = range(commit.index_count)
+            names = [index_format.index_name(number, commit.ranks) for number in numbers]
             if commit.ranks > 1:
                 self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
         self._tell()
@@ -112,8 +107,8 @@ class _Check:
     def _index(
         self, commit: manifest.Commit | None, number: int, name: str, there_bytes: int
     ) -> Index | None:
-        """Return an index, or None and add damage if it is invalid. If the manifest is lost, the
-        index is checked against its own digest only."""
+        """Return an index, or None and add damage. Without a manifest, the index is checked against
+        its own digest only."""
         where = f"{self._store.url}/{self._folder}/{name}"
         try:
             if commit is not None:
@@ -201,8 +196,7 @@ class _Check:
             self._progress(self.bytes, max(self._total_bytes, self.bytes))
 
     def _touched(self, layout: LayoutBlocks, start: int, stop: int) -> tuple[str, ...]:
-        """Return the tensors in bytes [start, stop) of a layout, at most `_MAX_TOUCHED`; those of
-        per-rank items with the rank."""
+        """Return the first tensors in bytes [start, stop) of a layout."""
         there = (e for e in layout.layout.tensors if e.start < stop and start < e.stop)
         boxes = [stored_in(layout.layout, e) for e in itertools.islice(there, _MAX_TOUCHED)]
         of_rank = f" of rank {layout.reader.index.rank}"

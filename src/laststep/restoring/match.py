@@ -14,19 +14,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import UsageError
+from laststep.state import tensors
 from laststep.state.provider import ABSENT, State, StateProvider, lies_above, lies_under
-from laststep.state.tensors import (
-    DTYPE_NAMES,
-    allocate,
-    is_dtensor,
-    like,
-    local_shard_of,
-    open_view,
-    repeats_itself,
-    revive,
-    same_bytes,
-    same_memory,
-)
 from laststep.state.tree import (
     OWNED,
     Path,
@@ -133,14 +122,15 @@ class Match:
     """Paths left alone, because the stored object has another class or the provider refuses it."""
     newer: tuple[Path, ...] = ()
     """Paths of live dict entries that are not stored."""
+    newer_names: list[str] = field(default_factory=list)
+    """Names of those that hold no tensors, which are `missing`; empty in a partial restore."""
     exact: bool = False
     """True if `newer` entries are removed, so that the dicts equal the stored ones; else they
     stay."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layouts of those tensors in `reads` that this rank holds only in part; their memory is that
-    part's."""
+    layouts: dict[str, Layout | None] = field(default_factory=dict)
+    """Layouts of the tensors in `reads`; if not None, the memory is that of this rank's part."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(target, source) pairs to copy after all reads."""
     apart: set[str] = field(default_factory=set)
@@ -169,7 +159,9 @@ class Match:
         value = rebuild(
             tree,
             leaf=lambda ref: self.values[ref.name],
-            revive=lambda tagged: revive(tagged, where=self.item.name, allow_pickle=allow_pickle),
+            revive=lambda tagged: tensors.revive(
+                tagged, where=self.item.name, allow_pickle=allow_pickle
+            ),
         )
         if not self.exact:
             for *above, last in self.newer:  # dict entries of the live state that stay
@@ -183,22 +175,13 @@ class Match:
         return [
             f"{name}: is the same tensor as {first} here, but was stored separately and differs"
             for name, first in self.aliases
-            if not same_bytes(self.read(name), self.read(first))
+            if not tensors.same_bytes(self.read(name), self.read(first))
         ]
 
     def read(self, name: str) -> torch.Tensor:
         """Return the memory that a stored tensor is read into."""
         buffers, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
-        return buffers if view is None else open_view(buffers, view)
-
-    def newer_values(self) -> list[str]:
-        """Return the names of live entries that are not stored and hold no tensors; those with
-        tensors are in `missing`."""
-        return [
-            name
-            for name in map(_name, self.newer)
-            if not any(f"{other}/".startswith(f"{name}/") for other in self.missing)
-        ]
+        return buffers if view is None else tensors.open_view(buffers, view)
 
 
 def match_item(
@@ -334,10 +317,10 @@ def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> 
     """Record why a live tensor cannot take a stored one; return False if it can."""
     layout = live.layouts.get(name)
     shape = tuple(target.shape) if layout is None else layout.shape
-    stored, here = match.item.spec_of(name), TensorSpec(DTYPE_NAMES[target.dtype], shape)
+    stored, here = match.item.spec_of(name), TensorSpec(tensors.DTYPE_NAMES[target.dtype], shape)
     if stored != here:
         match.mismatched.append(f"{name}: stored {stored}, live {here}")
-    elif repeats_itself(target):
+    elif tensors.repeats_itself(target):
         match.mismatched.append(
             f"{name}: the live tensor is expanded, so several elements are one place in memory, "
             "which cannot be written; make it contiguous"
@@ -389,9 +372,8 @@ def _place_aliases(match: Match) -> None:
         if source not in match.reads and (layout is None or view is None):
             spec = match.item.tensors[source]
             shape = spec.shape if layout is None else tuple(buffers.shape)
-            match.reads[source] = allocate(spec.dtype, shape, str(buffers.device))
-            if layout is not None:
-                match.layouts[source] = layout
+            match.reads[source] = tensors.allocate(spec.dtype, shape, str(buffers.device))
+            match.layouts[source] = layout
         if match.layouts.get(source) == layout:
             match.aliases.append((name, first))
         else:
@@ -417,14 +399,12 @@ def _place_live(
     else:
         spec = match.item.tensors[source]
         shape = spec.shape if layout is None else tuple(target.shape)
-        buffers = allocate(spec.dtype, shape, str(target.device))
-    match.reads[source] = buffers
-    if layout is not None:
-        match.layouts[source] = layout
+        buffers = tensors.allocate(spec.dtype, shape, str(target.device))
+    match.reads[source], match.layouts[source] = buffers, layout
     for name, other in targets:
         match.values[name] = live.owners.get(name, other)
         origin = match.read(name)
-        if origin is not other and not same_memory(origin, other):
+        if origin is not other and not tensors.same_memory(origin, other):
             match.copies.append((other, origin))
 
 
@@ -433,31 +413,31 @@ def _place_fresh(match: Match, name: str, to: object) -> None:
     item, source = match.item, match.item.source_of(name)
     dtype, shape = item.tensors[source]
     device = to if isinstance(to, str) else str(to.device)  # type: ignore[attr-defined]
-    model = cast("DTensor", to) if is_dtensor(to) and item.view_of(name) is None else None
+    model = cast("DTensor", to) if tensors.is_dtensor(to) and item.view_of(name) is None else None
     layout: Layout | None = None
     if model is not None and shape == tuple(model.shape):
-        local, layout = local_shard_of(model, name)
+        local, layout = tensors.local_shard_of(model, name)
         shape, device = tuple(local.shape), str(local.device)
     if source not in match.reads:
-        match.reads[source] = allocate(dtype, shape, device)
-        if layout is not None:
-            match.layouts[source] = layout
+        match.reads[source], match.layouts[source] = tensors.allocate(dtype, shape, device), layout
         buffers = match.read(name)
     elif name not in match.apart:
         buffers = match.read(name)
     elif match.layouts.get(source) == layout:
         origin = match.read(name)
-        buffers = allocate(item.spec_of(name).dtype, tuple(origin.shape), device)
+        buffers = tensors.allocate(item.spec_of(name).dtype, tuple(origin.shape), device)
         match.copies.append((buffers, origin))
     else:
         match.mismatched.append(f"{name}: is sharded differently than {source}")
         return
-    match.values[name] = buffers if model is None or layout is None else like(model, buffers)
+    match.values[name] = (
+        buffers if model is None or layout is None else tensors.like(model, buffers)
+    )
 
 
 def _replaced(tree: object) -> set[str]:
-    """Return the tensors of values that are replaced rather than overwritten, because their size
-    may change: long bytes and sparse tensors."""
+    """Return the tensors of values whose size may change, which are replaced rather than
+    overwritten: long bytes and sparse tensors."""
     names: set[str] = set()
     stack = [tree]
     while stack:
@@ -492,6 +472,7 @@ def _find_newer(
     if match.whole:
         told = tuple(map(path_of, match.missing))
         match.missing += [_name(path) for path in gone if not lies_above(path, told)]
+        match.newer_names = [_name(path) for path in match.newer if not lies_above(path, told)]
 
 
 def _name(path: Path) -> str:

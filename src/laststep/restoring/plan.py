@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_decode_note = msgspec.msgpack.Decoder(tuple[list[str], bool, bool, bool]).decode
+"""What a rank does not need of the checkpoint, and whether it has aliases, lacks something, and
+restores anything."""
 VALUE = "state"
 """Name of the only item in a checkpoint of a one-off state."""
 
@@ -58,9 +61,8 @@ def selection(
 
 
 def _picks(pattern: str, item: str, names: Collection[str]) -> Callable[[str], bool]:
-    """Return a predicate for the tensors that a pattern picks: all if it has no slash, a single one
-    if it is exactly the name of a stored tensor (which may contain brackets), else those that match
-    it as a glob."""
+    """Return a predicate for the tensors that a pattern picks. The exact name of a stored tensor,
+    which may contain brackets, is no glob."""
     whose, slash, tensor = pattern.partition("/")
     if not slash:
         return lambda _name: True
@@ -79,8 +81,6 @@ class RestorePlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
-    removed: dict[str, list[str]] = field(default_factory=dict)
-    """Live values that are removed, by item."""
     derived: set[str] = field(default_factory=set)
     """Items whose state this rank derives from another rank's."""
     merged: list[str] = field(default_factory=list)
@@ -89,27 +89,19 @@ class RestorePlan:
     """The final result: with several ranks, only what no rank needs is unexpected."""
     have_aliases: bool = False
     """True if any rank reads aliases: two stored tensors that are one live tensor."""
-    takes: bool = False
-    """True if this rank restores any of the stored items."""
 
-    def take(self, match: Match, kind: str) -> None:
-        """Add the match of an item of that kind."""
+    def take(self, match: Match) -> None:
         name = match.item.name
         if () not in match.foreign:
             self.matches.append(match)
-            self.have_aliases |= bool(match.aliases)
-            self.takes |= bool(match.reads) or not match.item.names()
         self.missing += [f"{name}/{tensor}" for tensor in match.missing]
         self.unexpected += [f"{name}/{tensor}" for tensor in match.unexpected]
         self.mismatched += [
             f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
             for text in match.mismatched
         ]
-        newer = match.newer_values() if match.whole and match.newer else []
         if not self.strict:
-            self.missing += [f"{name}/{value}" for value in newer]
-        elif newer and kind in PLAIN_KINDS:
-            self.removed[name] = newer
+            self.missing += [f"{name}/{value}" for value in match.newer_names]
 
 
 def plan_restore(
@@ -130,19 +122,13 @@ def plan_restore(
     """
     plan = RestorePlan(strict, where)
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
-    note = _PlanNote(
-        unexpected=plan.unexpected,
-        aliases=plan.have_aliases,
-        lacks=bool(plan.missing or plan.mismatched),
-        takes=plan.takes or bool(plan.merged),
-    )
-    common, lacks, takes = set(plan.unexpected), False, False
-    for data in ranks.all_gather(msgspec.msgpack.encode(note)):
-        note = msgspec.msgpack.decode(data, type=_PlanNote)
-        common.intersection_update(note.unexpected)
-        plan.have_aliases |= note.aliases
-        lacks |= note.lacks
-        takes |= note.takes
+    aliases = any(match.aliases for match in plan.matches)
+    lacks = bool(plan.missing or plan.mismatched)
+    takes = bool(plan.merged) or any(m.reads or not m.item.names() for m in plan.matches)
+    note = msgspec.msgpack.encode((plan.unexpected, aliases, lacks, takes))
+    notes = [_decode_note(data) for data in ranks.all_gather(note)]
+    common = set(plan.unexpected).intersection(*(unexpected for unexpected, *_ in notes))
+    plan.have_aliases, lacks, takes = (any(flags) for flags in list(zip(*notes, strict=True))[1:])
     plan.problems = problems = Problems(
         missing=tuple(plan.missing),
         unexpected=tuple(filter(common.__contains__, plan.unexpected)),
@@ -162,12 +148,13 @@ def plan_restore(
         collective(ranks, judge)
     if problems.missing or problems.mismatched:
         _warn_of_problems(problems)
-    for item, names in plan.removed.items():
-        log.warning(
-            "%s is reset to the saved state, without %s; pass strict=False to keep them",
-            item,
-            _first(names),
-        )
+    for match in plan.matches if strict else ():
+        if match.newer_names and providers[match.item.name].kind in PLAIN_KINDS:
+            log.warning(
+                "%s is reset to the saved state, without %s; pass strict=False to keep them",
+                match.item.name,
+                ", ".join(match.newer_names[:3]),
+            )
     return plan
 
 
@@ -245,7 +232,7 @@ def _look(
         match.exact = plan.strict and match.whole
         rename(match, live.tree, stored_modules, live_modules)
         match_item(match, provider, state, live, selected)
-        plan.take(match, provider.kind)
+        plan.take(match)
     if only is None:
         plan.unexpected += itertools.filterfalse(providers.__contains__, content.items)
     else:
@@ -255,8 +242,8 @@ def _look(
 def _takes_over(
     content: Content, name: str, provider: StateProvider, rank: Rank, plan: RestorePlan
 ) -> bool:
-    """Return whether this rank restores its per-rank item, given that the number of ranks may have
-    changed."""
+    """Return whether this rank restores an item; a per-rank one may come from another number of
+    ranks."""
     stored, policy = content.commit.ranks, provider.when_ranks_change
     if not provider.per_rank or stored == rank.ranks:
         return True
@@ -274,23 +261,9 @@ def _takes_over(
             f"{name}: {what}; pass laststep.PerRank({name}, when_ranks_change=…) "
             "with 'keep', 'drop' or a function"
         )
-    elif policy == "drop":
-        log.warning("%s: %s: it is dropped", name, what)
     else:
         log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
     return False
-
-
-class _PlanNote(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of one rank's plan for the others."""
-
-    unexpected: list[str]
-    aliases: bool
-    """True if it reads two stored tensors that are one live tensor."""
-    lacks: bool
-    """True if any of its state is missing from the checkpoint or stored differently."""
-    takes: bool
-    """True if it restores anything."""
 
 
 def _warn_of_problems(problems: Problems) -> None:
@@ -302,11 +275,6 @@ def _warn_of_problems(problems: Problems) -> None:
     log.warning(
         "the live state was only partly restored: %s%s (restored.problems lists all)", shown, more
     )
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def _check_all_used(
@@ -337,27 +305,18 @@ def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> No
     """Raise `MismatchError` if a tensor to restore was rounded when it was saved."""
     if not content.commit.written.lossy:
         return
-    for match in matches:
-        for name in match.reads:
-            how = _rounded(content, match.item.name, name)
-            if how is not None:
-                raise MismatchError(
-                    "the checkpoint is not exact",
-                    where=where,
-                    expected="no tensor that was rounded, with exact=True",
-                    found=f"{match.item.name}/{name}, rounded to {how} when it was saved",
-                    remedy="restore(exact=False) takes it as it is; `laststep ls` shows which "
-                    "checkpoints are exact",
-                )
-
-
-def _rounded(content: Content, item: str, name: str) -> str | None:
-    for place in content.places(item, name):
-        stored = content.files[place.file].stored
-        for entry in stored.layout.tensors if stored.lossy else ():
-            if entry.start == place.start and entry.name in stored.lossy:
-                return stored.lossy[entry.name]
-    return None
+    for item, name in ((match.item.name, name) for match in matches for name in match.reads):
+        for place in content.places(item, name):
+            stored = content.files[place.file].stored
+            for entry in stored.layout.tensors if stored.lossy else ():
+                if entry.start == place.start and entry.name in stored.lossy:
+                    raise MismatchError(
+                        "the checkpoint is not exact",
+                        where=where,
+                        expected="no tensor that was rounded, with exact=True",
+                        found=f"{item}/{name}, rounded to {stored.lossy[entry.name]}",
+                        remedy="restore(exact=False) takes it as it is",
+                    )
 
 
 def refuse_partial(commit: Commit, only: Sequence[str] | None, where: str) -> None:
@@ -371,11 +330,8 @@ def refuse_partial(commit: Commit, only: Sequence[str] | None, where: str) -> No
             "the checkpoint is partial, without " + ", ".join(lacking),
             where=where,
             expected="all items" if only is None else f"what only={list(only)} names",
-            found=f"{', '.join(here)} of a checkpoint of the run {commit.run}",
-            remedy=(
-                f"restore(only={here}) restores the items that are here; the full checkpoint is in "
-                "the run that this was copied from"
-            ),
+            found=", ".join(here),
+            remedy=f"restore(only={here}) restores the items that are here",
         )
         error.problems = Problems(missing=tuple(lacking))
         raise error
