@@ -346,8 +346,6 @@ class Checkpointer(single.OnlyOne):
         """Wait for all saves, end the flusher, and raise the error of a failed save. May be called
         twice: the second call completes one that was interrupted."""
         self._end(well=True)
-        if not self.preempted:
-            self._client.tell_missing_metric()
 
     def _end(self, *, well: bool) -> None:
         """Close; `well` is True if training ended normally."""

@@ -29,7 +29,6 @@ __all__ = [
     "Committed",
     "Durable",
     "Event",
-    "MetricMissing",
     "PassedOver",
     "PreemptionEnded",
     "PreemptionSeen",
@@ -188,14 +187,6 @@ class ReplicasDiffer(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricMissing(Event):
-    """No checkpoint has the metric of `Keep(best=…)`, so all are kept. Emitted once: after ten
-    commits without it, or by `close()`."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionSeen(Event):
     """This rank knows that the job will be preempted. Emitted at its next step."""
 
@@ -312,8 +303,6 @@ def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
             text = f"skipped step {event.step} ({event.folder}): {event.reason}"
         case Pruned():
             text = f"pruned step {event.step} ({event.folder})"
-        case MetricMissing():
-            level, text = logging.WARNING, f"{event.reason}; until one has it, all are kept"
         case ReplicasDiffer():
             level = logging.WARNING
             text = (

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
-def test_a_metric_that_no_checkpoint_has_is_told_in_the_trainer_once(
-    flush: str, run_folder: Path, caplog: pytest.LogCaptureFixture
+def test_a_metric_that_no_checkpoint_has_is_told_once(
+    flush: str,
+    run_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     keep = laststep.Keep(best=1, metric="los")
     with laststep.Checkpointer(
@@ -26,6 +29,7 @@ def test_a_metric_that_no_checkpoint_has_is_told_in_the_trainer_once(
         for step in range(3):
             ckpt.save(step, metrics={"loss": 1.0}).wait()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told += capfd.readouterr().err.splitlines()  # what the helper process logs
     assert [names(text, "'los'", "loss") for text in told] == [True]
 
 

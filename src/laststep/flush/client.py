@@ -1,14 +1,11 @@
-"""The trainer's side of the flusher: start it, hand saves over, receive their progress, notice its
-death.
+"""The trainer's side of the flusher: start it, hand saves over, receive their progress and that of
+the replicas, notice its death.
 
-The flusher runs as a helper process or on a thread. `Client` owns the connection to it and one
-receiving thread. That thread returns slots to the pool, advances the
-stages of handles and sets their errors. When the flusher dies or sends an invalid message, it is
-ended, and every uncommitted save fails at once, so that nobody keeps waiting. The flusher may have
-died after a commit but before reporting it, so the run itself is checked for that. `restart` starts
-a new flusher with the same pool once the old one is dead.
-
-Also receives the status of the replicas: what they hold, and what failed there.
+`Client` owns the connection and one receiving thread, which returns slots to the pool and advances
+the stages of saves. When the flusher dies or sends an invalid message, it is ended, and every
+uncommitted save fails at once, so that nobody keeps waiting. It may have died after a commit but
+before reporting it, so the run itself is checked for that. `restart` starts a new flusher with the
+same pool once the old one is dead.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ import xxhash
 
 from laststep.catalog.terms import Seen
 from laststep.errors import StorageError
-from laststep.events import Bus, MetricMissing, Preflight, Pruned, TierHolds, TierLags
+from laststep.events import Bus, Preflight, Pruned, TierHolds, TierLags
 from laststep.flush import protocol
 from laststep.flush.saves import Saves, SaveState
 from laststep.flush.server import NOT_FOR_THE_HELPER, Flusher, Setup
@@ -55,9 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_UNRANKED = 10
-"""Number of commits without the metric of a best-k rule after which that is reported: until the
-first evaluation it is normal."""
 _BARE = ("-S", "-P", "-c")
 """Skip `site`: the startup code that packages install takes longer than all the rest."""
 _CODE = (
@@ -282,11 +276,7 @@ class Client:
         self._continues: protocol.Continue | None = None
         self._slots: int | None = None
         pool.tell_slots = self._tell_slots
-        self._told_metric = self._told_disk = False
-        self._metric_missing = ""
-        """Text for a best-k rule whose metric no checkpoint has; empty if there is none."""
-        self._unranked = 0
-        """Number of commits for which that was so."""
+        self._told_disk = False
         self.last_committed = 0
         """Number of the last save committed by the running flusher; 0 if none."""
         self.newest_committed = (0, 0)
@@ -346,6 +336,8 @@ class Client:
             left_s = max(deadline - time.monotonic(), 0.0)
             if save.role != "member" and not save.wait_for(SaveState.COMMITTED, left_s):
                 found = f"step {save.step} is in progress"
+        if found is None and not self._helper.end(_END_S):
+            found = "it does not exit"
         if found is not None:
             raise StorageError(
                 "cannot start a new flusher: the outcome of the old one's saves is unknown",
@@ -353,13 +345,6 @@ class Client:
                 found=found,
                 remedy="a disk or a rank may hang: check `dmesg` and the logs of the other ranks; "
                 "the next save tries again",
-            )
-        if not self._helper.end(_END_S):
-            raise StorageError(
-                "cannot start a new flusher: the old one does not exit",
-                expected=f"its exit within {_END_S:g} s",
-                found=self._helper.how_it_ended(),
-                remedy="the disk may hang: check `dmesg`; the next save tries again",
             )
         self._connection.close()
         self._pool.slots.reset(self._kept())
@@ -450,13 +435,6 @@ class Client:
                 self.instance.ended_well()
         self.instance.close()
 
-    def tell_missing_metric(self) -> None:
-        """Report once if no checkpoint has the metric of a best-k rule. Called only after several
-        commits or at the end: before the first evaluation there is no metric yet."""
-        if self._metric_missing and not self._told_metric:
-            self._told_metric = True
-            self.bus.emit(MetricMissing(reason=self._metric_missing))
-
     def drain_last(self) -> None:
         """Have the last checkpoint of a job copied to all replicas."""
         at = self.drains.owe_all()
@@ -497,22 +475,13 @@ class Client:
                     self._told_disk = True
                     needs = msgspec.structs.asdict(message)
                     self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
-            elif isinstance(message, protocol.News) and not message.save:
-                self._hear_news(message)
+            elif isinstance(message, protocol.News) and message.kind == "ready":
+                self.up.set()
+            elif isinstance(message, protocol.News) and message.kind == "removed":
+                self.bus.emit(Pruned(step=message.step, folder=message.folder))
             elif (save := self.saves.find(message.save)) is not None:
                 save.hear(message)
                 del save  # free its objects before waiting for the next message
-
-    def _hear_news(self, news: protocol.News) -> None:
-        if news.kind == "ready":
-            self.up.set()
-        elif news.kind == "removed":
-            self.bus.emit(Pruned(step=news.step, folder=news.folder))
-        else:  # ranked, after every commit
-            self._metric_missing = news.reason
-            self._unranked = self._unranked + 1 if news.reason else 0
-            if self._unranked == _MAX_UNRANKED:
-                self.tell_missing_metric()
 
     def _fail_pending(self, why: str | None) -> None:
         """Fail every save that the flusher had not committed; the flusher is gone, or is ended for
@@ -533,20 +502,16 @@ class Client:
         unended = self.saves.refuse(error)
         self._pool.slots.lose_flusher(error)
         for save in unended:
-            # Messages after one that could not be handled were never read.
-            unheard = why is not None and save.at is not None and save.role == "alone"
-            if save.reached < SaveState.DURABLE and not unheard:
-                save.fail(error)
-            elif save.role != "alone":
+            if save.role != "alone" and save.reached >= SaveState.DURABLE:
                 save.lose_flusher(error)
+            elif save.role == "alone" and save.at is not None:
+                self._find_out(save, save.at, error, is_dead=is_dead)
             else:
-                self._find_out(save, error, is_dead=is_dead)
+                save.fail(error)
 
-    def _find_out(self, save: Save, error: StorageError, *, is_dead: bool) -> None:
+    def _find_out(self, save: Save, at: AttemptName, error: StorageError, *, is_dead: bool) -> None:
         """Look in the run for a save that its flusher may have committed without reporting it. Once
         the flusher is dead, the state of the run is final."""
-        at = save.at
-        assert at is not None  # noqa: S101 (its flusher said so before it was durable)
         doubt = None if is_dead else "it may still commit"
         try:
             if is_dead and self.instance.has_committed(at.folder):

@@ -25,7 +25,6 @@ from laststep.catalog.run import RunWriter
 from laststep.errors import AbortedError, LaststepError
 from laststep.flush import protocol
 from laststep.flush.writer import SaveWriter
-from laststep.memory.pool import Filled
 from laststep.storage.locks import FileLock
 from laststep.storage.store import Store
 
@@ -33,10 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.catalog.attempt import AttemptName
+    from laststep.memory.pool import Filled
 
 log = logging.getLogger(__name__)
 
 _FREED_TOGETHER = 8
+_MOST_UNRANKED = 10
+"""Number of commits without the metric of a best-k rule after which that is logged: until the first
+evaluation it is normal."""
 
 
 class FlusherSave(msgspec.Struct):
@@ -57,12 +60,10 @@ class FlusherSave(msgspec.Struct):
     """Set once all of it has arrived and the listeners have been notified."""
     decision: protocol.Decide | None = None
     """The common decision of all ranks."""
-    early: list[Filled] = []
-    """Chunks that arrived before its files were open."""
+    early: list[protocol.Chunks | protocol.Unchanged] = []
+    """Messages that arrived before its files were open."""
     base: int = 0
     """Number of the save whose blocks it reuses."""
-    unchanged: protocol.Unchanged | None = None
-    """The trainer's question about unchanged chunks, if it arrived before its files were open."""
     is_finishing: bool = False
     reported_s: float = 0.0
 
@@ -222,6 +223,9 @@ class Retention(Listener, msgspec.Struct, eq=False):
     in_use: Callable[[], frozenset[str]]
     send: Callable[[protocol.ToTrainer], None]
     _continues: protocol.Continue | None = None
+    _unranked: int = 0
+    """Number of commits in a row after which no checkpoint had the metric of a best-k rule."""
+    _lacking: str | None = None
 
     def continued(self, continues: protocol.Continue) -> None:
         self._continues = continues
@@ -248,9 +252,19 @@ class Retention(Listener, msgspec.Struct, eq=False):
                 resumed_from=None if continues is None else continues.resumed_from,
                 in_use=self.in_use(),
             )
-            if self.keep is not None and self.keep.metric is not None:
-                self.send(protocol.News(kind="ranked", reason=plan.lacking or ""))
+            self._lacking = plan.lacking
+            self._unranked = 0 if plan.lacking is None else self._unranked + 1
+            if self._unranked == _MOST_UNRANKED:
+                self._warn()
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(before=check, each=tell)
         except (LaststepError, OSError) as error:
             log.warning("retention failed: %s", error)
+
+    def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
+        if self._unranked < _MOST_UNRANKED:
+            self._warn()
+
+    def _warn(self) -> None:
+        if self._lacking is not None:
+            log.warning("%s; until one has it, all are kept", self._lacking)

@@ -205,14 +205,12 @@ class DiskNeed(_Message, frozen=True, kw_only=True):
 class News(OfSave, frozen=True, kw_only=True):
     """Information that nothing waits for."""
 
-    kind: Literal["ready", "written", "removed", "ranked"]
+    kind: Literal["ready", "written", "removed"]
     """ready: the flusher is running. written: `done_bytes` of a save. removed: retention has
-    deleted `folder`. ranked: a best-k rule was applied; `reason` if no checkpoint has its
-    metric."""
+    deleted `folder`."""
     done_bytes: int = 0
     step: int = 0
     folder: str = ""
-    reason: str = ""
 
 
 ToFlusher = Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct | Bye

@@ -178,19 +178,15 @@ class Flusher:
                 slots = [chunk.slot for chunk in message.filled]
                 self._connection.send(protocol.Freed(slots=slots))
             return
-        if isinstance(message, protocol.Chunks):
+        if isinstance(message, protocol.Chunks | protocol.Unchanged) and not save.is_open:
+            save.early.append(message)
+        elif isinstance(message, protocol.Chunks):
             self._slots.hold(map(attrgetter("slot"), message.filled))
             with self._changed:
                 save.pending += len(message.filled)
-            if save.is_open or save.error is not None:
-                self._queue(save, message.filled)
-            else:
-                save.early += message.filled
+            self._queue(save, message.filled)
         elif isinstance(message, protocol.Unchanged):
-            if save.is_open:
-                self._reuse(save, message)
-            else:
-                save.unchanged = message
+            self._reuse(save, message)
         elif isinstance(message, protocol.Begun):
             self._open(save, message.at)
         elif isinstance(message, protocol.CaptureDone):
@@ -266,13 +262,15 @@ class Flusher:
                 self._run_writer.run.check_step_free(begin.step, term=attempt.name.term)
         except (LaststepError, OSError) as error:
             save.error = error
-        if save.unchanged is not None:
-            self._reuse(save, save.unchanged)
-        with self._changed:
-            save.is_open = True
-            early, save.early = save.early, []
-        self._queue(save, early)
+        self._handle_early(save)
         self._tell(lambda listener: listener.opened(save))
+
+    def _handle_early(self, save: FlusherSave) -> None:
+        """Handle the messages that came before the files were open, or were known never to be."""
+        early, save.early = save.early, []
+        save.is_open = True
+        for message in early:
+            self._handle(message)
 
     def _reuse(self, save: FlusherSave, said: protocol.Unchanged) -> None:
         """Answer which of the unchanged chunks need not be sent."""
@@ -286,12 +284,11 @@ class Flusher:
         self._connection.send(protocol.Unchanged(save=said.save, of=said.of, chunks=reused))
 
     def _drop(self, save: FlusherSave, reason: str) -> None:
-        """Give a save up; chunks that arrived early are freed, not written."""
+        """Give a save up; its chunks are freed, not written."""
         with self._changed:
             save.error = save.error or AbortedError(reason)
-            early, save.early = save.early, []
             self._changed.notify_all()
-        self._queue(save, early)
+        self._handle_early(save)
         if save.writer is not None:
             save.writer.fail(AbortedError(reason))
 
