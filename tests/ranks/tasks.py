@@ -539,33 +539,25 @@ def same(one: object, other: object) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
 
 
-def of_some_ranks(texts: list[str]) -> list[str]:
-    told = [text.removeprefix(f"rank {dist.get_rank()}: ") for text in texts]
-    return [text for text in told if text.startswith("item ")]
-
-
-def save_bag(run: str) -> list[str]:
-    """On the first rank also an item that nobody else has; returns what is told of that."""
+def save_bag(run: str) -> None:
+    """On the first rank also an item that nobody else has."""
     extra = {"extra": {"w": torch.arange(4.0)}} if dist.get_rank() == 0 else {}
-    with Heard(logging.INFO) as texts, opened(run, state=bag(3), **extra) as c:
+    with opened(run, state=bag(3), **extra) as c:
         c.save(1)
-    return of_some_ranks(texts)
 
 
-def save_some_items(run: str) -> list[str]:
-    """Stages with tensors of their own, an item on two ranks, and later one more on the last;
-    returns what is told of that."""
+def save_some_items(run: str) -> None:
+    """Stages with tensors of their own, an item on two ranks, and later one more on the last."""
     rank = dist.get_rank()
     stage, later = {f"w{rank}": torch.ones(3)}, {"w": torch.ones(3)}
     items = {"model": stage} | ({"ema": {"w": torch.ones(3)}} if rank else {})
-    with Heard(logging.INFO) as texts, opened(run, **items) as c:
+    with opened(run, **items) as c:
         for step in (1, 2, 3, 4):
             c.save(step).wait()
             stage[f"more{step}"] = torch.ones(step)
             dist.barrier()
             if step == 2 and rank == 2:
                 c._context.providers.update(providers_for({"later": later}))
-    return of_some_ranks(texts)
 
 
 def load_bag(run: str, who: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from expect import names
+import laststep
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,26 +15,18 @@ if TYPE_CHECKING:
 
 
 def test_values_of_all_kinds_and_an_item_of_one_rank(crew: Crew, run_folder: Path) -> None:
-    (told,), *others = crew("tasks:save_bag", 3, run=str(run_folder))
-    assert names(told, "'extra'", "1 of 3 ranks", "(0)")
-    assert others == [[], []]
+    crew("tasks:save_bag", 3, run=str(run_folder))
     for ranks, who in ((2, 0), (3, 1), (1, 0)):
         crew("tasks:load_bag", ranks, run=str(run_folder), who=who)
 
 
-def test_items_of_some_ranks_are_told_once_and_stages_are_none(
+def test_stages_and_items_of_some_ranks_may_change_from_save_to_save(
     crew: Crew, run_folder: Path
 ) -> None:
-    found, *others = crew("tasks:save_some_items", 3, run=str(run_folder))
-    assert [
-        names(text, *said)
-        for text, said in zip(
-            found,
-            (("'ema'", "2 of 3 ranks", "(1, 2)"), ("'later'", "1 of 3 ranks", "(2)")),
-            strict=True,
-        )
-    ] == [True, True]
-    assert others == [[], []]
+    crew("tasks:save_some_items", 3, run=str(run_folder))
+    found = laststep.open(run_folder)
+    assert found.steps() == [1, 2, 3, 4]
+    assert {"ema", "later"} <= set(found[4].items())
 
 
 def test_parts_need_not_be_contiguous_in_memory(crew: Crew, run_folder: Path) -> None:

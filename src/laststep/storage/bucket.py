@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from laststep.errors import StorageError, UsageError
+from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
 from laststep.storage.files import refuse_secrets
 from laststep.storage.store import check_name, too_large
 
@@ -256,6 +256,16 @@ class Bucket:
 
     def where(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
+
+    def taken(self, key: str) -> AlreadyExistsError:
+        return AlreadyExistsError("the name is taken", where=self.where(key))
+
+    def absent(self, key: str) -> NotFoundError:
+        return NotFoundError(
+            "there is no such file or folder",
+            where=self.where(key),
+            remedy="it was deleted, or never existed",
+        )
 
     def front(self) -> str:
         """Return a URL at which the server answers, even if only with a refusal."""

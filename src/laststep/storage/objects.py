@@ -7,8 +7,6 @@ writer checks the markers of its folders again, and deletes the file if one is g
 (docs/decisions/0035). A folder under deletion has a second marker, with a temporary name, so that
 another process can complete an interrupted deletion.
 
-This module knows nothing about checkpoints. Safe to use from several threads.
-
 Locks are leases, which their holders renew and which expire by the server's clock. Before the first
 write, a probe verifies that the server honours conditional requests: otherwise two writers could
 both believe that they have committed.
@@ -31,23 +29,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.errors import (
-    AlreadyExistsError,
-    LaststepError,
-    NotFoundError,
-    StorageError,
-    UsageError,
-)
-from laststep.process.system import boot, pid_namespace, process_started
+from laststep.errors import AlreadyExistsError, LaststepError, StorageError, UsageError
+from laststep.process import system
 from laststep.process.threads import Worker, WorkerPool
 from laststep.storage import links
 from laststep.storage.bucket import Bucket, Found, Missing, Patience, Trouble, persist
 from laststep.storage.links import ObjectLinks
-from laststep.storage.store import FileReading, FileWriting, Lock, Store, StoreEntry, check_name
-from laststep.storage.transfers import ObjectReader, ObjectWriter, taken
+from laststep.storage.store import Lock, Store, StoreEntry, check_name
+from laststep.storage.transfers import ObjectReader, ObjectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from laststep.errors import NotFoundError
 
 
 _log = logging.getLogger(__name__)
@@ -61,30 +55,11 @@ def probe(bucket: Bucket) -> None:
     """Raise `StorageError` if the server lacks a required feature; leaves no object behind."""
     prefix = f"{bucket.prefix}/" if bucket.prefix else ""
     key = f"{prefix}{PROBE}{secrets.token_hex(6)}"
-    try:
-        lacks = _lacks(bucket, key)
-    finally:
-        with contextlib.suppress(LaststepError):
-            bucket.delete([key])
-    if lacks is not None:
-        what, found = lacks
-        raise StorageError(
-            "this object store cannot keep a run",
-            where=bucket.where(bucket.prefix),
-            expected=what,
-            found=found,
-            remedy=(
-                "use another server or version, or save to a folder; "
-                "docs/guides/object-storage.md lists those that were tested"
-            ),
-        )
-
-
-def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
-    """Return (expected, found) for the first feature that the server lacks; None if it has all."""
-    if bucket.create(key, _CONTENT) is None:
-        return "names that are free where nothing was put", "a random name that is taken"
+    # In this order: the first object is there for the others.
     checks: dict[str, Callable[[], bool]] = {
+        "names that are free where nothing was put": (
+            lambda: bucket.create(key, _CONTENT) is not None
+        ),
         "conditional puts on a free name (If-None-Match)": (
             lambda: bucket.create(key, b"") is None
         ),
@@ -96,16 +71,28 @@ def _lacks(bucket: Bucket, key: str) -> tuple[str, str] | None:
             lambda: key in [meta["path"] for meta in bucket.names(bucket.prefix)]
         ),
     }
-    for expected, holds in checks.items():
-        try:
-            found = None if holds() else "it is ignored"
-        except StorageError as error:
-            if error.transient:
-                raise
-            found = error.found
-        if found is not None:
-            return expected, found
-    return None
+    try:
+        for expected, holds in checks.items():
+            try:
+                found = None if holds() else "it is ignored"
+            except StorageError as error:
+                if error.transient:
+                    raise
+                found = error.found
+            if found is not None:
+                raise StorageError(
+                    "this object store cannot keep a run",
+                    where=bucket.where(bucket.prefix),
+                    expected=expected,
+                    found=found,
+                    remedy=(
+                        "use another server or version, or save to a folder; "
+                        "docs/guides/object-storage.md lists those that were tested"
+                    ),
+                )
+    finally:
+        with contextlib.suppress(LaststepError):
+            bucket.delete([key])
 
 
 RENEWED_S = 10.0
@@ -132,8 +119,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         """True if the process is known to be dead; False for one on another machine or in another
         PID namespace, which cannot be checked."""
         known = self.boot and self.pids and self.started
-        same = (self.boot, self.pids) == (boot(), pid_namespace())
-        return bool(known) and same and process_started(self.pid) != self.started
+        same = (self.boot, self.pids) == (system.boot(), system.pid_namespace())
+        return bool(known) and same and system.process_started(self.pid) != self.started
 
 
 class Lease(Lock):
@@ -193,10 +180,10 @@ class Leases:
         pid = os.getpid()
         holder = Holder(
             token=secrets.token_hex(8),
-            boot=boot(),
-            pids=pid_namespace(),
+            boot=system.boot(),
+            pids=system.pid_namespace(),
             pid=pid,
-            started=process_started(pid),
+            started=system.process_started(pid),
         )
         content = msgspec.json.encode(holder)
         while True:
@@ -343,15 +330,12 @@ class ObjectStore(Store):
         except Missing:
             raise self._absent(name) from None
 
-    def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
-        there = self._target(name)
-        if there is None:
-            raise self._absent(name)
-        key, size_bytes = there
+    def open_reader(self, name: str, *, cached: bool = False) -> ObjectReader:
+        key, size_bytes = self._target(name)
         return ObjectReader(self._bucket, key, size_bytes, self._pool)
 
-    def _target(self, name: str) -> tuple[str, int] | None:
-        """Return the key and size of the object with a file's bytes; None if there is none."""
+    def _target(self, name: str) -> tuple[str, int]:
+        """Return the key and size of the object with a file's bytes."""
         key = self._key(name)
         if (found := self._bucket.head(key)) is not None:
             return key, found.size_bytes
@@ -359,18 +343,17 @@ class ObjectStore(Store):
         target = None if link is None else self._links.follow(link.key)
         found = None if target is None else self._bucket.head(target)
         if link is None or target is None or found is None or found.size_bytes != link.size_bytes:
-            return None
+            raise self._absent(name)
         return target, found.size_bytes
 
     # Small files and folders
 
     def create(self, name: str, data: bytes) -> None:
-        key = self._key(name)
         if "/" not in name:
             self._probe()
-        self._prepare(name)
+        key = self._prepare(name)
         if self._bucket.create(key, data) is None:
-            raise taken(self._bucket, key)
+            raise self._bucket.taken(key)
         self._settle(name, key)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
@@ -383,13 +366,13 @@ class ObjectStore(Store):
             with contextlib.suppress(AlreadyExistsError):  # another process just made it
                 self.make_folder(above)
         if self._bucket.head(self._key(name)) is not None:
-            raise taken(self._bucket, self._key(name))
+            raise self._bucket.taken(self._key(name))
         # A writer that died before its second check may have left a file in a deleted folder of
         # that name. List such files before creating the marker: later ones must not be deleted.
         left = self._bucket.below(self._key(name))
         made = self._bucket.create(self._marker(name), secrets.token_bytes(8))
         if made is None:
-            raise taken(self._bucket, self._key(name))
+            raise self._bucket.taken(self._key(name))
         self._made[name] = made
         self._bucket.delete(self._links.unneeded(left))
         if above:
@@ -438,11 +421,10 @@ class ObjectStore(Store):
 
     # Large files
 
-    def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
-        key = self._key(name)
-        self._prepare(name)
+    def open_writer(self, name: str, *, expected_bytes: int) -> ObjectWriter:
+        key = self._prepare(name)
         if self._bucket.head(key) is not None:
-            raise taken(self._bucket, key)
+            raise self._bucket.taken(key)
         return ObjectWriter(
             self._bucket, key, expected_bytes=expected_bytes, settle=lambda: self._settle(name, key)
         )
@@ -452,15 +434,12 @@ class ObjectStore(Store):
         if not folder or "/" not in new:
             return False
         versions, there = self._versions(folder), self._target(name)
-        if there is None:
-            raise self._absent(name)
-        self._prepare(new)
-        key = self._key(new)
+        key = self._prepare(new)
         if self._bucket.head(key) is not None:
-            raise taken(self._bucket, key)
+            raise self._bucket.taken(key)
         link = self._links.create(key, *there)
         if link is None:
-            raise taken(self._bucket, key)
+            raise self._bucket.taken(key)
         self._settle(new, link.key)
         is_same = None not in versions and self._versions(folder) == versions
         if not is_same or self._bucket.head(there[0]) is None:
@@ -471,22 +450,23 @@ class ObjectStore(Store):
     # Locks
 
     def lock(self, name: str) -> Lease:
-        key = self._key(name)
-        self._prepare(name)
-        return self._leases.take(key)
+        return self._leases.take(self._prepare(name))
 
     def is_locked(self, name: str) -> bool:
         return self._leases.is_held(self._key(name))
 
     # Helpers
 
-    def _prepare(self, name: str) -> None:
-        """Check before creating a file that its folders exist and that no folder has its name."""
+    def _prepare(self, name: str) -> str:
+        """Check before creating a file that its folders exist and that no folder has its name;
+        return its key."""
+        key = self._key(name)
         for above in _upwards(name.rpartition("/")[0]):
             if self._made.get(above) is None and self._seen(above) is None:
                 raise self._absent(above)
         if self._bucket.head(self._marker(name)) is not None:
-            raise taken(self._bucket, self._key(name))
+            raise self._bucket.taken(key)
+        return key
 
     def _settle(self, name: str, made: str) -> None:
         """Check after creating an object that its folders are still the same; else delete it and
@@ -540,11 +520,7 @@ class ObjectStore(Store):
         return f"{above}/.{last}.folder".lstrip("/")
 
     def _absent(self, name: str) -> NotFoundError:
-        return NotFoundError(
-            "there is no such file or folder",
-            where=f"{self.url}/{name}",
-            remedy="it was deleted, or never existed",
-        )
+        return self._bucket.absent(f"{self._bucket.prefix}/{name}".lstrip("/"))
 
 
 def _upwards(folder: str) -> list[str]:

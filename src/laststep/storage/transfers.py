@@ -14,13 +14,7 @@ import tempfile
 import threading
 from typing import IO, TYPE_CHECKING
 
-from laststep.errors import (
-    AlreadyExistsError,
-    LaststepError,
-    NotFoundError,
-    StorageError,
-    UsageError,
-)
+from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.storage.bucket import Missing
 from laststep.storage.files import failed
 
@@ -172,7 +166,7 @@ class ObjectWriter:
                     self._upload.finish()
                     self._upload = None
                 elif self._bucket.create(self._key, bytes(self._first[:size_bytes])) is None:
-                    raise taken(self._bucket, self._key)
+                    raise self._bucket.taken(self._key)
             finally:
                 self.close()
         self._settle()
@@ -238,7 +232,7 @@ class ObjectReader:
                 for start in starts[1:]:
                     under_way.append(self._pool.submit(fetch, start))  # noqa: PERF401 (may raise)
             except StorageError:
-                pass  # the interpreter is exiting and the pool accepts no more: do the rest here
+                pass  # no thread can be started: do the rest here
             try:
                 for start in (*starts[:1], *starts[1 + len(under_way) :]):
                     fetch(start)
@@ -254,11 +248,7 @@ class ObjectReader:
         try:
             return self._bucket.read_range(self._key, offset, size_bytes)
         except Missing:
-            raise NotFoundError(
-                "a file is gone",
-                where=self._bucket.where(self._key),
-                remedy="it was deleted after it was opened",
-            ) from None
+            raise self._bucket.absent(self._key) from None
 
     def close(self) -> None:
         self._is_open = False
@@ -267,8 +257,3 @@ class ObjectReader:
         if not self._is_open or offset < 0:
             why = "before the start" if self._is_open else "a file that has been closed"
             raise UsageError(f"cannot read {why}", where=self._bucket.where(self._key))
-
-
-def taken(bucket: Bucket, key: str) -> AlreadyExistsError:
-    """Return the error for a name that is taken."""
-    return AlreadyExistsError("the name is taken", where=bucket.where(key))
