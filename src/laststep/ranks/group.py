@@ -82,15 +82,10 @@ def this_rank() -> Rank:
     return Rank(0, 1)
 
 
-def ranks_per_node() -> int | None:
-    """Return the number of ranks per node if the launcher says it."""
-    announced = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(announced)) if announced.isdigit() else None
-
-
 def ranks_on_this_node(rank: Rank) -> int:
     """Return how many ranks share this node's memory: as the launcher says, else all of them."""
-    return min(ranks_per_node() or rank.ranks, rank.ranks)
+    announced = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(max(1, int(announced)), rank.ranks) if announced.isdigit() else rank.ranks
 
 
 def leaves_cores(rank: Rank) -> bool:
@@ -298,22 +293,10 @@ def _asked(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
             found=_first_line(error),
             remedy=(
                 "a rank has exited, hangs, or did not call restore(); check the logs of the "
-                "other ranks"
-            )
-            + _after_restart(),
+                "other ranks. If torchrun has restarted them: set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            ),
         ) from error
-
-
-def _after_restart() -> str:
-    """Return an additional hint if torchrun restarted the ranks with the store of the dead ones."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return ""
-    return (
-        "; or the ranks, which torchrun has started again, find the addresses of the dead ones in "
-        "a store that it kept: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use "
-        "--rdzv-backend=c10d instead of --master-addr and --master-port"
-    )
 
 
 def _first_line(error: Exception) -> str:

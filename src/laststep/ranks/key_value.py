@@ -12,13 +12,12 @@ from the training thread only when the description of the state is new.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
-import queue
 import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d
 from laststep.constants import listed
 from laststep.errors import StorageError
 from laststep.process import signals
-from laststep.process.threads import Worker
+from laststep.process.threads import Worker, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Seen = TypeVar("_Seen")
-_Question = tuple["Callable[[Any], object]", "Future[Any]"]
-"""A request to the store, sent by the worker thread."""
 
 _LOOK_S, _LOOK_EACH_S = 0.02, 0.0002
 """Polling interval: at least the first, and the second times the number of ranks, since all of them
@@ -65,8 +62,7 @@ class KeyValueStore:
         self._look_s = max(_LOOK_S, ranks * _LOOK_EACH_S)
         self._patience_s = min(patience_s, _CALL_S)
         self._default: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._thread = Worker("kv", self._work).start()
+        self._pool = WorkerPool("kv", 1)
 
     def under(self, name: str) -> None:
         """Extend the prefix. MUST be called before the first request."""
@@ -103,8 +99,7 @@ class KeyValueStore:
                     seen.update({name: bytes(store.get(name)) for name in there})
             return seen
 
-        notes: dict[str, bytes] = self._ask(read)
-        return notes
+        return self._ask(read)
 
     def remove(self, names: Iterable[str]) -> None:
 
@@ -158,18 +153,21 @@ class KeyValueStore:
     def close(self) -> None:
         """Accept no more requests. Does not wait: a request that is never answered ends with the
         process."""
-        self._questions.put(None)
+        self._pool.put(self._disconnect)
+        self._pool.queued.put(None)
 
     def close_at_exit(self) -> None:
         """Close at interpreter exit: wait briefly for a request in flight, which would crash the
         exiting interpreter. Later requests are not answered."""
+        last = self._pool.submit(self._disconnect)
         self.close()
-        self._thread.join(_HUSH_S)
+        with contextlib.suppress(TimeoutError):
+            last.result(_HUSH_S)
 
-    def _ask(self, ask: Callable[[Any], object]) -> Any:
-        answer, answered = Future[Any](), threading.Event()
+    def _ask(self, ask: Callable[[Any], _Seen]) -> _Seen:
+        answered = threading.Event()
+        answer = self._pool.submit(lambda: ask(self._store))
         answer.add_done_callback(lambda _: answered.set())
-        self._questions.put((ask, answer))
         if not signals.wait(answered, self._patience_s):
             answer.cancel()  # unless it was sent
             raise _gone(f"no answer within {self._patience_s:g} s")
@@ -177,20 +175,16 @@ class KeyValueStore:
             raise _gone(error) from error
         return answer.result()
 
-    def _work(self) -> None:
-        store: Any = None
-        while (question := self._questions.get()) is not None:
-            ask, answer = question
-            if not answer.set_running_or_notify_cancel():
-                continue
-            try:
-                if store is None:  # here, since connecting can stand still as well
-                    store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
-                    store.set_timeout(timedelta(seconds=_CALL_S))
-                answer.set_result(ask(store))
-            except Exception as error:  # noqa: BLE001 (raised by whoever asked)
-                answer.set_exception(error)
+    def _disconnect(self) -> None:
+        vars(self).pop("_store", None)
         self._default = None
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        """The client, connected by the first request, since that can stand still as well."""
+        store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
+        store.set_timeout(timedelta(seconds=_CALL_S))
+        return store
 
 
 def _sleep(seconds: float) -> None:

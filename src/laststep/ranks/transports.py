@@ -11,7 +11,7 @@ import contextlib
 import os
 import queue
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,18 +30,17 @@ T = TypeVar("T")
 _WAIT_ON_HOST = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class Transit:
+class Transit(NamedTuple):
     """Bytes that are being sent and received."""
 
-    def __init__(self, works: list[Work], came: torch.Tensor) -> None:
-        self._works = works
-        self._came = came
+    works: list[Work]
+    came: torch.Tensor
 
     def wait(self) -> torch.Tensor:
         """Wait for both directions; return what was received."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        return self._came
+        return self.came
 
 
 class Transport:
@@ -139,13 +138,12 @@ def _within(call: Callable[[], T]) -> T:
 def _new_group(timeout: timedelta) -> ProcessGroup:
     """Return an NCCL group that waits on the host. The environment variable is read when a group is
     made; there is no argument for it."""
-    before = os.environ.get(_WAIT_ON_HOST)
+    before = os.environ.pop(_WAIT_ON_HOST, None)
     os.environ[_WAIT_ON_HOST] = "1"
     try:
         group: ProcessGroup = dist.new_group(backend="nccl", timeout=timeout)
         return group
     finally:
-        if before is None:
-            del os.environ[_WAIT_ON_HOST]
-        else:
+        del os.environ[_WAIT_ON_HOST]
+        if before is not None:
             os.environ[_WAIT_ON_HOST] = before

@@ -200,20 +200,6 @@ def absolute(path: object) -> str:
         str.encode(text)  # messages between processes and log lines are UTF-8
     except (TypeError, UnicodeEncodeError):
         text = ""
-    if not text or "\0" in text:
-        raise UsageError(
-            "this is not the path of a folder",
-            expected="a str or an os.PathLike, of valid UTF-8",
-            found=repr(path),
-            remedy='pass a path, such as "runs/first"',
-        )
-    if _ONE_SLASH.match(text):
-        raise UsageError(
-            "malformed URL",
-            found=repr(path),
-            expected="two slashes behind the colon, or the path of a folder",
-            remedy=f"a folder of that name is ./{text}",
-        )
     scheme = scheme_of(text)
     if scheme == "file":
         from urllib.parse import unquote  # late: a flusher is given a path and needs no URLs
@@ -221,12 +207,15 @@ def absolute(path: object) -> str:
         host, slash, rest = text.partition("://")[2].partition("/")
         text = unquote(slash + rest)
         scheme = None if host in ("", "localhost") and slash else scheme
-    if scheme is not None:
+    is_malformed = _ONE_SLASH.match(text) is not None
+    if not text or "\0" in text or scheme is not None or is_malformed:
         raise UsageError(
-            "this is a URL, not the path of a folder",
+            "this is not the path of a folder",
             found=repr(path),
-            expected="a folder on this machine, as a path or as file:///…",
-            remedy="name a folder on this machine",
+            expected="a folder on this machine: a str or an os.PathLike, or file:///…",
+            remedy=f"a URL has two slashes; a folder of that name is ./{text}"
+            if is_malformed
+            else 'pass a path, such as "runs/first"',
         )
     return os.path.abspath(os.path.expanduser(text))
 

@@ -37,19 +37,15 @@ def register_store(scheme: str, opener: Opener | str) -> None:
     `"package.module:function"` is imported by each process that needs it. A callable works in this
     process only: with `flush="thread"`, in a job of one rank.
     """
-    if scheme_of(f"{scheme}://") in _OF_FOLDERS:
-        raise UsageError(
-            "cannot register a store under this scheme",
-            found=repr(scheme),
-            expected='letters, digits, "+", "-" and ".", and not "file"',
-        )
     module, _, name = opener.partition(":") if isinstance(opener, str) else ("", "", "")
     # Another process has a different `__main__`.
-    if not callable(opener) and not (module and module != "__main__" and name):
+    can_open = callable(opener) or (module and module != "__main__" and name)
+    if scheme_of(f"{scheme}://") in _OF_FOLDERS or not can_open:
         raise UsageError(
-            f"cannot register a store for {scheme}://",
-            found=repr(opener),
-            expected='what opens a URL, or its name as "package.module:function"',
+            "cannot register a store",
+            found=f"{scheme!r}, {opener!r}",
+            expected='a scheme other than "file", and what opens a URL, or its name as '
+            '"package.module:function"',
         )
     _openers[scheme.lower()] = opener
 
