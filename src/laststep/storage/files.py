@@ -233,8 +233,6 @@ class FileWriter:
         self._path = path
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        if self._fd < 0:
-            raise UsageError("cannot write a file that has been closed", where=self._path)
         # Release views explicitly: a traceback keeps the frames that hold them alive, and a caller
         # that handles the error could then not close the underlying memory.
         with data.cast("B") as flat:
@@ -260,8 +258,6 @@ class FileWriter:
     def finish(self, size_bytes: int) -> None:
         """Truncate to the exact size, sync and close. A failed sync is final: a second one would
         report success wrongly."""
-        if self._fd < 0:
-            raise UsageError("cannot finish a file that has been closed", where=self._path)
         try:
             self._disk.truncate(self._fd, size_bytes)
             self._disk.sync(self._fd)
@@ -318,12 +314,6 @@ class FileReader:
                 self._cached_hits = set()
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        if self._fd < 0:
-            raise UsageError("cannot read a file that has been closed", where=self._path)
-        if offset < 0:
-            raise UsageError(
-                "cannot read before the start", where=self._path, found=f"offset {offset}"
-            )
         flat = into.cast("B")
         want = max(0, min(flat.nbytes, self.size_bytes - offset))
         if want == 0:

@@ -264,8 +264,8 @@ class StoreConformance:
                 expect(UsageError, lambda: writer.write_at(0, view[: alignment - 1]))
             writer.finish(0)
             writer.close()
-            expect(UsageError, lambda: writer.write_at(0, view))
-        expect(UsageError, lambda: writer.finish(0))
+            expect(LaststepError, lambda: writer.write_at(0, view))
+        expect(LaststepError, lambda: writer.finish(0))
 
     # Locks
 
