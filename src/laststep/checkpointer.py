@@ -116,7 +116,7 @@ class Checkpointer(single.OnlyOne):
         )
         places, rank = arranged(run, tiers, arguments.rules(keep)), self._who()
         arguments.check_tiers(places.replicas, named)
-        self._preparer = Preparer(rank, lossy=settings.lossy)
+        self._preparer = Preparer(rank)
         self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()

@@ -15,13 +15,14 @@ import msgspec
 
 _SHOWN_PROBLEMS = 50
 _PARTS = ("where", "expected", "found", "remedy")
+_WIRED = ("what", *_PARTS, "missing", "transient", "device_failed")
 
 
 class LaststepError(Exception):
     """Base class of all errors that laststep raises deliberately.
 
-    The fields `what`, `where`, `expected`, `found` and `remedy` hold the parts of the message; all
-    but `what` may be None.
+    `what`, `where`, `expected`, `found` and `remedy` hold the parts of the message; all but `what`
+    may be None.
     """
 
     usual_remedy: str | None = None
@@ -58,17 +59,16 @@ class LaststepError(Exception):
         return self._message(with_remedy=False)
 
     def of_save(self, step: int) -> Self:
-        """Return a copy of the error for the save of one step, which its message names. Several
-        saves may fail for the same reason."""
-        mine = copy.copy(self)
-        mine.__cause__, mine.step = self.__cause__, step
-        return mine
+        """Return a copy of the error for the save of one step; several may fail for one reason."""
+        copied = copy.copy(self)
+        copied.__cause__, copied.step = self.__cause__, step
+        return copied
 
     def amended(self, **fields: str | None) -> Self:
         """Return a copy of the error with other parts of the message."""
-        mine = copy.copy(self)
-        vars(mine).update(fields)
-        return mine
+        amended = copy.copy(self)
+        vars(amended).update(fields)
+        return amended
 
     def lacking(self, name: str) -> Self:
         """Record the name of the missing file; return the error itself."""
@@ -76,26 +76,16 @@ class LaststepError(Exception):
         return self
 
     def _message(self, *, with_remedy: bool = True) -> str:
-        text = self.what
-        if self.where is not None:
-            text += f" at {self.where}"
-        if self.expected is not None:
-            text += f": expected {self.expected}"
-        if self.found is not None:
-            text += (", " if self.expected is not None else ": ") + f"found {self.found}"
-        if self.remedy is not None and with_remedy:
-            text += f"; {self.remedy}"
-        return text
+        text = self.what if self.where is None else f"{self.what} at {self.where}"
+        facts = (("expected", self.expected), ("found", self.found))
+        if shown := ", ".join(f"{name} {fact}" for name, fact in facts if fact is not None):
+            text += f": {shown}"
+        return f"{text}; {self.remedy}" if self.remedy is not None and with_remedy else text
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
         """Return the error as plain values for `from_wire` in another process."""
-        fields: dict[str, str | None] = {name: getattr(self, name) for name in ("what", *_PARTS)}
-        for flag in ("transient", "device_failed"):
-            if getattr(self, flag, False):
-                fields[flag] = "yes"
-        if self.missing is not None:
-            fields["missing"] = self.missing
-        return type(self).__name__, fields
+        fields = {name: getattr(self, name, None) for name in _WIRED}
+        return type(self).__name__, {name: str(value) for name, value in fields.items() if value}
 
 
 class NotFoundError(LaststepError):
@@ -180,8 +170,7 @@ class StorageError(LaststepError):
     usual_remedy = "check the log, the disk and `dmesg`, and try again"
     transient: bool = False
     device_failed: bool = False
-    """True if a device could not read back stored bytes. Only that counts as damage: an access or
-    network error proves nothing about the stored bytes."""
+    """True if a device could not read back stored bytes. Only that counts as damage."""
 
 
 class AbortedError(LaststepError):
@@ -230,7 +219,7 @@ def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     parts = {name: fields.get(name) for name in _PARTS}
     error = _KINDS.get(kind, LaststepError)(what, **parts)
     if isinstance(error, StorageError):
-        error.transient = fields.get("transient") == "yes"
-        error.device_failed = fields.get("device_failed") == "yes"
+        error.transient = "transient" in fields
+        error.device_failed = "device_failed" in fields
     error.missing = fields.get("missing")
     return error

@@ -31,7 +31,6 @@ __all__ = [
     "Event",
     "PassedOver",
     "PreemptionEnded",
-    "PreemptionSeen",
     "Preflight",
     "Pruned",
     "ReplicasDiffer",
@@ -187,15 +186,6 @@ class ReplicasDiffer(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionSeen(Event):
-    """This rank knows that the job will be preempted. Emitted at its next step."""
-
-    cause: str
-    """`SIGTERM`, or the cause seen by another rank: `rank 3: SIGTERM`."""
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionEnded(Event):
     """The outcome of the last save of a preempted job."""
 
@@ -207,9 +197,10 @@ class PreemptionEnded(Event):
     """The tiers that hold the step now, nearest first; `shm://` is the memory of this machine. Only
     rank 0 knows about replicas."""
     cause: str
+    """`SIGTERM`, or the cause seen by another rank: `rank 3: SIGTERM`."""
     grace_s: float
     seconds: float
-    """Time from then until this event."""
+    """Time since this rank learned of the preemption."""
     problem: str
     """The reason why the step is not committed; empty if it is."""
 
@@ -309,9 +300,6 @@ def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
                 f"step {event.step}: {listed(event.tensors) or 'tensors'} differ between rank "
                 f"{event.ranks[0]} and rank {event.ranks[1]}: replicas have diverged"
             )
-        case PreemptionSeen():
-            level = logging.WARNING
-            text = f"the job will be preempted: {event.cause}, within {event.grace_s:g} s"
         case PreemptionEnded():
             level = logging.WARNING if event.committed else logging.ERROR
             after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"

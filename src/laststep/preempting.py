@@ -19,7 +19,7 @@ import msgspec
 
 from laststep.constants import duration_s, listed
 from laststep.errors import LaststepError, brief
-from laststep.events import PreemptionEnded, PreemptionSeen
+from laststep.events import PreemptionEnded
 from laststep.process import signals, system
 from laststep.process.signals import PreemptionSignal, RecordedSignals, preemption_signal
 from laststep.process.threads import Worker
@@ -328,7 +328,8 @@ class Preempting:
         assert known is not None  # noqa: S101 (only called after a preemption)
         if not self._told:
             self._told = True
-            self._bus.emit(PreemptionSeen(cause=known.cause, grace_s=self._watched.grace_s))
+            grace_s = self._watched.grace_s
+            log.warning("the job will be preempted: %s, within %g s", known.cause, grace_s)
         return known
 
     def _left_s(self, since: PreemptionSignal) -> float:

@@ -138,18 +138,3 @@ def test_unchanged_tensors_stay_unwritten_when_they_are_rounded(run_folder: Path
 def test_what_cannot_be_meant_is_refused(run_folder: Path, lossy: object, message: str) -> None:
     with raises(laststep.UsageError, message):
         Training().checkpointer(run_folder, lossy=lossy)
-
-
-def test_a_pattern_that_rounds_nothing_is_warned_of_once(
-    run_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    lossy = {"optimizer/exp_avg": "int8", "optimizer/*exp_avg": "bf16"}
-    training = Training()
-    training.train(2)
-    with training.checkpointer(run_folder, lossy=lossy) as checkpointer:
-        checkpointer.save(1).result()
-        checkpointer.save(2).result()
-    told = [record.message for record in caplog.records if "rounds nothing" in record.message]
-    assert len(told) == 1
-    assert "'optimizer/exp_avg'" in told[0]
-    assert laststep.open(run_folder).latest().lossy == ("bf16",)

@@ -468,7 +468,7 @@ def test_a_first_rank_that_says_nothing_is_named() -> None:
     ranks.key_value[1].until = lambda look, until_s: look()  # type: ignore[method-assign]
     member = ranks.jobs[1]
     member.go()
-    with raises(AbortedError, expected="rank 0", found="1 s", remedy="step()"):
+    with raises(AbortedError, expected="rank 0 within 1 s", remedy="step()"):
         member.go()
     # When it hears again it is in step.
     ranks.jobs[0].go(2)

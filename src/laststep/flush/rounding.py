@@ -24,8 +24,6 @@ class Rounding:
         never rounded: optimizers count their steps in them."""
         self.names: dict[str, str] = {}
         """The rounding of each rounded tensor."""
-        self.patterns: set[str] = set()
-        """Patterns that match a tensor here."""
         self._ranges: list[tuple[int, int, str]] = []
         """Start and stop of each rounded byte range, and its rounding."""
         for entry in layout.tensors if lossy else ():
@@ -39,7 +37,6 @@ class Rounding:
             if pattern is None or entry.dtype != "float32" or is_scalar:
                 continue
             if entry.start < entry.stop:
-                self.patterns.add(pattern)
                 self.names[entry.name] = lossy[pattern]
                 self._ranges.append((entry.start, entry.stop, lossy[pattern]))
 

@@ -1,13 +1,9 @@
 """Take the state of all items at one moment and prepare everything that its save needs.
 
 Runs on the training thread in `save()`. Containers and plain values are copied immediately; tensors
-are only referenced, and the capture copies them. Work that can wait, such as encoding trees, is
-left to the capture thread. Also computes this rank's write shard, as windows into the memory that
-it holds.
-
-Between two saves, usually only the numbers change. Each description is therefore compared with the
-previous one, once. Everything derived from a description hangs on one value, `Prepared`, which is
-replaced as a whole, so that no part of it can belong to another state.
+are only referenced, and the capture copies them. Between two saves, usually only the numbers
+change: each description is compared with the previous one, once, and everything derived from it
+hangs on one value, `Prepared`, so that no part of it can belong to another state.
 """
 
 from __future__ import annotations
@@ -15,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -30,7 +24,6 @@ from laststep.codecs import objects
 from laststep.codecs.objects import EncodedDicts
 from laststep.errors import LaststepError, MismatchError, UsageError
 from laststep.flush.protocol import CaptureDone
-from laststep.flush.rounding import Rounding
 from laststep.plan.files import LAYOUT_NAME, ItemSpec, SavePlan, plan_save
 from laststep.plan.layouts import (
     GlobalLayout,
@@ -60,9 +53,6 @@ if TYPE_CHECKING:
 
     Described = tuple[tuple[ItemSpec, dict[str, Layout]], ...]
     """Each item as the planner sees it, with the layouts of its sharded tensors."""
-
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -100,8 +90,7 @@ class TakenState:
             try:
                 encoded[name] = encode_item(part, prepared.trees[name])
             except UsageError as error:
-                # Other values are already pickled or refused: this is a dict key or a member of a
-                # set.
+                # A dict key or a member of a set: other values are already pickled or refused.
                 remedy = "use plain values as keys and in sets, or leave it out"
                 raise _about(error, f"item {name!r}", remedy=remedy) from error
         receipt = b"" if note is None else note(encoded)
@@ -243,7 +232,7 @@ class WriteShard(NamedTuple):
     specs: tuple[ItemSpec, ...]
     windows: tuple[_Window, ...]
     contiguous: list[bool]
-    """One flag per window: True if the window is contiguous in memory."""
+    """Tells for each window if it is contiguous in memory."""
     values: tuple[str, ...]
     """The names of the plain values that this rank writes."""
     encoded: bytes
@@ -380,10 +369,8 @@ class Prepared(NamedTuple):
 class Preparer:
     """Prepares the saves of one Checkpointer."""
 
-    def __init__(self, rank: Rank, *, lossy: Mapping[str, str] | None = None) -> None:
-        """`lossy` names the tensors that may be rounded."""
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._lossy = lossy or {}
         self.last: Prepared | None = None
 
     def prepare(
@@ -394,10 +381,10 @@ class Preparer:
         `agree` returns the global layout for this rank's local layout."""
         described = taken.described
         last = self.last if self.last and self.last.described == described else None
-        if agree is None and not any(map(itemgetter(1), described)):  # no layouts
+        if agree is None and not any(layouts for _, layouts in described):
             if last is None:
-                specs = tuple(map(itemgetter(0), described))
-                last = self.last = self._prepare_anew(described, specs)
+                plan = plan_save(tuple(spec for spec, _ in described))
+                last = self.last = _prepared(described, plan, None)
             return last, taken.sources
         known = last and last.write_shard
         local_layout = known.local_layout if known else local_layout_of(taken)
@@ -414,30 +401,10 @@ class Preparer:
                 return last, sources
         write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
         rank = None if agree is None else self._rank
-        self.last = self._prepare_anew(described, write_shard.specs, rank, write_shard)
+        plan = plan_save(write_shard.specs, rank=rank, values=write_shard.values)
+        self.last = _prepared(described, plan, write_shard)
         return self.last, sources
 
-    def _prepare_anew(
-        self,
-        described: Described,
-        items: tuple[ItemSpec, ...],
-        rank: Rank | None = None,
-        write_shard: WriteShard | None = None,
-    ) -> Prepared:
-        values = None if write_shard is None else write_shard.values
-        plan = plan_save(items, rank=rank, values=values)
-        if rank is None and self._lossy:
-            self._tell_of_useless(plan)
-        return Prepared(described, plan, write_shard, Copies(plan), defaultdict(EncodedDicts))
 
-    def _tell_of_useless(self, plan: SavePlan) -> None:
-        """Warn once about `lossy` patterns that match nothing. Only for a single rank: with
-        several, each rank sees only a part of the tensors."""
-        used = {p for file in plan.files for p in Rounding(file.layout, self._lossy).patterns}
-        for pattern in self._lossy.keys() - used:
-            log.warning(
-                "lossy: %r rounds nothing: no float32 tensor of one or more dimensions is named so "
-                "(`laststep show` lists names), or an earlier pattern names it",
-                pattern,
-            )
-        self._lossy = {pattern: self._lossy[pattern] for pattern in used}
+def _prepared(described: Described, plan: SavePlan, write_shard: WriteShard | None) -> Prepared:
+    return Prepared(described, plan, write_shard, Copies(plan), defaultdict(EncodedDicts))

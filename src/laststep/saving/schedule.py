@@ -229,11 +229,9 @@ class SharedNotes(Notes):
 
         note = self._kv.until(look, self._kv.now_s() + self._deadline_s)
         if note is None or note.number != number:
-            late = "that of much later" if note else f"nothing within {self._deadline_s:g} s"
             raise AbortedError(
                 "this rank has not been told when to save next",
-                expected="a decision of rank 0",
-                found=late,
+                expected=f"a decision of rank 0 within {self._deadline_s:g} s",
                 remedy=(
                     "every rank must call step() for the same steps; rank 0 may be stopped, slow "
                     "or dead: check its log, or pass a larger deadline_s"
@@ -296,16 +294,13 @@ class Schedule:
                 f"step {step} comes after step {before}",
                 expected=f"a step from {before} on",
                 found=str(step),
-                remedy="count steps over the whole training, not within an epoch; "
-                "restore() an earlier step to go back to it",
+                remedy="count steps over the whole training; restore() a step to go back to it",
             )
         if self._every is None and not self._may_only_end:
             raise UsageError(
                 "step() needs a save interval",
                 expected="a Checkpointer with every=…",
-                found="every=None",
-                remedy="pass every='auto', every=1000 or every='10 min'; or "
-                "call save() where you want to",
+                remedy="pass every='auto', every=1000 or every='10 min'; or call save()",
             )
         self._last_step = step
         if self._every is None:
