@@ -1,9 +1,8 @@
 """The Checkpointer: save, restore, wait, close.
 
-Lives on the training thread and owns all other parts: the pool, the capture thread, the flusher and
-its client. It keeps the order of operations and the promises about errors: a failed save raises at
-the next call, a partly restored state is never saved, and every save that has begun is finished or
-reported before the process ends.
+Lives on the training thread and owns all other parts. It keeps the order of operations and the
+promises about errors: a failed save raises at the next call, a partly restored state is never
+saved, and every save that has begun is finished or reported before the process ends.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from laststep.storage.registry import open_store
 from laststep.tiers.tier import Tier, arranged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -150,9 +149,7 @@ class Checkpointer(single.OnlyOne):
             self._dropped = work.outlive(self)
             self._resuming = Resuming(context, work)
             past = self._client.instance.past
-            self._schedule = scheduling.Schedule(
-                settings, rank, past, may_only_end=self._ending is not None
-            )
+            self._schedule = scheduling.Schedule(settings, rank, past)
             choose.enter(work, self.path, RunningParts.under_way)
         if self._ending is not None:
             self._ending.install()  # not inside `defer_signals`, which replaces handlers
@@ -188,10 +185,8 @@ class Checkpointer(single.OnlyOne):
         streams: CUDA streams other than the current one that have written state and have not been
             joined yet.
         """
-        system.check_process("save", self._pid)  # before a lock that a fork may have copied
-        with signals.defer_signals(), self._turn.of("save"), system.translate_oom("save"):
+        with self._call("save"):
             began = time.perf_counter()
-            self._check_usable("save")
             self._saves.take_over()
             if self._team is None:  # else ranks learn of it at different saves, but must all save
                 self._saves.raise_failed()
@@ -293,12 +288,19 @@ class Checkpointer(single.OnlyOne):
         ranks, together with the next save. The next call of a single rank then saves what was due.
         With `preemption`, raises `Preempted` after the last save of a preempted job.
         """
+        system.check_process("step", self._pid)
         self._check_usable("step")
         number, last = arguments.plain_step(step), arguments.true_or_false("last", last)
         save = functools.partial(
             self.save, number, metrics=metrics, metadata=metadata, streams=streams
         )
         ending = self._ending
+        if ending is None and self._context.settings.every is None:
+            raise UsageError(
+                "step() needs a save interval",
+                expected="a Checkpointer with every=… or preemption=…",
+                remedy="pass every='auto', every=1000 or every='10 min'; or call save()",
+            )
         if ending is not None and ending.reached(number, self._meet_to_stop):
             return ending.carry_out(number, save, self._work)
         if self._team is None and any(save.over for save in self._saves.all()):
@@ -383,10 +385,9 @@ class Checkpointer(single.OnlyOne):
             # The error of the body takes precedence; the error of the save is only logged.
             log.error("a save failed too: %s", failed)  # noqa: TRY400 (no second traceback)
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with every event (see `laststep.events`); return a function that
-        unsubscribes it."""
-        return self._context.bus.subscribe(subscriber)
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with every event (see `laststep.events`)."""
+        self._context.bus.subscribe(subscriber)
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -412,15 +413,8 @@ class Checkpointer(single.OnlyOne):
             True raises `MismatchError` instead.
         exact: True raises `MismatchError` for tensors that were rounded when they were saved.
         """
-        system.check_process("restore", self._pid)
         starting = self._work.starting(beside=leaves_cores(self._context.rank))
-        with (
-            signals.defer_signals(),
-            self._turn.of("restore"),
-            system.translate_oom("restore"),
-            starting,
-        ):
-            self._check_usable("restore", mixed_is_fine=True)
+        with self._call("restore", mixed_is_fine=True), starting:
             wanted = self._request(step, only, strict=strict, exact=exact)
             restored = self._resuming.restore(wanted, self._begin_anew)
             if self._deferred:
@@ -435,9 +429,7 @@ class Checkpointer(single.OnlyOne):
         is a newer one by then. If such a restore finds it damaged, it raises `CorruptError`, and
         the next `peek()` returns the next older checkpoint.
         """
-        system.check_process("peek", self._pid)
-        with signals.defer_signals(), self._turn.of("peek"), system.translate_oom("peek"):
-            self._check_usable("peek", mixed_is_fine=True)
+        with self._call("peek", mixed_is_fine=True):
             return self._resuming.peek(self._request(None, None, strict=True, exact=False))
 
     def continue_newest(self) -> None:
@@ -474,18 +466,25 @@ class Checkpointer(single.OnlyOne):
             self._deferred.clear()
             self._work.expect(self._context)
 
+    @contextlib.contextmanager
+    def _call(self, what: str, *, mixed_is_fine: bool = False) -> Iterator[None]:
+        """Admit one call at a time, and only if the Checkpointer can be used."""
+        system.check_process(what, self._pid)  # before a lock that a fork may have copied
+        with signals.defer_signals(), self._turn.of(what), system.translate_oom(what):
+            self._check_usable(what, mixed_is_fine=mixed_is_fine)
+            yield
+
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
-        system.check_process(what, self._pid)
-        mixed = None if mixed_is_fine else self._resuming.mixed
+        mixed = "" if mixed_is_fine else self._resuming.mixed
         if self._closed:
             raise UsageError(
                 f"cannot {what}: the Checkpointer is closed",
                 remedy="create a new Checkpointer for the same run",
             )
-        if mixed is not None:
+        if mixed:
             raise UsageError(
                 f"cannot {what}: the live state is only partly restored",
-                found=f"{mixed} was restored only in part",
+                found=f"a restore that failed, or several checkpoints, in {mixed}",
                 remedy="restore() a whole checkpoint first",
             )
 
@@ -517,8 +516,7 @@ class Turn:
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Hold the lock for the call `what`. Signals must be deferred; they are handled while
-        waiting."""
+        """Hold the lock for a call. Signals must be deferred; they are handled while waiting."""
         self.check(what)
         while not self._lock.acquire(timeout=signals.LOOK_S):
             signals.check_signals()
@@ -531,11 +529,9 @@ class Turn:
 
     def check(self, what: str) -> None:
         """Raise `UsageError` if this thread is already inside another call, for example in a signal
-        handler: waiting for the lock would deadlock."""
+        handler: waiting would deadlock."""
         if self._thread == threading.get_ident():
             raise UsageError(
                 f"cannot {what} during {self._what}()",
-                found=f"{what}() was called by a signal handler, or by code that "
-                f"{self._what}() calls",
-                remedy=f"set a flag there, and call {what}() after {self._what}() has returned",
+                remedy=f"in a signal handler, set a flag and call {what}() later",
             )

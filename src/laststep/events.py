@@ -11,9 +11,9 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.filesize import decimal
 
 from laststep.constants import listed
@@ -47,14 +47,11 @@ __all__ = [
 log = logging.getLogger("laststep")
 
 
-class Event:
-    """Base class of all events, which are frozen dataclasses."""
-
-    __slots__ = ()
+class Event(msgspec.Struct, frozen=True):
+    """Base class of all events."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight(Event):
+class Preflight(Event, frozen=True):
     """Emitted before the first save: the needs of every save, and the available space."""
 
     state_bytes: int
@@ -65,14 +62,12 @@ class Preflight(Event):
     """The maximum number that the retention rules keep; None if unlimited."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveStarted(Event):
+class SaveStarted(Event, frozen=True):
     step: int
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierHolds(Event):
+class TierHolds(Event, frozen=True):
     """A tier has a checkpoint: work up to this step survives the loss of all nearer tiers."""
 
     step: int
@@ -83,8 +78,7 @@ class TierHolds(Event):
     """The items that the tier stores; None means all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLags(Event):
+class TierLags(Event, frozen=True):
     """Replicating a checkpoint to a tier failed; it will be retried."""
 
     step: int
@@ -92,8 +86,7 @@ class TierLags(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured(Event):
+class Captured(Event, frozen=True):
     """The state is copied completely; training can change it freely."""
 
     step: int
@@ -104,8 +97,7 @@ class Captured(Event):
     """Time for which training was held up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written(Event):
+class Written(Event, frozen=True):
     """Progress of a flush: bytes that are written so far or were already stored."""
 
     step: int
@@ -113,8 +105,7 @@ class Written(Event):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durable(Event):
+class Durable(Event, frozen=True):
     """All files of this rank are on stable storage; the commit follows."""
 
     step: int
@@ -126,8 +117,7 @@ class Durable(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Event):
+class Committed(Event, frozen=True):
     """The checkpoint is committed: it is visible and can be restored."""
 
     step: int
@@ -136,30 +126,26 @@ class Committed(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFailed(Event):
+class SaveFailed(Event, frozen=True):
     step: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSkipped(Event):
+class SaveSkipped(Event, frozen=True):
     """A save was skipped because earlier saves were in the way (`on_busy="skip"`)."""
 
     step: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(Event):
+class Restored(Event, frozen=True):
     step: int
     folder: str
     size_bytes: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver(Event):
+class PassedOver(Event, frozen=True):
     """A restore skipped a newer checkpoint, for this reason."""
 
     step: int
@@ -167,14 +153,12 @@ class PassedOver(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned(Event):
+class Pruned(Event, frozen=True):
     step: int
     folder: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasDiffer(Event):
+class ReplicasDiffer(Event, frozen=True):
     """Tensors that all ranks should hold alike differ between ranks. Emitted on rank 0."""
 
     step: int
@@ -185,8 +169,7 @@ class ReplicasDiffer(Event):
     stores them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionEnded(Event):
+class PreemptionEnded(Event, frozen=True):
     """The outcome of the last save of a preempted job."""
 
     step: int
@@ -212,14 +195,8 @@ class Bus:
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Add a subscriber; return a function that removes it."""
+    def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers = (*self._subscribers, subscriber)
-
-        def unsubscribe() -> None:
-            self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
-
-        return unsubscribe
 
     def emit(self, event: Event) -> None:
         for subscriber in self._subscribers:

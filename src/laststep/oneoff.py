@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.browse import Catalog, Checkpoint, open_folder
+from laststep.browse import Checkpoint, open_folder
+from laststep.browse import open as open_catalog
 from laststep.catalog.attempt import PIN_NAME, is_checkpoint, parse_folder, read_newest
-from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.constants import MANIFEST_NAME, with_article
 from laststep.errors import (
@@ -42,14 +42,13 @@ from laststep.settings import FlushIn, Options
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
 from laststep.storage.files import UNSUPPORTED, Disk, absolute, failed
-from laststep.storage.registry import local_path, open_store
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from laststep.read.content import Content
     from laststep.restoring.match import Match
     from laststep.storage.store import Store
 
@@ -79,13 +78,6 @@ def save(
     `overwrite` atomically replaces a folder that an earlier `save` wrote; the old one stays until
     the new one is complete. `allow_pickle` pickles objects that cannot be stored otherwise.
     """
-    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
-        raise UsageError(
-            "the arguments are swapped",
-            expected="save(state, path)",
-            found=f"save({state!r}, {with_article(type(path))})",
-            remedy="pass the state first",
-        )
     full = absolute(path)
     if os.path.lexists(full):
         full = _to_replace(full, overwrite=overwrite)
@@ -239,7 +231,15 @@ def load(
                 Transfer(content, matches, alone).run(room, _READERS)
                 values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
                 return values[VALUE] if single else values
-            providers = providers_for({VALUE: into} if single else _items_in(into, content))
+            live = {VALUE: into} if single else into
+            if not isinstance(live, Mapping):
+                raise UsageError(
+                    "cannot determine which item `into` is",
+                    expected=f"a dict with the items {', '.join(content.items)}",
+                    found=with_article(type(into)),
+                    remedy="pass into={'model': model, …}",
+                )
+            providers = providers_for(live)
             found = plan_restore(
                 content,
                 providers,
@@ -262,7 +262,7 @@ def load(
             return into
 
     if not is_checkpoint(store):
-        catalog = _open_run(path, store)
+        catalog = open_catalog(path)
         if step is not None:
             return load_from(catalog[step], is_run=True)
         return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
@@ -298,18 +298,6 @@ def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me:
         )
 
 
-def _items_in(into: object, content: Content) -> Mapping[str, object]:
-    if not isinstance(into, Mapping):
-        names = ", ".join(f"{name!r}: …" for name in content.items)
-        raise UsageError(
-            "cannot determine which item `into` is",
-            expected="a dict with all items of the checkpoint",
-            found=with_article(type(into)),
-            remedy=f"pass into={{{names}}}",
-        )
-    return into
-
-
 def _device(wanted: str | torch.device | None) -> str:
     if wanted is None or wanted == "cpu":
         return "cpu"
@@ -322,27 +310,6 @@ def _device(wanted: str | torch.device | None) -> str:
             found=f"{wanted!r}: {str(error).partition(chr(10))[0]}",
             remedy='pass map_location="cpu"',
         ) from error
-
-
-def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
-    local = local_path(path)
-    if local is not None and os.path.isfile(local):  # noqa: PTH113 (False without permission)
-        raise NotFoundError(
-            "cannot load a file",
-            where=local,
-            expected="the folder of a checkpoint or of a run",
-            found="a file",
-            remedy=(
-                f"pass the folder; `laststep import {local} RUN` makes a checkpoint of a "
-                "torch.save or safetensors file"
-            ),
-        )
-    try:
-        return Catalog(Run.open(store))
-    except NotFoundError as error:
-        raise NotFoundError(
-            "there is neither a checkpoint nor a run", where=store.url, remedy=error.remedy
-        ) from None
 
 
 def import_state(

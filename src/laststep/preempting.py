@@ -283,7 +283,7 @@ class Preempting:
             problem=problem,
         )
         self._bus.emit(report)
-        work.hurry(self._grace_is_over)
+        work.is_over = self._grace_is_over
         work.ends_well = True  # even if close() is not called
         if self._exit_code is not None:
             raise Preempted(report, self._exit_code)

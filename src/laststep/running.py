@@ -16,7 +16,7 @@ import time
 import weakref
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from laststep.capture.capture import Capturer
 from laststep.catalog.attempt import parse_folder
@@ -191,7 +191,8 @@ class RunningParts:
         self.saves: Saves = client.saves
         self.has_saved = False
         """True once a save has begun."""
-        self._is_over: Callable[[], bool] = bool  # never
+        self.is_over: Callable[[], bool] = bool
+        """Once it returns True, all waits in this object stop: the program must end."""
         self._ends: list[Callable[[], None]] = [
             capturer.close,
             *([] if team is None else [team.close]),
@@ -275,10 +276,6 @@ class RunningParts:
         self.capturer.settle()
         self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
 
-    def hurry(self, is_over: Callable[[], bool]) -> None:
-        """Stop all waits in this object once `is_over` returns True: the program must end."""
-        self._is_over = is_over
-
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
         """Return the tiers that hold the newest save, in the order in which they received it.
         Memory counts only if all ranks have the save in the memory of this machine."""
@@ -302,9 +299,9 @@ class RunningParts:
             segment.remove()
             return
         log.warning(
-            "%d bytes of shared memory stay in %s, with the only copy of steps %s. The next job "
-            "instance on this machine restores and frees it; `laststep recover %s --base %s` "
-            "stores and frees it now",
+            "%d bytes of shared memory stay in %s, which may hold the only copy of steps %s. The "
+            "next job instance on this machine restores and frees it; `laststep recover %s "
+            "--base %s` stores and frees it now",
             segment.size_bytes,
             segment.folder,
             steps,
@@ -316,7 +313,7 @@ class RunningParts:
     def _in_time(self) -> Iterator[None]:
         """Stop waiting inside the block when time is up, and leave the running parts alone."""
         try:
-            with signals.deadline(self._is_over):
+            with signals.deadline(self.is_over):
                 yield
         except signals.DeadlineExceeded:
             self._leave()
@@ -373,22 +370,15 @@ class RunningParts:
             log.error("a save failed and its error was never raised: %s", error)
 
 
-class _Origin(NamedTuple):
-    """The checkpoint that the live state of an item comes from, until the next save."""
-
-    folder: str
-    is_all: bool
-    """False if a restore failed midway."""
-
-
 class Resuming:
     """The checkpoint that this job instance continues."""
 
     def __init__(self, context: RunContext, work: RunningParts) -> None:
         self._context, self._store, self._work = context, context.store, work
         self._group: Ranks | None = None
-        self._origins: dict[str, _Origin] = {}
-        """Origins of items that were restored separately, or whose restore failed."""
+        self._origins: dict[str, str | None] = {}
+        """The checkpoints that items come from, until the next save, if they were not all restored
+        together; None for an item whose restore failed midway."""
         self._seen = Seen()
         self._resumed = False
         self._knows_lineage = context.settings.new_lineage
@@ -399,14 +389,11 @@ class Resuming:
         """Checkpoints that `peek()` returned and that were then found damaged."""
 
     @property
-    def mixed(self) -> str | None:
-        """A checkpoint that is only partly in the live state, so that nothing may be saved; else
-        None."""
-        if not self._origins:
-            return None
-        folders = {origin.folder for origin in self._origins.values()}
-        broken = {origin.folder for origin in self._origins.values() if not origin.is_all}
-        return min(broken or folders) if broken or len(folders) > 1 else None
+    def mixed(self) -> str:
+        """The items of a live state that is no whole checkpoint, so that nothing may be saved; else
+        empty."""
+        folders = set(self._origins.values())
+        return ", ".join(self._origins) if None in folders or len(folders) > 1 else ""
 
     def all_ranks(self, call: str) -> Ranks:
         """Return the ranks that restore together and meet for `step()`. Collective at first."""
@@ -474,19 +461,17 @@ class Resuming:
         skipped = () if peek is None else peek.skipped
         return replace(outcome.restored, skipped=(*skipped, *outcome.restored.skipped))
 
-    def _touch(self, only: Sequence[str] | None, folder: str) -> None:
+    def _touch(self, only: Sequence[str] | None) -> None:
         """Record that the selected items are incomplete from now on: they hold neither their old
         state nor the stored one until everything is read."""
-        self._origins = dict(self._origins)
-        for item in self._context.providers:
-            if selection(only, item)[0]:
-                self._origins[item] = _Origin(folder, is_all=False)
+        touched = [item for item in self._context.providers if selection(only, item)[0]]
+        self._origins = self._origins | dict.fromkeys(touched)
 
     def _go_on(
         self,
         outcome: Outcome,
         wanted: RestoreRequest,
-        before: dict[str, _Origin],
+        before: dict[str, str | None],
         peek: Peeked | None,
     ) -> None:
         """Record the origins of the restored items and let saves continue the checkpoint. A partial
@@ -497,7 +482,7 @@ class Resuming:
             items = [
                 item for item in self._context.providers if selection(only, item) == (True, None)
             ]
-            before = before | dict.fromkeys(items, _Origin(found.folder, is_all=True))
+            before = before | dict.fromkeys(items, found.folder)
         elif only is None:
             before = {}
         if not outcome.mixed:

@@ -271,7 +271,7 @@ def test_a_handler_that_calls_in_the_midst_of_a_call_is_refused(
         before = signal.signal(signal.SIGUSR1, lambda *_: calls[call]())
         checkpointer.save(1)
         try:
-            refused = raises(laststep.UsageError, call, found=f"{outer}()")
+            refused = raises(laststep.UsageError, call, f"{outer}()")
             with (
                 refused,
                 signals.defer_signals(),

@@ -225,7 +225,7 @@ def test_a_frequency_that_cannot_be_is_refused(every: object, tmp_path: Path) ->
 
 
 def test_a_misspelt_frequency_is_known(tmp_path: Path) -> None:
-    with raises(laststep.UsageError, remedy="every='auto'"):
+    with raises(laststep.UsageError, remedy="every=…"):
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, evry="auto")
 
 

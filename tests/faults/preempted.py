@@ -18,6 +18,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -104,7 +105,7 @@ class Training:
 
     def tell(self, event: object) -> None:
         if isinstance(event, PreemptionEnded):
-            say("ended", json.dumps({name: getattr(event, name) for name in event.__slots__}))
+            say("ended", json.dumps(msgspec.structs.asdict(event)))
         elif not self.request.get("tells_saves"):
             return
         elif isinstance(event, TierHolds):

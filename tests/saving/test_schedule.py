@@ -314,11 +314,6 @@ def test_steps_that_go_back_are_refused_until_a_restore() -> None:
     assert not job.due(3)
 
 
-def test_without_a_frequency_step_says_what_to_pass() -> None:
-    with pytest.raises(UsageError, match="every='auto'"):
-        Job().due(0)
-
-
 def test_a_restore_begins_anew_and_keeps_what_saves_cost() -> None:
     job = Job(every="auto", mtbf="6 h")
     job.go(5000)

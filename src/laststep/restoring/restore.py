@@ -112,13 +112,13 @@ def restore_into(
     bus: Bus,
     wanted: RestoreRequest,
     *,
-    touched: Callable[[str], None],
+    touched: Callable[[], None],
     saw: Callable[[Seen], None],
     ranks: Ranks,
 ) -> Outcome | None:
     """Restore a checkpoint; return None if there is none yet and no step was requested.
 
-    `touched` is called with the folder's name before the first live byte changes. `saw` is called
+    `touched` is called before the first live byte changes. `saw` is called
     on rank 0 with the newest term before each listing of the run. All ranks call this together,
     after their saves have ended.
     """
@@ -145,7 +145,7 @@ def restore_into(
             if wanted.exact:
                 collective(ranks, lambda: refuse_rounded(content, plan.matches, where))
             transfer = Transfer(content, plan.matches, ranks, opened.readers)
-            touched(chosen.folder)
+            touched()
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
             compare_aliases(plan, ranks)

@@ -250,15 +250,12 @@ class Schedule:
         past: Callable[[], Past],
         *,
         clock: Callable[[], float] = time.monotonic,
-        may_only_end: bool = False,
     ) -> None:
-        """`past` returns the earlier failures of the run and is called once. With `may_only_end`,
-        `step()` is allowed without `every`, because it detects preemptions."""
+        """`past` returns the earlier failures of the run and is called once."""
         self._settings, self._ranks = settings, rank.ranks
         self._every = every = settings.every
         self._fixed_s = duration_s(every) if isinstance(every, str) and every != "auto" else None
         self._ask_past, self._clock = past, clock
-        self._may_only_end = may_only_end
         self._past = Past()
         self._timer = StepTimer() if rank.is_first and isinstance(every, str) else None
         """Rank 0's measurements; None on other ranks and if nothing has to be measured."""
@@ -295,12 +292,6 @@ class Schedule:
                 expected=f"a step from {before} on",
                 found=str(step),
                 remedy="count steps over the whole training; restore() a step to go back to it",
-            )
-        if self._every is None and not self._may_only_end:
-            raise UsageError(
-                "step() needs a save interval",
-                expected="a Checkpointer with every=…",
-                remedy="pass every='auto', every=1000 or every='10 min'; or call save()",
             )
         self._last_step = step
         if self._every is None:
