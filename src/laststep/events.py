@@ -219,7 +219,7 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
         bus.subscribe(ProgressBar())
 
 
-def log_event(event: Event) -> None:  # noqa: C901, PLR0915 (a case per kind)
+def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
     """Log one line per change of state, with step, bytes and seconds."""
     level = logging.INFO
     match event:
