@@ -82,13 +82,13 @@ def attempt_text(attempt: OpenAttempt) -> str:
 
 
 def _document(item: Listed) -> dict[str, object]:
-    commit: dict[str, object] = {"shared_bytes": None, "lossy": (), "omitted_items": ()}
-    commit["metrics"] = {}
-    if item.commit is not None:
-        commit = fields(item.commit, " ".join(commit))
+    commit = item.commit
     return {
         **fields(item, "step folder created_s size_bytes superseded_by pinned term attempt"),
-        **commit,
+        "shared_bytes": None if commit is None else commit.written.shared_bytes,
+        "lossy": () if commit is None else commit.written.lossy,
+        "omitted_items": () if commit is None else commit.omitted_items,
+        "metrics": {} if commit is None else commit.metrics,
         "lineage": lineage_of(item),
         "incomplete": item.incomplete,
         "error": None if item.error is None else str(item.error),

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _COMMIT_FIELDS = (
-    "step term attempt run ranks created_s size_bytes shared_bytes lossy omitted_items format "
-    "laststep metrics metadata continues"
+    "step term attempt run ranks created_s omitted_items format laststep metrics metadata continues"
 )
 
 
@@ -174,6 +173,7 @@ def _document(shown: ShownCheckpoint) -> dict[str, object]:
     _, shared_with = shown.shared()
     return {
         **fields(shown.commit, _COMMIT_FIELDS),
+        **fields(shown.commit.written, "size_bytes shared_bytes lossy"),
         "folder": shown.place.folder,
         "shared_with": shared_with,
         "lineage": None if entry is None else lineage_of(entry),
