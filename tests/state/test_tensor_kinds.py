@@ -220,15 +220,14 @@ def test_groups_of_overlaps_are_disjoint_and_hold_all_that_touches(
     assert not set(ties) & set(ties.values())
     left = [e for e in extents if e.name not in ties and e.start < e.stop]
     overlaps = find_overlaps(left)
-    grouped = {member.name: n for n, o in enumerate(overlaps) for member in o.members}
-    assert len(grouped) == sum(len(overlap.members) for overlap in overlaps)
+    grouped = {member.name: n for n, overlap in enumerate(overlaps) for member in overlap}
+    assert len(grouped) == sum(map(len, overlaps))
     for a in left:
         for b in left:
             if a is not b and a.storage == b.storage and a.start < b.stop and b.start < a.stop:
                 assert grouped[a.name] == grouped[b.name]
     for overlap in overlaps:
-        assert overlap.start == min(member.start for member in overlap.members)
-        assert overlap.stop == max(member.stop for member in overlap.members)
+        assert overlap[0].start == min(member.start for member in overlap)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -150,14 +149,6 @@ class MemoryRange(NamedTuple):
     """dtype, shape, stride and offset: equal windows of one storage are the same tensor."""
 
 
-class Overlap(NamedTuple):
-    """Tensors of one storage whose bytes overlap without being the same tensor."""
-
-    start: int
-    stop: int
-    members: tuple[MemoryRange, ...]
-
-
 def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
     """Return name → first name with exactly the same window, if that is another one."""
     first: dict[tuple[object, ...], str] = {}
@@ -171,22 +162,19 @@ def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
     return ties
 
 
-def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
-    """Return the groups of different windows of a storage whose byte ranges overlap."""
-    by_storage: dict[int, list[MemoryRange]] = defaultdict(list)
-    for extent in extents:
-        if extent.start < extent.stop:
-            by_storage[extent.storage].append(extent)
+def find_overlaps(extents: list[MemoryRange]) -> list[list[MemoryRange]]:
+    """Return the groups of different windows of a storage whose byte ranges overlap, each sorted by
+    their starts."""
     groups: list[list[MemoryRange]] = []
-    for members in by_storage.values():
-        stop = -1
-        for extent in sorted(members, key=lambda e: (e.start, e.stop)):
-            if extent.start >= stop:
-                groups.append([])
-            groups[-1].append(extent)
-            stop = max(stop, extent.stop)
-    return [
-        Overlap(group[0].start, max(extent.stop for extent in group), tuple(group))
-        for group in groups
-        if len(group) > 1
-    ]
+    storage, stop = -1, -1
+    # In the order of names, which is the same on all ranks and at each save, unlike addresses.
+    order = {name: n for n, name in enumerate(dict.fromkeys(e.storage for e in extents))}
+    for extent in sorted(extents, key=lambda e: (order[e.storage], e.start, e.stop)):
+        if extent.start == extent.stop:
+            continue
+        if extent.storage != storage or extent.start >= stop:
+            groups.append([])
+            storage, stop = extent.storage, -1
+        groups[-1].append(extent)
+        stop = max(stop, extent.stop)
+    return [group for group in groups if len(group) > 1]

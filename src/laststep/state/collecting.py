@@ -26,21 +26,8 @@ import torch
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.constants import with_article
 from laststep.errors import UsageError
+from laststep.state import tensors
 from laststep.state.boxes import MemoryRange, find_overlaps, find_ties
-from laststep.state.tensors import (
-    COMPRESSED,
-    DTYPE_NAMES,
-    PLAIN_TENSORS,
-    LocalShard,
-    TensorForms,
-    dtensor_class,
-    forms_of,
-    handler_for,
-    is_backed,
-    is_dtensor,
-    local_shard_of,
-    needed_bytes,
-)
 from laststep.state.tree import (
     MAX_DEPTH,
     OWNED,
@@ -72,7 +59,7 @@ _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Array types that consist of their elements only, unlike masked arrays."""
 _INTEGERS = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")
 _ARRAY_DTYPES: Final = set(map(np.dtype, ("?", *_INTEGERS, "f2", "f4", "f8", "c8", "c16")))
-_SPARSE: Final = {"sparse_coo", *COMPRESSED}
+_SPARSE: Final = {"sparse_coo", *tensors.COMPRESSED}
 _BASE_ALIGN = 16
 """The size of the largest element, so that every view of a base is aligned."""
 
@@ -98,7 +85,9 @@ class _Walk:
     ) -> None:
         self._volatile = volatile
         self._allow_pickle = allow_pickle
-        self._in_rows = PLAIN_TENSORS | {dtensor_class()} if in_bulk else frozenset()
+        self._in_rows = (
+            tensors.PLAIN_TENSORS | {tensors.dtensor_class()} if in_bulk else frozenset()
+        )
         self._known = known
         self.names: list[str] = []
         self.leaves: list[torch.Tensor] = []
@@ -189,7 +178,7 @@ class _Walk:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if kind is LocalShard:
+        if kind is tensors.LocalShard:
             return self._local_shard(value, value, path)
         if kind in _ARRAYS and value.dtype.newbyteorder("=") in _ARRAY_DTYPES:
             return Tagged("ndarray", [value.dtype.str, self._keep(_tensor_of(value), path)])
@@ -248,24 +237,24 @@ class _Walk:
         return TensorRef(name)
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> object:
-        if type(tensor) not in PLAIN_TENSORS:
+        if type(tensor) not in tensors.PLAIN_TENSORS:
             return self._subclass(tensor, path)
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         if layout in _SPARSE:
             return self._sparse(tensor.detach(), layout, path)
-        if layout != "strided" or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        if layout != "strided" or tensor.is_meta or tensor.dtype not in tensors.DTYPE_NAMES:
             raise _refused(
                 f"a {layout} {tensor.device.type} tensor of {tensor.dtype}",
                 path,
                 "materialise it with to_empty(), dequantise it, make it dense, or save its parts",
                 expected="a strided or sparse tensor of a plain dtype, with data",
             )
-        if not is_backed(tensor):
+        if not tensors.is_backed(tensor):
             size_bytes = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
             raise UsageError(
                 "cannot copy a tensor: its memory was freed, or its storage is too small",
                 where=show_path(path),
-                expected=f"a storage of at least {needed_bytes(tensor)} bytes",
+                expected=f"a storage of at least {tensors.needed_bytes(tensor)} bytes",
                 found=f"{size_bytes} bytes",
                 remedy="bring its data back first, e.g. unshard or reload what was offloaded",
             )
@@ -277,7 +266,7 @@ class _Walk:
             self.trained_names.add(ref.name)
         return ref
 
-    def _local_shard(self, shard: LocalShard, owner: object, path: Path) -> object:
+    def _local_shard(self, shard: tensors.LocalShard, owner: object, path: Path) -> object:
         ref = self._tensor(shard.local.detach(), path)
         if not isinstance(ref, TensorRef):
             raise _refused("a shard of a tensor that is not plain", path)
@@ -288,9 +277,9 @@ class _Walk:
         return ref
 
     def _subclass(self, tensor: torch.Tensor, path: Path) -> object:
-        if is_dtensor(tensor):
-            return self._local_shard(local_shard_of(tensor, show_path(path)), tensor, path)  # type: ignore[arg-type]
-        handler = handler_for(type(tensor))
+        if tensors.is_dtensor(tensor):
+            return self._local_shard(tensors.local_shard_of(tensor, show_path(path)), tensor, path)  # type: ignore[arg-type]
+        handler = tensors.handler_for(type(tensor))
         if handler is not None:
             return Tagged("subclass", [handler.name, self.copy(handler.to_parts(tensor), path)])
         raise _refused(
@@ -307,7 +296,9 @@ class _Walk:
             parts = {"indices": tensor._indices(), "values": tensor._values()}
             parts["coalesced"] = tensor.is_coalesced()
         else:
-            parts = {name: getattr(tensor, f"{name}_indices")() for name in COMPRESSED[layout]}
+            parts = {
+                name: getattr(tensor, f"{name}_indices")() for name in tensors.COMPRESSED[layout]
+            }
             parts["values"] = tensor.values()
         return Tagged("sparse", [layout, tuple(tensor.shape), self.copy(parts, path)])
 
@@ -348,7 +339,7 @@ class _Known:
     parts: list[_Part]
     kinds: list[type]
     dtensors: list[object]
-    forms: TensorForms
+    forms: tensors.TensorForms
     own: list[bool]
     """True for each tensor that is a piece, and not tied to an earlier one."""
     collected: Collected
@@ -379,8 +370,8 @@ def collect(
             return _collect_in_bulk(value, volatile, cache, allow_pickle=allow_pickle)
     walk = _Walk(volatile, allow_pickle=allow_pickle, in_bulk=False)
     tree = walk.copy(value, ())
-    tensors = dict(zip(walk.names, walk.leaves, strict=True))
-    return _describe(walk, tree, tensors, forms_of(list(tensors.values())))
+    named = dict(zip(walk.names, walk.leaves, strict=True))
+    return _describe(walk, tree, named, tensors.forms_of(list(named.values())))
 
 
 def _recognise(known: _Known | None, value: object, volatile: frozenset[Path]) -> Collected:
@@ -401,7 +392,7 @@ def _recognise(known: _Known | None, value: object, volatile: frozenset[Path]) -
     if (
         list(map(type, memories)) != known.kinds
         or dtensors != known.dtensors
-        or forms_of(memories) != known.forms
+        or tensors.forms_of(memories) != known.forms
     ):
         raise _Different
     return replace(known.collected, tree=tree, sources=tuple(compress(memories, known.own)))
@@ -415,15 +406,15 @@ def _collect_in_bulk(
     walk = _Walk(volatile, allow_pickle=allow_pickle)
     tree = walk.copy(value, ())
     memories, dtensors = _memories(walk.leaves)
-    forms = forms_of(memories)
-    tensors = dict(zip(walk.names, memories, strict=True))
-    if len(tensors) != len(memories) or not _are_common(memories, forms):
+    forms = tensors.forms_of(memories)
+    named = dict(zip(walk.names, memories, strict=True))
+    if len(named) != len(memories) or not _are_common(memories, forms):
         raise _Different
     # Not detached: the tensors outlive this save, so that early copies recognise them.
     walk.trained_names.update(compress(walk.names, map(attrgetter("requires_grad"), walk.leaves)))
     for number, *_spec in dtensors:
-        walk.layouts[walk.names[number]] = local_shard_of(walk.leaves[number], "").layout
-    collected = _describe(walk, tree, tensors, forms)
+        walk.layouts[walk.names[number]] = tensors.local_shard_of(walk.leaves[number], "").layout
+    collected = _describe(walk, tree, named, forms)
     if walk.is_common and walk.leaves and not collected.views:
         odd = {at: key for at, key in enumerate(walk.keys) if type(key) not in _EXACT}
         cache.last = _Known(
@@ -445,7 +436,7 @@ def _collect_in_bulk(
 def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[Any]]:
     """Return the memory of each tensor on this rank; and for each DTensor its position, and the
     values from which `local_shard_of` computes its layout."""
-    kind = dtensor_class()
+    kind = tensors.dtensor_class()
     if kind not in set(map(type, leaves)):
         return leaves, []
     memories, dtensors = list(leaves), []
@@ -457,11 +448,11 @@ def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], l
     return memories, dtensors
 
 
-def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
+def _are_common(memories: Sequence[torch.Tensor], forms: tensors.TensorForms) -> bool:
     if (
         forms.marked
-        or not PLAIN_TENSORS.issuperset(map(type, memories))
-        or not DTYPE_NAMES.keys() >= set(forms.dtypes)
+        or not tensors.PLAIN_TENSORS.issuperset(map(type, memories))
+        or not tensors.DTYPE_NAMES.keys() >= set(forms.dtypes)
     ):
         return False
     sizes, offsets = map(_NBYTES, memories), map(torch.Tensor.storage_offset, memories)
@@ -470,7 +461,7 @@ def _are_common(memories: Sequence[torch.Tensor], forms: TensorForms) -> bool:
     ):
         # Most have an address, start at offset 0 of their storage and are contiguous.
         is_odd = size > storage or offset or not address or not contiguous
-        if is_odd and (memory.is_meta or not is_backed(memory)):
+        if is_odd and (memory.is_meta or not tensors.is_backed(memory)):
             return False
     return True
 
@@ -479,13 +470,13 @@ _NBYTES: Final = attrgetter("nbytes")
 
 
 def _describe(
-    walk: _Walk, tree: object, tensors: dict[str, torch.Tensor], forms: TensorForms
+    walk: _Walk, tree: object, named: dict[str, torch.Tensor], forms: tensors.TensorForms
 ) -> Collected:
-    ties, views, bases = _sharing(tensors, forms)
-    own, volatile = tensors, walk.volatile_names
+    ties, views, bases = _sharing(named, forms)
+    own, volatile = named, walk.volatile_names
     if ties or views:
-        own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
-        forms = forms_of(list(own.values()))
+        own = {n: t for n, t in named.items() if n not in ties and n not in views} | bases
+        forms = tensors.forms_of(list(own.values()))
         volatile = volatile | {view.base for name, view in views.items() if name in volatile}
     devices = list(map(attrgetter("device"), own.values()))
     texts: dict[torch.device, str] = {}
@@ -493,7 +484,7 @@ def _describe(
         texts[device] = "cpu" if device.type == "cpu" else str(device)
     pieces = zip(
         own,
-        map(DTYPE_NAMES.__getitem__, forms.dtypes),
+        map(tensors.DTYPE_NAMES.__getitem__, forms.dtypes),
         map(tuple, forms.shapes),
         map(_NBYTES, own.values()),
         map(texts.__getitem__, devices),
@@ -508,27 +499,27 @@ def _describe(
         sources=tuple(own.values()),
         ties=ties,
         views=views,
-        tensors=tensors,
+        tensors=named,
         layouts=walk.layouts,
         owners=walk.owners,
     )
 
 
 def _sharing(
-    tensors: dict[str, torch.Tensor], forms: TensorForms
+    named: dict[str, torch.Tensor], forms: tensors.TensorForms
 ) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
     """Return ties, views and base tensors; the common case (nothing shared) takes one pass."""
     if all(forms.contiguous):
         starts = np.array(forms.addresses, dtype=np.int64)
-        sizes = np.fromiter(map(_NBYTES, tensors.values()), dtype=np.int64, count=len(tensors))
+        sizes = np.fromiter(map(_NBYTES, named.values()), dtype=np.int64, count=len(named))
         order = np.argsort(starts)
         ends = (starts + sizes)[order]
         if not (starts[order][1:] < ends[:-1]).any():
             return {}, {}, {}
-    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in named.items()}
     if len(set(storages.values())) == len(storages):
         return {}, {}, {}
-    extents = [_extent(name, tensor, storages[name]) for name, tensor in tensors.items()]
+    extents = [_extent(name, tensor, storages[name]) for name, tensor in named.items()]
     ties = find_ties(extents)
     views: dict[str, View] = {}
     bases: dict[str, torch.Tensor] = {}
@@ -536,17 +527,17 @@ def _sharing(
         base_name = f"~6base{len(bases)}"
         # NumPy arrays at the same address each have their own storage, of the size of the array.
         storage = max(
-            (tensors[member.name].untyped_storage() for member in overlap.members),
+            (named[member.name].untyped_storage() for member in overlap),
             key=torch.UntypedStorage.nbytes,
         )
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        start = overlap.start // _BASE_ALIGN * _BASE_ALIGN
-        bases[base_name] = whole[start : overlap.stop]
-        for member in overlap.members:
-            tensor = tensors[member.name]
+        start = overlap[0].start // _BASE_ALIGN * _BASE_ALIGN
+        bases[base_name] = whole[start : max(member.stop for member in overlap)]
+        for member in overlap:
+            tensor = named[member.name]
             views[member.name] = View(
                 base=base_name,
-                dtype=DTYPE_NAMES[tensor.dtype],
+                dtype=tensors.DTYPE_NAMES[tensor.dtype],
                 shape=tuple(tensor.shape),
                 stride=tuple(tensor.stride()),
                 offset_bytes=int(tensor.storage_offset()) * tensor.element_size() - start,
@@ -557,4 +548,4 @@ def _sharing(
 def _extent(name: str, tensor: torch.Tensor, storage: int) -> MemoryRange:
     start = int(tensor.storage_offset()) * tensor.element_size()
     window = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start)
-    return MemoryRange(name, storage, start, needed_bytes(tensor) or start, window)
+    return MemoryRange(name, storage, start, tensors.needed_bytes(tensor) or start, window)
