@@ -19,9 +19,9 @@ from laststep.capture.kernels import CopyTable, Fingerprint, kernels_on
 from laststep.constants import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from laststep.capture.layout import ChunkLayout, Layout, StagingGroup
+    from laststep.capture.layout import ChunkLayout, Layout
 
 RING_CHUNKS = 8
 """While one half is emptied at the speed of the bus, the other is filled."""
@@ -73,7 +73,13 @@ class Route:
         rows: list[_Row] = []
         self._rows_before = [0]
         for number, groups in enumerate(self._groups):
-            rows += self._rows_of(groups, self.place(number), sources)
+            for group in groups:
+                size, at = DTYPES[group.dtype].size_bytes, self.place(number) + group.start
+                for span in group.spans:
+                    length, skipped = (span.last - span.first) * size, span.first * size
+                    address = sources[span.piece].address + skipped
+                    rows.append(_Row(span.piece, address, at, length, skipped))
+                    at += length
             self._rows_before.append(len(rows))
         self.rows = rows
         kernels = None if stream is None else kernels_on(stream.device)
@@ -141,17 +147,6 @@ class Route:
 
     def _addresses_of(self, sources: Mapping[int, LiveTensor]) -> list[int]:
         return [sources[piece].address for piece in self._layout.direct[self._device]]
-
-    def _rows_of(
-        self, groups: list[StagingGroup], place: int, sources: Mapping[int, LiveTensor]
-    ) -> Iterator[_Row]:
-        for group in groups:
-            size, at = DTYPES[group.dtype].size_bytes, place + group.start
-            for span in group.spans:
-                length, skipped = (span.last - span.first) * size, span.first * size
-                address = sources[span.piece].address + skipped
-                yield _Row(span.piece, address, at, length, skipped)
-                at += length
 
 
 class Ring:

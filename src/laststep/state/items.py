@@ -58,9 +58,7 @@ class Unwrapped(AroundProvider):
                     "the state of a wrapper or the object inside it has changed",
                     expected=f"{type(wrapper).__name__} to return the state of the "
                     f"{type(inner).__name__} inside it, as when the Checkpointer was created",
-                    found="another state",
-                    remedy="create a new Checkpointer, or pass the wrapped object and the "
-                    "wrapper's own state as two items",
+                    remedy="create a new Checkpointer, or pass two items",
                 )
         return super().describe()
 
@@ -325,8 +323,8 @@ class Deferred(AroundProvider):
                     "a deferred item is another one each time that it is asked for",
                     expected="a function that returns the item",
                     found=shown(held),
-                    remedy="keep it and return that, as Deferred(lambda: self.model) does; for "
-                    "a part of it: Deferred(lambda: self.model, laststep.trainable)",
+                    remedy="return one that is kept; for a part of it: "
+                    "Deferred(lambda: self.model, laststep.trainable)",
                 )
             item = held if self._make is None or held is None else self._make(held)
             self._known[:] = held, item
@@ -378,22 +376,15 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
         )
     items = {plain(name): item for name, item in items.items()}  # type: ignore[misc]
     for name in items:
-        if not is_item_name(name):
+        part = _PART.fullmatch(name)
+        if not is_item_name(name) or (part is not None and part[1] in {"shared", *items}):
             raise UsageError(
                 "invalid item name",
-                expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
+                expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared' or the "
+                "name of another item's file",
                 found=shown(name),
                 remedy="choose another name",
             )
-        part = _PART.fullmatch(name)
-        if part is not None and (part[1] in items or part[1] == "shared"):
-            raise UsageError(
-                "item name collides with a file of another item",
-                expected=f"not {part[1]!r} and a number behind it",
-                found=repr(name),
-                remedy="choose another name",
-            )
-
     names = functools.partial(_names_of_parameters, items)
     return {name: _provider(name, item, names) for name, item in items.items()}
 

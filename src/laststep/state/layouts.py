@@ -183,19 +183,14 @@ class Sharded:
     placements: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
-        if len(self.placements) != len(self.mesh.sizes):
+        dims = {place.dim for place in self.placements if isinstance(place, Shard)}
+        if len(self.placements) != len(self.mesh.sizes) or not dims <= set(range(len(self.shape))):
             raise UsageError(
-                "a layout does not fit its mesh",
-                expected=f"{len(self.mesh.sizes)} placements",
-                found=f"{len(self.placements)}",
+                "a layout does not fit together",
+                expected="a placement per mesh dimension, shards along dimensions of the tensor",
+                found=f"{self.placements} for shape {self.shape} on {self.mesh.sizes} ranks",
             )
-        for dim in {place.dim for place in self.placements if isinstance(place, Shard)}:
-            if not 0 <= dim < len(self.shape):
-                raise UsageError(
-                    "layout shards a dimension that the tensor does not have",
-                    expected=f"0 to {len(self.shape) - 1}",
-                    found=str(dim),
-                )
+        for dim in dims:
             self._order(dim)
 
     def held(self, rank: int) -> tuple[Box, ...]:
@@ -211,9 +206,7 @@ class Sharded:
         start, stop = list(whole(self.shape).start), list(self.shape)
         for dim in range(len(self.shape)):
             for axis in self._order(dim):
-                size = stop[dim] - start[dim]
-                each = -(-size // self.mesh.sizes[axis])
-                end = stop[dim]
+                each, end = -(-(stop[dim] - start[dim]) // self.mesh.sizes[axis]), stop[dim]
                 start[dim] = min(start[dim] + at[axis] * each, end)
                 stop[dim] = min(start[dim] + each, end)
         return Box(tuple(start), tuple(stop))
@@ -467,7 +460,7 @@ def from_plain(plain: Sequence[Any]) -> Layout:
     """Convert back. Raise `ValueError`, `TypeError` or `UsageError` if it is malformed."""
     kind, shape, (names, sizes, strides, base, listed), *rest = plain
     base = counts([base])[0]
-    mesh = _one_mesh(tuple(map(str, names)), counts(sizes), counts(strides), base, counts(listed))
+    mesh = _mesh(tuple(map(str, names)), counts(sizes), counts(strides), base, counts(listed))
     if kind == "flat":
         axes, offset, total, *cut = rest
         cuts, blocks = cut or ((), 1)  # omitted if nothing shards the tensor first
@@ -481,9 +474,5 @@ def _placements(cuts: Sequence[Sequence[Any]]) -> tuple[Placement, ...]:
     return tuple(Shard(*counts(cut)) if cut else Replicate() for cut in cuts)
 
 
-@functools.lru_cache(maxsize=256)
-def _one_mesh(
-    names: tuple[str, ...], sizes: Index, strides: Index, base: int, listed: tuple[int, ...]
-) -> Mesh:
-    """Return a cached mesh, because many layouts share a few meshes."""
-    return Mesh(names, sizes, strides, base, listed)
+_mesh = functools.lru_cache(maxsize=256)(Mesh)
+"""Many layouts share a few meshes."""

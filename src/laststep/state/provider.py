@@ -348,6 +348,8 @@ class RNG(StateProvider):
             return  # `check` has already reported it
         states: dict[str, Any] = value  # type: ignore[assignment]
         with handing_over("a random number generator"):
+            if not 0 <= states["numpy"][2] <= 624:  # NumPy would read out of bounds
+                raise ValueError(f"position {states['numpy'][2]} of 624 keys")
             torch.set_rng_state(states["torch"]["cpu"])
             if states["torch"]["cuda"] and torch.cuda.is_available():
                 count = torch.cuda.device_count()
