@@ -60,14 +60,10 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     superseded_by: str | None
     pinned: bool
     size_bytes: int
-    """The size of its data files by the manifest, or of all its files if the manifest cannot be
-    read."""
-
+    """The size of its data files by the manifest, or of all its files without a manifest."""
     stored_bytes: int
     """The size of all files in its folder, including files shared with other checkpoints (see
-    `Sharing`). If there are very many files and all are present or were not scanned, this is
-    computed from the manifest."""
-
+    `Sharing`); by the manifest if there are very many."""
     created_s: float
     incomplete: str | None = None
     is_link: bool = False
@@ -80,9 +76,8 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
 
 
 class OpenAttempt(AttemptName, frozen=True, kw_only=True):
-    """An undecided attempt. `size_bytes` covers only the files that the scan saw: in a job of many
-    ranks most are in subfolders, which only a deep scan reads. `alive` is True if its writer is
-    alive."""
+    """An undecided attempt. `size_bytes` covers only the files that the scan saw; `alive` is True
+    if its writer is alive."""
 
     alive: bool
     size_bytes: int
@@ -99,14 +94,11 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[StoreEntry, ...]
     """The content of the folder and of the subfolders that were scanned; names from a subfolder
     contain a `/`."""
-
     decided: Commit | Abort | LaststepError | None
     passed_over: tuple[str, ...] = ()
     """The subfolders that were skipped."""
-
     incomplete: str | None = None
     """A description of the first file that is missing or whose size differs from the manifest."""
-
     is_copied_now: bool = False
     """True if it is undecided and a process is copying it."""
 

@@ -70,8 +70,6 @@ def read_record(store: Store) -> RunRecord | None:
         raise CorruptError(
             "the record of the run is damaged",
             where=where,
-            expected="a format, a run id and a time",
-            found="other content, which laststep did not write" if data else "an empty file",
             remedy="move the file away: the checkpoints open without it",
         ) from error
 
@@ -163,13 +161,9 @@ class Run:
     def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
     ) -> terms.Chain:
-        """Return the terms that the newest term with a commit descends from. `names` are the
-        attempts that exist.
-
-        A term without a commit does not count: its writer may have died before it knew which
-        checkpoints it would abandon. `is_committed` is called for as few attempts as possible,
-        newest first.
-        """
+        """Return the terms that the newest term with a commit descends from, of all attempts that
+        exist. A term without a commit does not count: its writer may have died before it knew which
+        checkpoints it would abandon. `is_committed` is called for as few as possible."""
         numbers = self._terms.numbers()
         recorded, is_told = frozenset(numbers), not numbers
         for name in sorted(names, key=attempts.by_point, reverse=True):
@@ -245,11 +239,8 @@ class Run:
         return self._terms.read(number)
 
     def live_writer(self, *, below: int | None = None) -> LiveWriter | None:
-        """Return the newest term (below `below`) whose writer is alive, or None.
-
-        Before a restore, this is a writer that still finishes the last save of an earlier job
-        instance.
-        """
+        """Return the newest term (below `below`) whose writer is alive, or None. Before a restore,
+        it still finishes the last save of an earlier job instance."""
         for number in reversed(self._terms.numbers("lock")):
             if (below is None or number < below) and self._terms.is_alive(number):
                 record = self._terms.read(number)
@@ -514,10 +505,8 @@ class RunWriter:
         if record is None or self.run.record is None:
             return ()
         name = terms.term_record_name(record.term)
-        return (attempts.RUN_NAME, msgspec.json.encode(self.run.record)), (
-            name,
-            terms.encode(record),
-        )
+        run = msgspec.json.encode(self.run.record)
+        return (attempts.RUN_NAME, run), (name, terms.encode(record))
 
     def continue_from(self, after: AttemptName | None, seen: terms.Seen) -> None:
         """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
@@ -564,20 +553,15 @@ class RunWriter:
         missing. An unreachable store is not queried again, which would only delay the report.
         """
         is_unreachable = isinstance(error, StorageError) and error.transient
-        if (
-            at is not None
-            and isinstance(error, (NotFoundError, StorageError))
-            and not is_unreachable
-        ):
-            try:
-                self.run.check_newest(at.term)
-            except AbortedError as takeover:
-                takeover.__cause__ = error
-                return takeover
-            except (LaststepError, OSError) as second:
-                _log.warning(
-                    "cannot check whether another writer has taken over the run: %s", second
-                )
+        if at is None or is_unreachable or not isinstance(error, (NotFoundError, StorageError)):
+            return error
+        try:
+            self.run.check_newest(at.term)
+        except AbortedError as takeover:
+            takeover.__cause__ = error
+            return takeover
+        except (LaststepError, OSError) as second:
+            _log.warning("cannot check whether another writer has taken over the run: %s", second)
         return error
 
     def clean(self) -> None:

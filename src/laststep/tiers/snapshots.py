@@ -141,8 +141,7 @@ class MemorySnapshot:
     url: str = "shared memory"
 
     def __init__(self, parts: RankParts) -> None:
-        """Raise `CorruptError` if the ranks' parts do not match; such a save could not have been
-        committed."""
+        """Raise `CorruptError` if the ranks' parts do not match."""
         self.segments = tuple(segment.folder for segment, _ in parts if segment is not None)
         self.record = parts[0][1]
         """The record of rank 0, which would have committed the save."""
@@ -150,14 +149,13 @@ class MemorySnapshot:
         self.indexes = [record.decode_index() for _, record in parts]
         written = manifest.WrittenIndexes()
         self._data: dict[str, bytes] = {}
-        self._pools: dict[str, tuple[_SharedMemory | None, int]] = {}
+        self._pools: dict[str, _Pool] = {}
         for rank, (segment, record) in enumerate(parts):
             index = self.indexes[rank]
             written = written.plus(index_format.written_of(index, record.index))
             self._data[index_format.index_name(rank, len(parts))] = record.index
-            pool = None if segment is None else _SharedMemory(segment)
             for file in index.files:
-                self._pools[file.name] = pool, file.size_bytes
+                self._pools[file.name] = _Pool(segment, file.size_bytes)
         self.commit = _commit([record for _, record in parts], written)
         self._data[MANIFEST_NAME] = manifest.encode(self.commit)
 
@@ -166,7 +164,7 @@ class MemorySnapshot:
 
     def list(self, _folder: str) -> list[StoreEntry]:
         created_s = self.record.created_s
-        sizes = {name: size_bytes for name, (_, size_bytes) in self._pools.items()}
+        sizes = {name: pool.size_bytes for name, pool in self._pools.items()}
         sizes |= {name: len(data) for name, data in self._data.items()}
         return [
             StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created_s)
@@ -183,9 +181,7 @@ class MemorySnapshot:
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         """Open a file of the snapshot; see `Store.open_reader`."""
         pool = self._pools.get(name.removeprefix(f"{self.folder}/"))
-        if pool is not None:
-            return _PoolReader(*pool)
-        return _BytesReader(self.read(name, limit_bytes=sys.maxsize))
+        return pool or _BytesReader(self.read(name, limit_bytes=sys.maxsize))
 
 
 def _commit(records: Sequence[SnapshotRecord], written: manifest.WrittenIndexes) -> manifest.Commit:
@@ -243,59 +239,41 @@ def _agreed(
     return items_of([summary], global_layout), layout_groups_of(global_layout)
 
 
-class _SharedMemory:
-    """The memory of a segment, open for reading until its last reader is gone."""
-
-    def __init__(self, segment: Segment) -> None:
-        try:
-            self.fd = segments.open_file(segment.pool_path)
-        except FileNotFoundError:
-            raise NotFoundError(
-                "the shared memory of a save is gone", where=segment.folder
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                "cannot open the shared memory of a save", where=segment.folder, found=str(error)
-            ) from error
-        weakref.finalize(self, os.close, self.fd)
-
-    @cached_property
-    def _map(self) -> mmap.mmap | None:
-        try:
-            return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
-        except (OSError, ValueError, MemoryError):  # `ulimit -v`, or truncated to 0 bytes
-            return None
-
-    def part(self, start: int, size_bytes: int) -> memoryview | None:
-        """Return a view of these bytes, or None if they cannot be mapped. All their pages are
-        populated with one call, because a page fault maps only 16 pages, or one after the page
-        cache was dropped."""
-        if self._map is None or start + size_bytes > len(self._map):
-            return None
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # the kernel is too old
-            self._map.madvise(_MADV_POPULATE_READ, first, start + size_bytes - first)
-        return memoryview(self._map)[start : start + size_bytes]
-
-
-class _PoolReader:
-    """A pool as a file; see `store.FileReading` and `store.InPlace`."""
+class _Pool:
+    """The memory of a segment as a file, open until its last reference is gone; see
+    `store.FileReading` and `store.InPlace`."""
 
     alignment_bytes = 1
     at_hand = True
 
-    def __init__(self, pool: _SharedMemory | None, size_bytes: int) -> None:
-        """Read from `pool`, which is None if it is on another node."""
-        self._pool = pool
+    def __init__(self, segment: Segment | None, size_bytes: int) -> None:
+        """Open the pool of a segment, which is None if it is on another node."""
         self.size_bytes = size_bytes
+        self._fd: int | None = None
+        if segment is not None:
+            try:
+                self._fd = segments.open_file(segment.pool_path)
+            except OSError as error:
+                raise StorageError(
+                    "cannot open the memory of a save", where=segment.folder, found=str(error)
+                ) from error
+            weakref.finalize(self, os.close, self._fd)
+
+    @cached_property
+    def _map(self) -> mmap.mmap | None:
+        if self._fd is not None:
+            # It fails because of `ulimit -v`, or if the file was truncated to 0 bytes.
+            with contextlib.suppress(OSError, ValueError, MemoryError):
+                return mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
+        return None
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        if self._pool is None:
+        if self._fd is None:
             raise CorruptError("the block is in the shared memory of another node")
         done, size = 0, max(min(len(into), self.size_bytes - offset), 0)
         while done < size:
             try:
-                got = os.preadv(self._pool.fd, [into[done:size]], offset + done)
+                got = os.preadv(self._fd, [into[done:size]], offset + done)
             except OSError as error:
                 raise CorruptError("shared memory cannot be read", found=str(error)) from error
             if not got:
@@ -304,10 +282,17 @@ class _PoolReader:
         return done
 
     def in_place(self, offset: int, size_bytes: int) -> memoryview | None:
-        return None if self._pool is None else self._pool.part(offset, size_bytes)
+        """Return a view of these bytes, or None if they cannot be mapped. All their pages are
+        populated with one call, because a page fault maps only 16 pages."""
+        if self._map is None or offset + size_bytes > len(self._map):
+            return None
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # the kernel is too old
+            self._map.madvise(_MADV_POPULATE_READ, first, offset + size_bytes - first)
+        return memoryview(self._map)[offset : offset + size_bytes]
 
     def close(self) -> None:
-        self._pool = None
+        pass
 
 
 class _BytesReader:
