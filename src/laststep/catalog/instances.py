@@ -7,9 +7,8 @@ itself exists. A restore that finds no pending marker therefore misses no announ
 that finds markers waits for them. A liveness lock need not survive a crash of the machine, so it is
 never synced.
 
-A job instance that did not record a clean end counts as failed. Its uptime lasts from its first
-save to its last commit or, if retention has deleted all its commits, until the next job instance
-began, but no longer than the median time between two of them.
+A job instance that did not record a clean end counts as failed. Its uptime lasts until the next one
+began, but no longer than the median time between two of them: the estimate need not be exact.
 """
 
 from __future__ import annotations
@@ -26,16 +25,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from laststep.catalog import terms
-from laststep.catalog.attempt import AttemptName, by_point, read_decision
-from laststep.catalog.listing import Scanner
+from laststep.catalog.attempt import read_decision
 from laststep.catalog.run import newest_point
 from laststep.catalog.terms import TERMS_FOLDER
 from laststep.errors import LaststepError, NotFoundError
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -44,8 +40,7 @@ _ENDING = re.compile(r"start-([0-9a-f]{16})\.ended")
 _LATEST = 64
 """The number of latest terms that count. Older ones predict little about the present job."""
 UNPROVEN_S = 7 * 24 * 3600.0
-"""The longest uptime that is believed from timestamps alone, because a clock may be set: a common
-time limit of jobs."""
+"""The longest uptime that is believed, because a clock may be set: a common time limit of jobs."""
 
 
 class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,62 +187,20 @@ def ending_name(start: str) -> str:
 def past_of(store: Store, start: str) -> Past:
     """Return the failures and uptime of all job instances of a run except `start`. Damaged records
     are skipped: this is an estimate, and the next save reports them."""
+    known, began = terms.Terms(store), dict[str, float]()
     try:
-        records = _records_of_others(store, start)
-        endings = _endings(store)
-        attempts = sorted(Scanner(store).names(), key=by_point, reverse=True)
-        began = [min(record.created_s for record in its) for its in records.values()]
-        gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(began))]
-        usual_s = statistics.median(gaps) if gaps else 0.0
-        uptime_s = 0.0
-        for began_s, (its_start, its) in zip(began, records.items(), strict=True):
-            ending = endings.get(its_start)
-            if ending is not None and ending.ran_s is not None:
-                uptime_s += ending.ran_s
-                continue
-            seen_s = ending.ended_s if ending is not None else _last_commit_s(store, its, attempts)
-            if seen_s is None:
-                until_s = min([other for other in began if other > began_s], default=began_s)
-                seen_s = min(until_s, began_s + usual_s)
-            uptime_s += min(max(seen_s - began_s, 0.0), UNPROVEN_S)
-        return Past(failures=len(records.keys() - endings.keys()), uptime_s=uptime_s)
+        for number in known.numbers()[-_LATEST:]:
+            with contextlib.suppress(LaststepError):
+                record = known.read(number)
+                if record is not None and (record.start != start or not start):
+                    began.setdefault(record.start or f"term {number}", record.created_s)
+        matches = map(_ENDING.fullmatch, store.file_names(TERMS_FOLDER))
     except LaststepError as error:
         _log.warning("the number of failures of %s is unknown: %s", store.url, error)
         return Past()
-
-
-def _records_of_others(store: Store, own: str) -> dict[str, list[terms.TermRecord]]:
-    """Return the latest records of terms by job instance, except those of `own`."""
-    known = terms.Terms(store)
-    records: dict[str, list[terms.TermRecord]] = {}
-    for number in known.numbers()[-_LATEST:]:
-        with contextlib.suppress(LaststepError):
-            record = known.read(number)
-            if record is not None and (record.start != own or not own):
-                records.setdefault(record.start or f"term {number}", []).append(record)
-    return records
-
-
-def _last_commit_s(
-    store: Store, records: Iterable[terms.TermRecord], newest_first: Iterable[AttemptName]
-) -> float | None:
-    """Return the time of the last commit of these terms; None if they have none left."""
-    numbers = {record.term for record in records}
-    for name in newest_first:
-        if name.term in numbers:
-            with contextlib.suppress(LaststepError):
-                decided = read_decision(store, name.folder)
-                if isinstance(decided, Commit):
-                    return decided.created_s
-    return None
-
-
-def _endings(store: Store) -> dict[str, Ending]:
-    found = {}
-    for name in store.file_names(TERMS_FOLDER):
-        match = _ENDING.fullmatch(name)
-        if match is not None:
-            data = store.read(f"{TERMS_FOLDER}/{name}", limit_bytes=terms.RECORD_LIMIT_BYTES)
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                found[match.group(1)] = msgspec.json.decode(data, type=Ending)
-    return found
+    ended_well = {match.group(1) for match in matches if match is not None}
+    times = itertools.pairwise([*sorted(began.values()), time.time()])
+    gaps = [later - earlier for earlier, later in times]
+    longest_s = min(statistics.median(gaps), UNPROVEN_S) if gaps else 0.0
+    uptime_s = sum(max(min(gap, longest_s), 0.0) for gap in gaps)
+    return Past(failures=len(began.keys() - ended_well), uptime_s=uptime_s)
