@@ -23,7 +23,8 @@ from stored import flip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.restoring.choose import Chosen, Opened
+    from laststep.read.content import Content
+    from laststep.restoring.choose import Chosen
 
 INDEX = "index-r00000"
 
@@ -471,7 +472,7 @@ def test_a_checkpoint_that_retention_takes_meanwhile_is_no_damage(
         newest = handle.report.folder
         really_open = Choosing.open
 
-        def open_late(choosing: Choosing, chosen: Chosen) -> Opened:
+        def open_late(choosing: Choosing, chosen: Chosen) -> Content:
             if chosen.folder == newest:
                 shutil.rmtree(tmp_path / newest)
             return really_open(choosing, chosen)

@@ -84,7 +84,10 @@ def test_bytes_of_a_sound_file_are_found(saved: Saved) -> None:
     buffer = bytearray(BLOCK_BYTES)
     assert model.blocks(BLOCK_BYTES + 10, BLOCK_BYTES + 20).read(memoryview(buffer)) == []
     assert buffer == IMAGE[BLOCK_BYTES : 2 * BLOCK_BYTES]
-    assert [[there.name for there in file.files()] for file in (model, other)] == [[MODEL], [OTHER]]
+    assert [[there.file.name for there in file.files()] for file in (model, other)] == [
+        [MODEL],
+        [OTHER],
+    ]
     assert damage_in(opened) == []
     opened.close()
     assert saved.store.all_are_closed()
@@ -159,8 +162,8 @@ def test_blocks_may_lie_in_several_files(saved: Saved) -> None:
     opened = saved.open().sound()
     model = opened.layouts[0]
     names = {"blocks-r00000.pack", "model~1-1.safetensors"}
-    assert {there.name for there in model.files()} == names
-    found = {header.file.name for _, header in headers(opened)}
+    assert {there.file.name for there in model.files()} == names
+    found = {header.file.file.name for _, header in headers(opened)}
     assert found == {"model~1-1.safetensors", OTHER}, "the file that is shared has one too"
     assert all(header.read() == [] for _, header in headers(opened))
     for start, stop in [(0, SIZE), (10, 20), (BLOCK_BYTES, BLOCK_BYTES + 1), (SIZE - 1, SIZE)]:
@@ -232,5 +235,5 @@ def test_an_empty_layout_has_a_file_and_no_blocks(tmp_path: Path) -> None:
     opened = BlockReader(history.store, history.folder, index).sound()
     (file,) = opened.layouts
     assert file.blocks(0, 0).read(memoryview(b"")) == []
-    assert [header.file.name for _, header in headers(opened)] == [MODEL]
+    assert [header.file.file.name for _, header in headers(opened)] == [MODEL]
     opened.close()

@@ -187,16 +187,13 @@ _SAME = ("run", "step", "term", "attempt", "created_s", "ranks", "metrics", "con
 
 
 def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
-    """Return the omitted items of a copy of this checkpoint with only `items`, including those that
-    it already lacks. If the result equals `commit.omitted_items`, the copy is a full one. Raise
-    `NotFoundError` if the checkpoint lacks one of `items`."""
+    """Return the omitted items of a copy with only `items`, including those that the original
+    lacks. Raise `NotFoundError` if it lacks one of `items`."""
     here = [record.name for record in commit.items]
     if lacking := [item for item in items if item not in here]:
-        omitted = ", ".join(commit.omitted_items)
-        without = f" (a partial checkpoint without {omitted})" if omitted else ""
         raise NotFoundError(
             f"step {commit.step} has no item {', '.join(map(repr, lacking))}",
-            found=", ".join(here) + without,
+            found=", ".join(here),
             remedy="name items that it has; `laststep show` lists them",
         )
     return tuple(sorted({*commit.omitted_items, *here} - {*items}))

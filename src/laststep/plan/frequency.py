@@ -51,7 +51,6 @@ _WHY = {
 def best_interval(
     cost_s: float, latency_s: float, mtbf_s: float, most_share: float
 ) -> tuple[float, Bound]:
-    """Return the interval that loses least, and the rule that determined it."""
     bounds = {
         Bound.LEAST: math.sqrt(2 * cost_s * mtbf_s),
         Bound.LATENCY: APART * latency_s,
@@ -76,24 +75,20 @@ def believed_mtbf_s(failures: int, uptime_s: float, ranks: int) -> float:
 
 
 def mid(values: Sequence[float]) -> float:
-    """Return the median; 0 for an empty sequence."""
     return statistics.median(values) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalEstimate:
-    """The save interval and the measurements that it is computed from; `str` gives a one-sentence
-    summary."""
+    """The save interval and the measurements that it is computed from; `str` summarises it."""
 
     interval_s: float
     bound: Bound
-    """The rule that determined the interval."""
     cost_s: float
     """Training time that a save costs: the stall, and slower iterations."""
     latency_s: float
     """Time from `save()` to the commit."""
     mtbf_s: float
-    """The mean time between failures."""
     mtbf_from: str
     """The source of `mtbf_s`, in words."""
     lost_share: float

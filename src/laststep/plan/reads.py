@@ -47,12 +47,9 @@ class Chunk:
     def cut(self, most_bytes: int) -> Iterator[Chunk]:
         """Cut into parts of at most `most_bytes`, which are whole blocks."""
         for start in range(self.start, self.stop, most_bytes):
-            yield self.within(start, min(start + most_bytes, self.stop))
-
-    def within(self, start: int, stop: int) -> Chunk:
-        """Return the part between these bytes, and the boxes that lie there."""
-        stored = tuple(box for box in self.stored if box.start < stop and start < box.stop)
-        return Chunk(self.file, start, stop, stored)
+            stop = min(start + most_bytes, self.stop)
+            stored = tuple(box for box in self.stored if box.start < stop and start < box.stop)
+            yield Chunk(self.file, start, stop, stored)
 
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """Return the boxes in it, each with the byte of the chunk at which it begins."""
@@ -75,8 +72,8 @@ Wanted = tuple[int, int, FileBox]
 def plan_chunks(
     wanted: Iterable[Wanted], tensor_bytes: Mapping[int, int], most_bytes: int = CHUNK_BYTES
 ) -> list[Chunk]:
-    """Return the chunks to read alone, in order of files: whole blocks, no block twice, each chunk
-    of at most `most_bytes`. `tensor_bytes` is the length of each file's tensor area."""
+    """Return the chunks that hold these bytes, in order of files: whole blocks, none twice, each
+    chunk of at most `most_bytes`. `tensor_bytes` is the length of each file's tensor area."""
     spans: list[tuple[int, int, int]] = []
     held: list[dict[FileBox, None]] = []
     last_in: dict[tuple[int, int], int] = {}  # a chunk never crosses a multiple of `most_bytes`
@@ -128,16 +125,15 @@ def chunks_of(
     # Files have other numbers on other ranks, but come in the same order.
     order = {file: at for at, file in enumerate(dict.fromkeys(box.file for box in stored))}
     chunks = sorted(in_chunk, key=lambda chunk: (order[chunk[0]], chunk[1]))
-    mine: list[Chunk] = []
-    for (file, number), reader in zip(
-        chunks, _readers(chunks, in_chunk, reach, source), strict=True
-    ):
-        if reader == rank:
-            start = number * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, tensor_bytes[file])
-            chunk = Chunk(file, start, stop, tuple(in_chunk[file, number]))
-            mine += filter(None, [_trimmed(chunk, reach_of_all)])
-    return mine
+    wanted: list[Wanted] = []
+    readers_of = _readers(chunks, in_chunk, reach, source)
+    for (file, number), reader in zip(chunks, readers_of, strict=True):
+        low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
+        for box in in_chunk[file, number] if reader == rank else ():
+            for first, last in reach_of_all(box):
+                if first < high and low < last:
+                    wanted.append((max(first, low), min(last, high), box))
+    return plan_chunks(wanted, tensor_bytes)
 
 
 def _readers(
@@ -164,25 +160,11 @@ def _readers(
 
 
 def _reach(stored: FileBox, ranks: tuple[int, ...], requests: ReadRequests) -> list[_Reach]:
-    """Return the bytes of the file that these ranks request of a stored box, from first to last."""
     return [
         (first, last, who)
         for boxes, who in requests.alike(stored.tensor, ranks)
         for first, last in requested_ranges(stored, boxes)
     ]
-
-
-def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) -> Chunk | None:
-    """Trim a chunk to the blocks from the first to the last that is requested."""
-    start, stop = chunk.stop, chunk.start
-    for box in chunk.stored:
-        for first, last in reach(box):
-            if first < chunk.stop and chunk.start < last:
-                start, stop = min(start, max(first, chunk.start)), max(stop, min(last, chunk.stop))
-    if start >= stop:
-        return None
-    start = start // BLOCK_BYTES * BLOCK_BYTES
-    return chunk.within(start, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, chunk.stop))
 
 
 def requested_ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:

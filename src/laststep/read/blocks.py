@@ -50,10 +50,9 @@ _FILE = operator.attrgetter("file")
 class Damage:
     """One difference from what was written: its location, and the error that describes it.
 
-    `start` and `stop` are bytes that the file has. If a file is too short, its missing end is one
-    damage ("size") whose `start` and `stop` are both the end of the file. `touches` names the
-    tensors that are, or should be, at that location: by full name, with the box if only part of a
-    tensor is there (`model/w[0:320, 0:300]`), and with the rank for per-rank items.
+    `start` and `stop` are bytes that the file has; for its missing end ("size") both are the end of
+    the file. `touches` names the tensors that are, or should be, there: with the box if only part
+    of a tensor is there (`model/w[0:320, 0:300]`), and with the rank for per-rank items.
     """
 
     file: str
@@ -83,8 +82,7 @@ def damage_of(
     stop: int = 0,
     data: tuple[int, int] = (0, 0),
 ) -> Damage:
-    """Convert an error about damage to a value. Raise the error if the store cannot be reached or
-    denies access: that is not damage."""
+    """Convert an error to a value. Raise it if the store cannot be reached or denies access."""
     if isinstance(error, StorageError) and not error.device_failed:
         raise error
     error = error.with_traceback(None)  # a traceback would keep buffers alive
@@ -92,7 +90,6 @@ def damage_of(
 
 
 def refuse(damage: Iterable[Damage]) -> None:
-    """Raise the error of the first damage, if there is any."""
     for first in damage:
         raise first.error
 
@@ -101,7 +98,7 @@ def refuse(damage: Iterable[Damage]) -> None:
 
 
 class FileSource(Protocol):
-    """Opens data files: a store, or a snapshot in shared memory."""
+    """A store, or a snapshot in shared memory."""
 
     @property
     def url(self) -> str: ...
@@ -110,17 +107,13 @@ class FileSource(Protocol):
 
 
 class OpenFile(NamedTuple):
-    """A data file of an index, open for reading."""
+    """A data file of an index, open for reading, with its damage if it is missing or has the wrong
+    size."""
 
     file: StoredFile
     reader: FileReading
     where: str
     damage: tuple[Damage, ...]
-    """Set if the file is missing or has the wrong size."""
-
-    @property
-    def name(self) -> str:
-        return self.file.name
 
     @property
     def is_missing(self) -> bool:
@@ -128,8 +121,6 @@ class OpenFile(NamedTuple):
 
 
 class _NoFile:
-    """Reader for a missing file: returns no bytes."""
-
     alignment_bytes = 1
     size_bytes = 0
 
@@ -156,7 +147,6 @@ class BlockReader:
         self._lock = threading.Lock()
 
     def file(self, number: int) -> OpenFile:
-        """Return a file of the index, opening it if needed."""
         opened = self._files.get(number)
         if opened is None:
             with self._lock:
@@ -168,12 +158,10 @@ class BlockReader:
         return opened
 
     def files(self) -> list[OpenFile]:
-        """Open all files of the index."""
         return [self.file(number) for number in range(len(self.index.files))]
 
     def sound(self) -> Self:
-        """Open all files; if one is missing or has the wrong size, close them and raise
-        `CorruptError`."""
+        """Open all files; raise `CorruptError` if one is missing or has the wrong size."""
         try:
             refuse(damage for file in self.files() for damage in file.damage)
         except BaseException:
@@ -214,7 +202,6 @@ class BlockReader:
 
 
 def close_files(layouts: Iterable[LayoutBlocks]) -> None:
-    """Close the files that hold these layouts."""
     for layout in layouts:
         layout.reader.close()
 
@@ -237,8 +224,7 @@ class LayoutBlocks:
         self._is_sound = False
 
     def open(self) -> None:
-        """Open the files that hold its blocks and their bases. Raise `CorruptError` if one is
-        missing or has the wrong size."""
+        """Open its files. Raise `CorruptError` if one is missing or has the wrong size."""
         if not self._is_sound:
             for file in self.files():
                 refuse(file.damage)
@@ -260,8 +246,7 @@ class LayoutBlocks:
         return True
 
     def prefer_cached(self) -> bool:
-        """Allow reads from the system's page cache, for callers that need the bytes but no check of
-        the disk. Return False if a file's reader has no such option."""
+        """Allow reads from the system's page cache. Return False if a reader cannot."""
         readers = [file.reader for file in self.files()]
         known = [reader for reader in readers if isinstance(reader, PrefersCached)]
         for reader in known:
@@ -350,28 +335,26 @@ class Extent:
         return sum(there), len(there)
 
     def read(self, into: memoryview) -> list[Damage]:
-        """Fill `into`, which may be larger, and return the damage found. A failing device counts as
-        damage; any other failure of the store raises `StorageError`."""
+        """Fill `into`, which may be larger, and return the damage found; a failing device is."""
         return self.verify(into, self.fill(into))
 
     def fill(self, into: memoryview) -> list[Damage]:
-        """Read and decode into `into` without checking digests. Return the parts that could not be
-        read."""
+        """Read and decode without checking digests. Return the parts that could not be read."""
         lost: list[Damage] = []
         for group in self._neighbours():
             lost += self._fetch(group, into)
         return lost
 
     def verify(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
-        """Check filled bytes and return the damage that remains after a second read; `lost` are the
-        parts that could not be read."""
+        """Check filled bytes, with parts that could not be read, and return the damage that remains
+        after a second read."""
         if not lost and self.is_right(image):
             return []
         return self._wrong(image, lost) and self._wrong(image, self.fill(image))
 
     def in_place(self) -> memoryview | None:
-        """Return its bytes in the memory of the file's reader, if they are contiguous there, else
-        None. They are unverified: use `is_right`."""
+        """Return its bytes in the memory of the file's reader, if they are contiguous there, and
+        unverified; else None."""
         if len(self.pieces) != 1 or self.pieces[0].ref.encoding != RAW:
             return None
         ref = self.pieces[0].ref
@@ -381,12 +364,11 @@ class Extent:
         return reader.in_place(ref.offset, ref.size_bytes)
 
     def is_right(self, image: memoryview) -> bool:
-        """Return True if these bytes match the digests."""
         return block_digests(image[: self.size_bytes]) == self._digests
 
     def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
         """Check the stored bytes of its only piece. If they are wrong, fill `stored` again from
-        `reader`, and return the damage that remains. Bases are read from this checkpoint."""
+        `reader`, and return the damage that remains."""
         (piece,) = self.pieces
         wrong = self._wrong(memoryview(self._decoded(piece, stored)), [])
         if wrong and reader.read_into(piece.ref.offset, stored) == len(stored):
@@ -394,7 +376,7 @@ class Extent:
         return wrong
 
     def _neighbours(self) -> Iterator[Sequence[StoredPiece]]:
-        """Split the pieces into groups that are fetched in one read."""
+        """Group the pieces that are fetched in one read."""
         begin = 0
         for number in range(1, len(self.pieces) + 1):
             if number < len(self.pieces):
@@ -431,7 +413,9 @@ class Extent:
         except StorageError as error:
             end = max(start, min(stop, file.reader.size_bytes))
             data = self._data(group[0].at, group[-1].at + group[-1].size_bytes)
-            return [damage_of(error, file=file.name, what="data", start=start, stop=end, data=data)]
+            return [
+                damage_of(error, file=file.file.name, what="data", start=start, stop=end, data=data)
+            ]
 
     def _missing(self, group: Sequence[StoredPiece], file: OpenFile, end: int) -> list[Damage]:
         """Return the damage of the blocks that are partly or entirely past the end of the file."""
@@ -448,7 +432,7 @@ class Extent:
         )
         what = f"block {data[0] // BLOCK_BYTES}"
         stop = max(start, end)
-        return [damage_of(error, file=file.name, what=what, start=start, stop=stop, data=data)]
+        return [damage_of(error, file=file.file.name, what=what, start=start, stop=stop, data=data)]
 
     def _data(self, start: int, stop: int) -> tuple[int, int]:
         at = self.first * BLOCK_BYTES
@@ -515,13 +499,13 @@ def _changed(
         expected=f"{DIGEST_NAME}:{expected.hex()}",
         found=digest_text(found),
     )
-    return damage_of(error, file=file.name, what=what, start=start, stop=stop, data=data)
+    return damage_of(error, file=file.file.name, what=what, start=start, stop=stop, data=data)
 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[memoryview]:
-    """Lend this thread's buffer for encoded blocks. Nested calls get another one, since decoding a
-    block may read its base. Page-aligned, so that direct reads need no copy."""
+    """Lend this thread's buffer for encoded blocks, page-aligned so that direct reads need no copy.
+    Nested calls get another one: decoding may read a base."""
     free: list[memoryview] = _of_thread.__dict__.setdefault("free", [])
     # A group of blocks, extended to whole pages at both ends.
     size = CHUNK_BYTES + BLOCK_BYTES + 2 * ALIGN_BYTES
@@ -548,13 +532,12 @@ class Header(NamedTuple):
         return look() and look()
 
     def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
-        """See `Extent.verify_stored`."""
         stop = min(len(self.content), self.file.reader.size_bytes)
         try:
             if stored != self.content and reader.read_into(0, stored) < len(stored):
                 stored[:] = bytes(len(stored))
         except StorageError as error:
-            return [damage_of(error, file=self.file.name, what="header", start=0, stop=stop)]
+            return [damage_of(error, file=self.file.file.name, what="header", start=0, stop=stop)]
         if stored == self.content:
             return []
         return [_changed(self.file, "header", (0, stop), digest(self.content), stored)]
@@ -581,7 +564,6 @@ class FileRanges:
     """Ranges by (start, stop), so that a block that is used twice is verified once."""
 
     def is_covered(self) -> bool:
-        """Return True if every byte of the file is in a range."""
         at = 0
         for start, stop in sorted(self.ranges):
             if start > at:
@@ -600,9 +582,8 @@ def headers(reader: BlockReader) -> Iterator[tuple[int, Header]]:
 
 
 def file_ranges(reader: BlockReader) -> list[FileRanges]:
-    """Return the files of an index with their verifiable ranges, for copying them as stored.
-    Everything that the checkpoint uses is in some range. The bytes between ranges are blocks of
-    shared files that nothing needs; they have no digest to check."""
+    """Return the files of an index with their verifiable ranges, for copying them as stored. Bytes
+    between ranges are blocks of shared files that the checkpoint does not need."""
     heads = dict(headers(reader))
     found = []
     for number, (file, opened, where, _) in enumerate(reader.files()):

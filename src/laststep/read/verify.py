@@ -172,7 +172,7 @@ class _Check:
                 self.damage += header.read()
                 self.bytes += min(len(header.content), header.file.reader.size_bytes)
                 self._tell()
-        ends = {file.name: file.reader.size_bytes for file in files}
+        ends = {file.file.name: file.reader.size_bytes for file in files}
         parts = [
             (layout, layout.blocks(start, min(start + CHUNK_BYTES, layout.layout.tensor_bytes)))
             for layout in reader.layouts

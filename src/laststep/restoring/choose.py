@@ -5,12 +5,10 @@ not list the run themselves, because their view of it may be stale (network file
 directory contents for a while). If a rank finds a file missing, rank 0 checks again. Everything
 here is collective: all ranks make the same calls in the same order.
 
-Checkpoints are tried one after the other. Only `CorruptError`, which readers raise after a second
-read, causes a fallback to an older checkpoint. Unreachable storage and state that does not fit
-raise.
-
-Before that, rank 0 waits for saves that other processes are still writing, because they may be
-newer. Another process does not signal when it is done, so the run is polled, up to a time limit.
+Rank 0 first waits for saves that other processes are still writing, because they may be newer.
+Checkpoints are then tried one after the other. Only `CorruptError`, which readers raise after a
+second read, causes a fallback to an older checkpoint. Unreachable storage and state that does not
+fit raise.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
     from laststep.tiers.nearest import ReplicaHas
-    from laststep.tiers.snapshots import Readers
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +86,6 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """The encoded manifest; empty if rank 0 cannot read it."""
     lineage_steps: tuple[int, ...]
     """Steps of the lineage up to and including this checkpoint."""
-
-
-class Opened(NamedTuple):
-    """A checkpoint that is open on all ranks."""
-
-    content: Content
-    where: str
-    """URL that it is read from, for messages."""
-    readers: Readers | None = None
-    """The ranks that can read each writer's files; None if every rank can read all files."""
-    is_in_primary: bool = True
-    """False if it is read from memory or a replica."""
 
 
 class _Finding(enum.StrEnum):
@@ -213,22 +198,20 @@ def choosing_of(
 ) -> Choosing | None:
     """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw`: see
     `restore_into`."""
-    near = store if isinstance(store, NearestStore) else None
-    in_memory = near is not None and near.in_memory
+    near = store if isinstance(store, NearestStore) else NearestStore(store, None)
     if ranks.size > 1:
-        _check_same_call(ranks, call, wanted, in_memory=in_memory)
+        _check_same_call(ranks, call, wanted, in_memory=near.in_memory)
     is_first = ranks.rank.is_first
-    primary = store if near is None else near.primary
-    collective(ranks, lambda: _wait_for_writers(primary) if is_first else None)
-    replicas = [] if near is None or not wanted.tiers else _look_at_replicas(near, wanted, ranks)
-    if near is not None and in_memory:
+    collective(ranks, lambda: _wait_for_writers(near.primary) if is_first else None)
+    replicas = _look_at_replicas(near, wanted, ranks) if wanted.tiers else []
+    if near.in_memory:
         _look_into_memory(near, ranks)
 
     def open_run() -> Run:
         if not is_first:
-            return Run(store, None)
-        saw(_seen_in(store))
-        return Run.open(store)
+            return Run(near, None)
+        saw(newest_point(near.without_tiers()))
+        return Run.open(near)
 
     try:
         run = collective(ranks, open_run)
@@ -237,7 +220,7 @@ def choosing_of(
         if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
-    return Choosing(run, wanted, ranks, bus, saw, replicas)
+    return Choosing(near, run, wanted, ranks, bus, saw, replicas)
 
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
@@ -307,12 +290,6 @@ def _look_into_memory(near: NearestStore, ranks: Ranks) -> None:
     near.keep(set.intersection(*here, *([] if stored is None else [stored])))
 
 
-def _seen_in(store: Store) -> Seen:
-    """Return the newest point of the run and of shared memory. Replicas are ignored: they only hold
-    the run's past."""
-    return newest_point(store.without_tiers() if isinstance(store, NearestStore) else store)
-
-
 def _refuse_hidden_run(store: Store, ranks: Ranks) -> None:
     """Raise `StorageError` if a rank sees a run that rank 0 does not: starting a new run would
     abandon that one."""
@@ -344,6 +321,7 @@ class Choosing:
 
     def __init__(
         self,
+        near: NearestStore,
         run: Run,
         wanted: RestoreRequest,
         ranks: Ranks,
@@ -353,8 +331,7 @@ class Choosing:
     ) -> None:
         """Raise `NotFoundError` if the run lacks the requested checkpoint. `replicas` is non-empty
         only on rank 0."""
-        self._run, self._store = run, run.store
-        self._near = run.store if isinstance(run.store, NearestStore) else None
+        self.near, self._run = near, run
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
         """True if no other checkpoint may replace the requested one."""
@@ -390,11 +367,11 @@ class Choosing:
             is_damaged = any(skipped.reason != _DELETED for skipped in self._skipped)
             raise (CorruptError if is_damaged else NotFoundError)(
                 f"none of the {len(self._skipped)} checkpoints of this run can be restored",
-                where=self._store.url,
+                where=self.near.url,
                 found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3])
                 or last.without_remedy(),
                 remedy=(
-                    f"`laststep verify {self._store.url}` lists all damage; "
+                    f"`laststep verify {self.near.url}` lists all damage; "
                     "try a copy of the run, or start a new run elsewhere"
                 ),
             ) from last
@@ -405,7 +382,7 @@ class Choosing:
         one. Raise the error if a particular checkpoint was requested, since no other may replace
         it."""
         why = error.without_remedy()
-        if self._near is not None and self._near.spoil(chosen.folder, why):
+        if self.near.spoil(chosen.folder, why):
             # The snapshot in memory is dropped: try the stored copy, or a replica's.
             self._try_again(chosen)
             left = {listed.folder for listed in self._left}
@@ -440,7 +417,7 @@ class Choosing:
         self._unseen_s = None
         if not self._ranks.rank.is_first:
             return
-        self._saw(_seen_in(self._store))
+        self._saw(newest_point(self.near.without_tiers()))
         listed = self._run.checkpoints()
         requested = self._requested(listed) if self._is_named else None
         self._lineage, self._left = [], []
@@ -456,7 +433,7 @@ class Choosing:
     def _requested(self, listed: Sequence[Listed]) -> Listed:
         """Return the peeked checkpoint, or that of the requested step: the one on the lineage, else
         the last one committed off it. Raise `NotFoundError` if there is none."""
-        peeked, step, url = self._wanted.peeked, self._wanted.step, self._store.url
+        peeked, step, url = self._wanted.peeked, self._wanted.step, self.near.url
         if peeked is not None:
             found = next((entry for entry in listed if entry.folder == peeked), None)
             if found is None:
@@ -486,8 +463,8 @@ class Choosing:
         if self._left:
             listed = self._left[-1]
             self._passed.add(listed.folder)
-            place = self._place_of(listed.folder)
-            if place is not self._store:
+            place = self.near.place_of(listed.folder)
+            if place is not self.near:
                 log.warning("%s is read at %s", listed.folder, place.url)
             folders = [earlier.folder for earlier in self._lineage]
             steps = [listed.step]
@@ -504,28 +481,25 @@ class Choosing:
         told = self._ranks.broadcast(0, msgspec.msgpack.encode(chosen))
         return msgspec.msgpack.decode(told, type=Chosen | None)
 
-    def open(self, chosen: Chosen) -> Opened:
+    def where(self, chosen: Chosen) -> str:
+        """Return the URL that a checkpoint is read from, for messages."""
+        return f"{self.near.place_of(chosen.folder).url}/{chosen.folder}"
+
+    def open(self, chosen: Chosen) -> Content:
         """Open the checkpoint as this rank sees it; raise on all ranks if any rank fails."""
 
-        def work() -> Opened:
-            store, near = self._place_of(chosen.folder), self._near
-            where = f"{store.url}/{chosen.folder}"
+        def work() -> Content:
+            where = self.where(chosen)
             if not chosen.manifest:
                 error = self._left[-1].error if self._left else None
                 raise error or CorruptError("the manifest cannot be read", where=where)
             commit = manifest.decode(chosen.manifest, where=where)
             assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
-            number, several = self._ranks.rank.number, self._ranks.size > 1
-            content = Content(store, chosen.folder, commit, rank=number, by_rank=several)
-            if near is None:
-                return Opened(content, where)
-            readers, in_primary = near.readers(chosen.folder), near.is_in_primary(chosen.folder)
-            return Opened(content, where, readers, is_in_primary=in_primary)
+            store, number = self.near.place_of(chosen.folder), self._ranks.rank.number
+            by_rank = self._ranks.size > 1
+            return Content(store, chosen.folder, commit, rank=number, by_rank=by_rank)
 
         return collective(self._ranks, work)
-
-    def _place_of(self, folder: str) -> Store:
-        return self._store if self._near is None else self._near.place_of(folder)
 
     def _try_again(self, chosen: Chosen) -> None:
         """List the run again, with a checkpoint that has been tried and is now read elsewhere."""
@@ -533,12 +507,8 @@ class Choosing:
         collective(self._ranks, self._list)
 
     def _use_replica(self, chosen: Chosen, why: str) -> bool:
-        """Switch a damaged checkpoint to the next replica that has it. Return False if no replica
-        is left; each is tried once. A folder of the same name there is the same save, because a
-        replica belongs to the same run, though it may share different files with other
-        checkpoints."""
-        if self._near is None:
-            return False
+        """Switch a damaged checkpoint to the next replica that has it, or return False. A folder of
+        the same name there is the same save, because a replica belongs to the same run."""
         url = ""
         for at, has in enumerate(self._replicas):  # empty on other ranks
             others = tuple(one for one in has.listed if one.folder != chosen.folder)
@@ -549,7 +519,7 @@ class Choosing:
         url = self._ranks.broadcast(0, url.encode()).decode()
         if not url:
             return False
-        self._near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
+        self.near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
         self._try_again(chosen)
         return True
 
@@ -558,9 +528,9 @@ class Choosing:
 
         def look() -> _Finding:
             if self._ranks.rank.is_first:
-                if deleted(self._store, chosen.folder) is not None:
+                if deleted(self.near, chosen.folder) is not None:
                     return _Finding.DELETED
-                if error.missing is not None and _is_there(self._store, error.missing):
+                if error.missing is not None and _is_there(self.near, error.missing):
                     return _Finding.UNSEEN
             return _Finding.DAMAGED
 
@@ -583,7 +553,7 @@ class Choosing:
         if self._ranks.all_max(self._ranks.rank.is_first and late):
             raise StorageError(
                 "a rank sees a different checkpoint than rank 0",
-                where=f"{self._store.url}/{chosen.folder}",
+                where=self.where(chosen),
                 found=self._ranks.broadcast(0, error.without_remedy().encode()).decode(),
                 remedy=(
                     "all ranks must see the same folder: check the mount on that rank's machine, "

@@ -73,10 +73,9 @@ class Peeked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A successful restore."""
+    """A successful restore, with the result for the user."""
 
     restored: Restored
-    """The result for the user."""
     chosen: Chosen
     mixed: bool
     """True if the live state may be a mixture with a checkpoint that was tried before."""
@@ -129,9 +128,8 @@ def restore_into(
 
     def restore(chosen: Chosen) -> Outcome:
         began = time.perf_counter()
-        opened = choosing.open(chosen)
-        with closing(opened.content) as content:
-            where = opened.where
+        where = choosing.where(chosen)
+        with closing(choosing.open(chosen)) as content:
             refuse_partial(content.commit, wanted.only, where)
             plan = plan_restore(
                 content,
@@ -144,7 +142,7 @@ def restore_into(
             )
             if wanted.exact:
                 collective(ranks, lambda: refuse_rounded(content, plan.matches, where))
-            transfer = Transfer(content, plan.matches, ranks, opened.readers)
+            transfer = Transfer(content, plan.matches, ranks, choosing.near.readers(chosen.folder))
             touched()
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
@@ -171,7 +169,7 @@ def restore_into(
         return Outcome(
             restored=restored,
             chosen=chosen,
-            was_in_primary=opened.is_in_primary and not plan.problems,
+            was_in_primary=choosing.near.is_in_primary(chosen.folder) and not plan.problems,
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
@@ -184,15 +182,14 @@ def peek_into(
     store: Store, bus: Bus, wanted: RestoreRequest, *, saw: Callable[[Seen], None], ranks: Ranks
 ) -> Peeked | None:
     """Return the checkpoint that a restore would take; None if there is none yet. All ranks open
-    it, which verifies its manifest, file headers and all data except tensors."""
+    it, which verifies everything except tensors."""
     choosing = choosing_of(store, bus, wanted, saw, ranks, "peek()")
     if choosing is None:
         return None
 
     def look(chosen: Chosen) -> Peeked:
-        opened = choosing.open(chosen)
-        with closing(opened.content) as content:
-            refuse_partial(content.commit, None, opened.where)
+        with closing(choosing.open(chosen)) as content:
+            refuse_partial(content.commit, None, choosing.where(chosen))
             return Peeked(
                 step=chosen.step,
                 next_step=chosen.step + 1,
