@@ -61,18 +61,16 @@ class ResidentSave(msgspec.Struct):
     number: int
     expected: int = 0
     """Number of chunks that it has in all."""
-    is_sealing: bool = False
-    """True once all of it is in memory and its record is being written."""
+    is_whole: bool = False
+    """True once all of it is in memory, at first without its record."""
     is_given_up: bool = False
     """True if it is not kept, although it still needs room in the pool."""
     chunks: dict[Place, tuple[int, bytes]] = {}
     """Slot and digests of each chunk that is in memory."""
     records: tuple[str, ...] = ()
     """Names of its records in the segment; empty before it is complete."""
-    is_stored: bool = False
-    """True once the outcome on disk is known: committed or failed."""
-    is_committed: bool = False
-    """True once it is committed on disk."""
+    outcome: bool | None = None
+    """True once it is committed on disk, False once it has failed."""
 
     def slots(self) -> list[int]:
         return [slot for slot, _ in self.chunks.values()]
@@ -118,7 +116,7 @@ class MemoryTier(Listener):
         self._slots.hold(slots)
         records = tuple(save.name for save in saves)
         unnamed = {(-1, slot): (slot, b"") for slot in slots}
-        kept = ResidentSave(number=0, chunks=unnamed, records=records, is_stored=True)
+        kept = ResidentSave(number=0, chunks=unnamed, records=records, outcome=False)
         return [kept] if saves else []
 
     @threads.outlasting(log, "cannot store orphaned snapshots from shared memory")
@@ -179,43 +177,40 @@ class MemoryTier(Listener):
         expected = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
         with self._lock:
             self._coming[number] = ResidentSave(number=number, expected=expected)
-        self._make_room()
+            self._make_room()
 
     def limit(self, slots: int) -> None:
         """Set the number of slots that the pool can have for now."""
         with self._lock:
             self._there = min(slots, self._most)
-        self._make_room()
+            self._make_room()
 
     def _make_room(self) -> None:
-        """Give up saves that do not fit, and drop older ones to make room for those that do."""
-        with self._lock:
-            room, freed = self._there - _SPARE_SLOTS, list[int]()
-            large = [
-                kept
-                for kept in self._coming.values()
-                if kept.expected > room and not kept.is_sealing and not kept.is_given_up
-            ]
-            for kept in large:
-                freed += self._give_up(kept)
-            freed += self._drop_older()
-            tell = bool(large) and not self._told_small
-            self._told_small |= tell
-        self._slots.release(freed)
-        if tell:
-            log.warning(
-                "a save of %d bytes does not fit into %d bytes of shared memory and is not kept "
-                "there; pass a larger host_memory_bytes, or free space in %s",
-                large[0].expected * CHUNK_BYTES,
-                self._there * CHUNK_BYTES,
-                self._segment.base,
-            )
+        """Give up saves that do not fit, and drop older ones to make room for those that do.
+        Requires the lock, like the methods that it calls."""
+        room = self._there - _SPARE_SLOTS
+        for kept in self._coming.values():
+            if kept.expected > room and not kept.is_whole and not kept.is_given_up:
+                self._give_up(kept)
+                if not self._told_small:
+                    self._told_small = True
+                    log.warning(
+                        "a save of %d bytes does not fit into %d bytes of shared memory and is not "
+                        "kept there; pass a larger host_memory_bytes, or free space in %s",
+                        kept.expected * CHUNK_BYTES,
+                        self._there * CHUNK_BYTES,
+                        self._segment.base,
+                    )
+        self._drop_older()
 
-    def _give_up(self, kept: ResidentSave) -> list[int]:
-        """Stop keeping an incomplete save and return its slots. Requires the lock."""
+    def _give_up(self, kept: ResidentSave) -> None:
+        """Stop keeping an incomplete save."""
         kept.is_given_up = True
+        self._release(kept)
+
+    def _release(self, kept: ResidentSave) -> None:
         slots, kept.chunks = kept.slots(), {}
-        return slots
+        self._slots.release(slots)
 
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
         """Keep a chunk, if its save is being kept."""
@@ -264,68 +259,62 @@ class MemoryTier(Listener):
             return
         with self._lock:
             mine = self._coming.get(number)
-            if mine is None or mine.is_sealing or mine.is_given_up:
+            if mine is None or mine.is_whole or mine.is_given_up:
                 return
-            if len(mine.chunks) < mine.expected:  # chunks never overlap
+            mine.is_whole = len(mine.chunks) == mine.expected  # chunks never overlap
+            if not mine.is_whole:
                 return
-            mine.is_sealing = True
         try:
             record = self._record(save, seal, mine)
             snapshots.put(self._segment, record)
         except LaststepError as error:
             log.warning("step %d is not kept in shared memory: %s", save.begin.step, error)
             with self._lock:
-                freed = self._give_up(mine)
-            self._slots.release(freed)
+                self._give_up(mine)
             return
         self._send(TierStatus(at=save.attempt.name, tier=MEMORY, state="held", save=number))
         with self._lock:
             mine.records = (record.name,)
             self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
             del self._coming[number]
-            freed = self._drop_older()
-        self._slots.release(freed)
+            self._drop_older()
 
     def committed(self, save: FlusherSave) -> None:
-        self._stored(save, committed=True)
+        self._end(save, is_committed=True)
         self._forget_predecessors(save)
 
     def failed(self, save: FlusherSave) -> None:
-        self._stored(save, committed=False)
+        self._end(save, is_committed=False)
 
-    def _stored(self, save: FlusherSave, *, committed: bool) -> None:
+    def _end(self, save: FlusherSave, *, is_committed: bool) -> None:
         """Record the outcome of a save on disk; nothing more of it will be written."""
-        number, freed = save.begin.save, list[int]()
+        number = save.begin.save
         with self._lock:
             if (partial := self._coming.pop(number, None)) is not None:
-                freed += partial.slots()
+                self._release(partial)
             elif (whole := self._find(number)) is not None:
-                whole.is_stored, whole.is_committed = True, committed
-            freed += self._drop_older()
-        self._slots.release(freed)
+                whole.outcome = is_committed
+            self._drop_older()
 
     def ending(self) -> None:
         """Keep complete saves after the trainer has ended: its slots have no other use."""
         self._more_comes = False
 
-    def _drop_older(self) -> list[int]:
-        """Drop saves that a newer one replaces, and saves that must make room for the next. Return
-        their slots. Requires the lock."""
-        freed: list[int] = []
+    def _drop_older(self) -> None:
+        """Drop saves that a newer one replaces, and saves that must make room for the next."""
         while self._more_comes and len(self._kept) > 1:
             older, newer = self._kept[:2]
-            if older.is_committed or newer.is_committed or self._is_on_all_ranks(newer):
-                freed += self._drop(older)
-            elif newer.is_stored:  # it failed, and some ranks will never have it
-                freed += self._drop(newer)
+            if older.outcome or newer.outcome or self._is_on_all_ranks(newer):
+                self._drop(older)
+            elif newer.outcome is False:  # some ranks will never have it
+                self._drop(newer)
             else:
                 break
         room = self._there - max((kept.expected for kept in self._coming.values()), default=0)
-        while self._more_comes and self._kept and self._kept[0].is_stored:
+        while self._more_comes and self._kept and self._kept[0].outcome is not None:
             if len({slot for kept in self._kept for slot in kept.slots()}) <= room:
                 break
-            freed += self._drop(self._kept[0])
-        return freed
+            self._drop(self._kept[0])
 
     def _is_on_all_ranks(self, kept: ResidentSave) -> bool:
         """Return True if all ranks of the job have the save, or if some ranks are on other nodes,
@@ -342,11 +331,11 @@ class MemoryTier(Listener):
         here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
         return len(have) == mine.ranks or len(here) < mine.ranks
 
-    def _drop(self, kept: ResidentSave) -> list[int]:
+    def _drop(self, kept: ResidentSave) -> None:
         for name in kept.records:  # before its slots can be overwritten
             self._segment.drop(name)
         self._kept.remove(kept)
-        return kept.slots()
+        self._release(kept)
 
     def _record(self, save: FlusherSave, seal: CaptureDone, kept: ResidentSave) -> SnapshotRecord:
         assert save.attempt is not None  # noqa: S101 (looked at before)
