@@ -60,9 +60,8 @@ _CODE = (
     "from laststep.flush.server import main; "
     "del sys.modules['typing_extensions']; main(sys.argv[1])"
 )
-"""msgspec imports `typing_extensions` if it is installed, else `typing`, which is equivalent here.
-The former also imports `inspect`, and the two take a tenth of the start-up time. The entry is
-removed again because a store may need `typing_extensions`."""
+"""msgspec imports `typing_extensions` if it is installed, which takes a tenth of the start-up time;
+else `typing`, which is equivalent here. A store may need it later."""
 
 
 class HelperProcess:
@@ -117,7 +116,7 @@ class HelperProcess:
 
     def end(self, timeout_s: float) -> bool:
         """Kill it and wait until it is reaped: from then on it touches no slot and decides nothing.
-        Return False at the timeout, for example because of a hanging disk."""
+        Return False at the timeout."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -141,7 +140,6 @@ class HelperThread:
         self._thread = threads.Worker("flusher", self._flusher.serve).start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end; return False on timeout."""
         return self._thread.join(timeout_s)
 
     def end(self, timeout_s: float) -> bool:
@@ -187,8 +185,8 @@ class TierNews:
         self._owing: set[str] = set()
         """Tiers that have yet to receive the last committed checkpoint."""
         self.settled = threading.Event()
-        """Set while every tier either has the last checkpoint or has failed to receive it once, and
-        after the flusher is gone."""
+        """Set while every tier has the last checkpoint or has once failed to receive it, and after
+        the flusher is gone."""
         self.settled.set()
 
     def committed(self, at: AttemptName, save: Save) -> None:
@@ -249,8 +247,7 @@ class Client:
         kept: Callable[[], frozenset[int]] = frozenset,
         replicas: Sequence[ReplicaOrder] = (),
     ) -> None:
-        """`kept` returns the slots that a dead flusher has left in the memory tier and that must
-        not be overwritten. The flusher reports replication to `replicas` to this rank."""
+        """`kept` returns the slots that a dead flusher has left in the memory tier."""
         self._launch = launch
         self._kept = kept
         self.instance = start
@@ -327,8 +324,7 @@ class Client:
 
     def restart(self, within_s: float) -> None:
         """Replace a dead flusher with a new one; nobody may hold slots. Raise `StorageError` if the
-        old one cannot be ended, and so may still touch slots, or if the outcome of its saves is not
-        known in time: later saves continue from the last commit."""
+        old one may still touch slots, or the outcome of its saves is not known in time."""
         assert self._helper is not None  # noqa: S101 (it has died)
         deadline = time.monotonic() + within_s
         found = None if self._receiver.join(within_s) else "its exit is still being handled"
@@ -484,9 +480,8 @@ class Client:
                 del save  # free its objects before waiting for the next message
 
     def _fail_pending(self, why: str | None) -> None:
-        """Fail every save that the flusher had not committed; the flusher is gone, or is ended for
-        the reason `why`. It MUST be dead before any failure is reported, or it might still commit
-        the save."""
+        """Fail every save that the flusher had not committed; it is gone, or is ended because of
+        `why`. It MUST be dead before any failure is reported, or it might still commit the save."""
         if self._closing and not self.saves.under_way():
             return
         helper = self._helper

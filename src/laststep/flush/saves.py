@@ -1,10 +1,9 @@
 """One save of this process, from `save()` until its caller knows the outcome.
 
 Only `Save` holds the state of a save: capturing, captured, durable, then committed or failed. The
-capture hands its chunks to it, the client's receiving thread forwards the flusher's messages to it,
-and in a job of several ranks the commit thread works with it. Each transition is checked, happens
-once and wakes its waiters. `SaveHandle`, which `save()` returns, and its stages are views of a
-`Save`. `Saves` holds all saves of one Checkpointer, and the committed steps.
+capture hands its chunks to it, the client's receiving thread the flusher's messages, and in a job
+of several ranks the commit thread works with it. Each transition happens once and wakes its
+waiters. `SaveHandle`, which `save()` returns, and its stages are views of a `Save`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Seal = Callable[[int], protocol.CaptureDone]
 
 
 class SaveState(IntEnum):
-    """The states of a save in order; the last three are final."""
+    """The last three are final."""
 
     CAPTURING = 0
     CAPTURED = 1
@@ -71,8 +70,7 @@ class Stage(OnlyOne):
     _state: SaveState
 
     def done(self) -> bool:
-        """Return True if the stage was reached; False while it is pending, or if it never will
-        be."""
+        """Return True if the stage was reached."""
         return self._save.reached >= self._state
 
     def over(self) -> bool:
@@ -82,9 +80,7 @@ class Stage(OnlyOne):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the stage is reached. Return False on timeout or if the save was skipped;
         raise the save's error if it failed."""
-        if not self.over_within(timeout_s):
-            return False
-        if not self.done() and self._save.error is not None:
+        if self.over_within(timeout_s) and not self.done() and self._save.error is not None:
             self._save.seen = True
             raise self._save.error
         return self.done()
@@ -108,8 +104,7 @@ class SaveReport:
     unchanged_bytes: int = 0
     """Bytes that were not copied off their device, because the last checkpoint has them."""
     coding: tuple[protocol.CodingReport, ...] = ()
-    """With compression: the encodings picked for each file, the reason and the result; known once
-    durable."""
+    """With compression: the encodings picked for each file and the result; known once durable."""
     tensors: int = 0
     capture: str = ""
     """Bytes captured in each way, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged bytes
@@ -117,8 +112,7 @@ class SaveReport:
     stall_s: float = 0.0
     """Time that the training thread spent inside save()."""
     waited_s: float = 0.0
-    """Part of `stall_s` spent waiting for an earlier save or for room in the pool:
-    back-pressure."""
+    """Part of `stall_s` spent waiting for an earlier save or for room in the pool."""
     device_copy_s: float = 0.0
     """Time that the training stream spent copying on the device."""
     fence_s: float = 0.0
@@ -183,13 +177,12 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         return self._save.error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save is committed. Return False on timeout or if the save was skipped;
-        raise the save's error if it failed."""
+        """Wait until the save is committed; see `Stage.wait`."""
         return self.committed.wait(timeout_s)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the save is over and return its report, whose `skipped` gives the reason if
-        nothing was saved. Raise the save's error if it failed, `TimeoutError` on timeout."""
+        """Wait until the save is over and return its report. Raise the save's error if it failed,
+        `TimeoutError` on timeout."""
         error = self.exception(timeout)
         if error is not None:
             raise error
@@ -211,15 +204,13 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         return not self._save.over
 
     def cancel(self) -> Literal[False]:
-        """Return False: a save cannot be cancelled."""
         return False
 
     cancelled = cancel
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
-        """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is over
-        already. The function must return quickly and must not call a Checkpointer; its exceptions
-        are logged."""
+        """Call `fn(handle)` when the save is over, on the thread that ends it, or now. It must
+        return quickly and not call a Checkpointer; its exceptions are logged."""
         if not self._save.over:
             system.check_process("add a callback", self._save.pid)
 
@@ -276,11 +267,10 @@ class Save:
         self.written = WrittenIndexes()
         """The indexes that this rank has made durable."""
         self.lost: LaststepError | None = None
-        """The error that ended the flusher after it had made everything durable. Other ranks may
-        still commit the save, so the commit thread finds out and reports the outcome."""
+        """The error that ended the flusher after everything was durable. Other ranks may still
+        commit the save: the commit thread reports the outcome."""
         self.seal: Seal | None = None
-        """Set when its capture starts; None again when it is not needed, because it keeps the
-        state's trees alive."""
+        """Set when its capture starts, and cleared early: it keeps the state's trees alive."""
         self._news = threading.Event()
         self._granted: frozenset[tuple[int, int]] = frozenset()
         self._answered = threading.Event()
@@ -292,8 +282,7 @@ class Save:
         self._telling = threading.Lock()
         """Held while it is reported as captured, which nothing may overtake."""
         self.unreported: SaveHandle | None = SaveHandle(self)
-        """The handle, kept even if its caller drops it; None once a thread is reporting, or has
-        reported, the outcome."""
+        """The handle, kept even if its caller drops it; None once the outcome is being reported."""
         self._handle = weakref.ref(self.unreported)
 
     # -- states -----------------------------------------------------------------------------------
@@ -382,12 +371,11 @@ class Save:
 
     @property
     def over(self) -> bool:
-        """True if it is committed or never will be."""
         return self.events[SaveState.COMMITTED].is_set()
 
     def wait_for(self, state: SaveState, timeout_s: float | None = None) -> bool:
-        """Wait until a state is reached or never will be; return False on timeout. Raise
-        `UsageError` in a forked process, which later changes do not reach."""
+        """Wait until a state is reached or never will be; return False on timeout. Raises in a
+        forked process."""
         if not self.events[state].is_set():
             system.check_process("wait for a save", self.pid)
         return signals.wait(self.events[state], seconds(timeout_s))
@@ -450,8 +438,7 @@ class Save:
     # -- calls from the capture -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Announce the save to the flusher, once. Called by the first thread with something to hand
-        over: the capture thread, unless host state is copied at once."""
+        """Announce the save to the flusher, once, before anything of it is handed over."""
         with self._announcing:  # several threads copy host state: no chunk may be sent before this
             if self._begun or self.unreported is None:
                 return
@@ -476,8 +463,7 @@ class Save:
     def unchanged(
         self, of: int, chunks: Sequence[tuple[int, int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Return those of these unchanged chunks that need not be handed over. Waits for the
-        flusher's answer; called by the capture thread."""
+        """Ask the flusher which of these unchanged chunks need not be handed over."""
         self.begin()
         if self.unreported is None:
             return frozenset()
@@ -522,7 +508,7 @@ class Save:
 
 class Saves:
     """The saves of one Checkpointer that are in progress or not reported yet, and the steps of its
-    lineage. The training thread adds saves and removes those that are over."""
+    lineage."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -562,8 +548,8 @@ class Saves:
         return None if save is None or save.unreported is None else save
 
     def refuse(self, error: LaststepError) -> list[Save]:
-        """Refuse new saves for that reason and return those in progress. Atomic: a save that
-        started in between would wait forever."""
+        """Refuse new saves and return those in progress. Atomic: a save that started in between
+        would wait forever."""
         with self._lock:
             self.refusal = error
             return self.under_way()
@@ -572,8 +558,7 @@ class Saves:
         self._saves.pop(save.number, None)
 
     def call_off_queued(self, step: int) -> None:
-        """Cancel all saves in progress but the first, which is being written, and that of `step`,
-        the last save of the job: there is no time for the others."""
+        """Cancel all saves in progress but that of `step` and the first, which is being written."""
         for save in [save for save in self.under_way() if save.step != step][1:]:
             save.call_off("it was cancelled so that the last save of the job finishes in time")
 
@@ -602,8 +587,7 @@ class Saves:
         return time.perf_counter() - began
 
     def check_new(self, step: int, where: str, *, overwrite: bool) -> bool:
-        """Return True if a save of that step may replace one. Raise `AlreadyExistsError` if it
-        would and may not."""
+        """Return True if a save of that step may replace one; raise if it would and may not."""
         taken = self._committed.union(map(attrgetter("step"), self.all()))
         if step in taken and not overwrite:
             raise AlreadyExistsError(

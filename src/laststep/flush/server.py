@@ -2,11 +2,11 @@
 
 receive → digest → reuse → encode → write → finish → commit
 
-Runs as a helper process without torch, or with the same code on a thread of the trainer. It owns
-everything that changes a run: terms, attempts, files, commits. One thread receives; a pool of
-threads digests and writes chunks, and finishes one save at a time, in the order in which they
-began. With a memory tier, a separate pool digests chunks ahead of writing, so that the save is
-complete in memory long before it is on disk. Optional features are listeners (`listeners`).
+Runs as a helper process without torch, or on a thread of the trainer, and owns everything that
+changes a run. One thread receives; a pool of threads digests and writes chunks, and finishes one
+save at a time, in the order in which they began. With a memory tier, a separate pool digests ahead
+of writing, so that the save is complete in memory long before it is on disk. Optional features are
+listeners.
 
 When the trainer dies, the flusher finishes and commits the saves that were handed over completely,
 aborts the others, and exits. In a job of several ranks only rank 0's flusher commits, and only
@@ -108,8 +108,8 @@ class Flusher:
         """Guards these, and the fields of a `FlusherSave` that several threads touch."""
         self._was_told_bye = False
         self.is_given_up = False
-        """Set from outside to commit nothing more: the trainer has reported all uncommitted saves
-        as failed. The connection must be closed already, so that `serve` returns."""
+        """Set from outside, after the connection was closed, to commit nothing more: the trainer
+        has reported all uncommitted saves as failed."""
         self._slots = SlotHolds(connection.send)
         # One extra thread: one may be finishing a save and waiting for other ranks.
         self._writers = WorkerPool("write", orders.writers + 1)
@@ -294,20 +294,16 @@ class Flusher:
 
     # Digest and write
 
-    def _queue(
-        self, save: FlusherSave, filled: Iterable[Filled], digests: bytes | None = None
-    ) -> None:
-        """Queue chunks for the writing threads; with a memory tier, only once they have been
-        digested."""
-        if self._digesters is not None and digests is None:
-            for chunk in filled:
-                self._digesters.put(self._digest_ahead, save, chunk)
-            return
+    def _queue(self, save: FlusherSave, filled: Iterable[Filled]) -> None:
+        """Queue chunks for the writing threads; with a memory tier, once they are digested."""
         for chunk in filled:
-            self._writers.put(self._write, save, chunk, digests)
+            if self._digesters is None:
+                self._writers.put(self._write, save, chunk, None)
+            else:
+                self._digesters.put(self._digest_ahead, save, chunk)
 
     def _digest_ahead(self, save: FlusherSave, chunk: Filled) -> None:
-        self._queue(save, [chunk], self._digest(save, chunk))
+        self._writers.put(self._write, save, chunk, self._digest(save, chunk))
 
     def _digest(self, save: FlusherSave, chunk: Filled) -> bytes:
         """Return the digests of a chunk's blocks; empty if nothing needs them any more."""
@@ -413,8 +409,7 @@ class Flusher:
         self._connection.send(protocol.Ended(save=save.begin.save, at=attempt.name))
 
     def _decision_of(self, save: FlusherSave) -> protocol.Decide:
-        """Wait for the ranks' common decision. Raise `AbortedError` if they give the save up, or if
-        the trainer is gone."""
+        """Wait for the ranks' common decision; raise if they give the save up."""
         with self._changed:
             self._changed.wait_for(lambda: save.decision or save.error)
         if save.decision is None:
@@ -455,9 +450,8 @@ class Flusher:
     def _abort(self, save: FlusherSave, attempt: Attempt, reason: str) -> bool:
         """Decide against an attempt; return True if it has been committed.
 
-        A member gives up only its own part, unless all ranks have decided to abort. In that case
-        the folder is left to rank 0 or its successor: other ranks may still be writing, and the
-        decision in the folder gives them the reason.
+        A member gives up only its own part, unless all ranks have decided to abort. It leaves the
+        folder to rank 0: other ranks may still be writing, and the decision gives them the reason.
         """
         if save.begin.role != "member":
             return attempt.abort(reason)
@@ -478,7 +472,6 @@ class Flusher:
         return False
 
     def _tell(self, call: Callable[[Listener], None]) -> None:
-        """Call a method of every listener; log its errors."""
         for listener in self._listeners:
             with threads.outlasting(log, "%s failed", type(listener).__name__):
                 call(listener)
