@@ -61,7 +61,7 @@ def test_a_tier_without_some_items_has_them_at_risk(maker, laststep, weights) ->
     maker.save(5)
     lines = laststep("ls", "--tiers", maker.path, weights).out.splitlines()
     assert lines[1].rstrip().endswith("nothing")
-    assert names(lines[2], "optimizer", "model", "3 steps, 3 s")
+    assert names(lines[2], "optimizer", "3 steps, 3 s")
     tiers = laststep("ls", "--tiers", maker.path, weights, "--json").json()["tiers"]
     assert [one["omitted_items"] for one in tiers] == [[], ["optimizer"]]
 

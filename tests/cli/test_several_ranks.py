@@ -200,62 +200,44 @@ def test_what_a_short_file_has_lost_is_named_by_its_part(maker, laststep: Callab
 # whose
 
 
-def test_a_checkpoint_gives_rank_0s_and_says_so_once(
-    maker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_gives_rank_0s(maker) -> None:
     maker.save_by_ranks(1)
     with library.open(maker.path).latest() as checkpoint:
         assert (checkpoint.ranks, checkpoint.per_rank()) == (2, ["place"])
-        checkpoint.tensor("model/weight")
-        assert caplog.messages == []
         assert checkpoint.tensor("place/seen")[:].tolist() == [0.0]
-        checkpoint.tensor("place/alike")
-    [told] = caplog.messages
-    assert names(told, "place", "2 ranks", "rank 0")
 
 
-def test_a_checkpoint_in_the_view_of_a_rank_gives_that_ranks_own(
-    maker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_in_the_view_of_a_rank_gives_that_ranks_own(maker) -> None:
     maker.save_by_ranks(1)
     checkpoint = library.open(maker.path).latest()
     for rank, seen in ((0, [0.0]), (1, [1.0, 2.0])):
         with checkpoint.of_rank(rank) as view:
             assert view.tensor("place/seen")[:].tolist() == seen
             assert view.tensor("model/weight").shape == WEIGHT_SHAPE
-            assert f"of rank {rank}" in repr(view)
-    assert caplog.messages == []
 
 
 def test_a_rank_that_did_not_write_it_is_not_found(maker) -> None:
     maker.save(1)
     alone = library.open(maker.path).latest()
     assert (alone.ranks, alone.per_rank()) == (1, [])
-    with raises(library.NotFoundError, "rank 1", expected="rank 0"):
+    with raises(library.NotFoundError, "rank 1", expected="1 ranks"):
         alone.of_rank(1)
     maker.save_by_ranks(2)
     checkpoint = library.open(maker.path).latest()
-    for rank in (2, -1):
-        with raises(
-            library.NotFoundError, f"rank {rank}", where="step-00000002", expected="0 to 1"
-        ):
-            checkpoint.of_rank(rank)
-        with raises(
-            library.NotFoundError, f"rank {rank}", where="step-00000002", expected="0 to 1"
-        ):
-            library.load(maker.path, rank=rank)
-    for wrong in ("1", 1.0, True, None):
+    for look in (checkpoint.of_rank, lambda rank: library.load(maker.path, rank=rank)):
+        with raises(library.NotFoundError, "rank 2", where="step-00000002"):
+            look(2)
+    for wrong in ("1", 1.0, True, None, -1):
         with raises(library.UsageError, found=repr(wrong)):
             checkpoint.of_rank(wrong)  # type: ignore[arg-type]
 
 
-def test_the_name_of_a_part_is_answered_with_that_of_the_whole(maker) -> None:
+def test_the_name_of_a_part_is_no_name_of_a_tensor(maker) -> None:
     maker.save_by_ranks(1)
     with library.open(maker.path).latest() as checkpoint:
-        with raises(library.NotFoundError, "model-r00001.safetensors", "'model/weight'"):
-            checkpoint.tensor("model/weight~6at375,0")
-        with raises(library.NotFoundError, remedy="`laststep show --all`"):
-            checkpoint.tensor("model/nothing")
+        for name in ("model/weight~6at375,0", "model/nothing"):
+            with raises(library.NotFoundError, name):
+                checkpoint.tensor(name)
 
 
 def test_load_gives_rank_0s_with_a_warning_unless_a_rank_is_named(
@@ -296,7 +278,7 @@ def test_load_into_takes_the_state_of_the_rank_that_is_named(
     library.load(maker.path, {"model": model, "place": place})
     assert place["position"] == 10
     assert warned(caplog, "place", "rank 0")
-    with raises(library.MismatchError, remedy="rank=… for place"):
+    with raises(library.MismatchError, remedy="rank=…"):
         library.load(maker.path, {"model": model, "place": library.PerRank(live(1))})
 
 
@@ -314,11 +296,6 @@ def test_load_into_makes_one_state_of_all_as_a_restore_does(
     library.load(maker.path, {"model": {"weight": torch.zeros(WEIGHT_SHAPE)}, "place": item})
     assert place == {"position": 10 + 11 + 12}
     assert caplog.messages == []
-    place |= {"term": 4, "loss": [0.5]}
-    library.load(maker.path, {"model": {"weight": torch.zeros(WEIGHT_SHAPE)}, "place": item})
-    assert place == {"position": 10 + 11 + 12}
-    [told] = caplog.messages
-    assert names(told, "place", "when_ranks_change", "term, loss")
 
 
 # export

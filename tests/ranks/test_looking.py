@@ -65,9 +65,9 @@ def test_all_that_show_lists_can_be_read_by_its_name(
     assert "~6" not in said(monkeypatch, "show", run, "--all")
 
 
-def test_a_tensor_that_another_rank_has_is_answered_with_that_rank(saved: Saved) -> None:
+def test_a_tensor_that_another_rank_has_is_found_in_that_rank(saved: Saved) -> None:
     with laststep.open(saved[0]).latest() as checkpoint:
-        with raises(laststep.NotFoundError, "rank 1", "checkpoint.of_rank(1)"):
+        with raises(laststep.NotFoundError, remedy="of_rank"):
             checkpoint.tensor("place/extra")
         assert checkpoint.of_rank(1).tensor("place/extra")[:].tolist() == [1, 1]
 
