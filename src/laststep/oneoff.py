@@ -314,10 +314,8 @@ def _device(wanted: str | torch.device | None) -> str:
 
 def import_state(
     items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
-) -> str:
-    """Commit items from another source as a checkpoint of a run; return its folder."""
+) -> None:
+    """Commit items from another source as a checkpoint of a run."""
     with _SoleCheckpointer(run, items=items, options=_QUIET) as ckpt:
         ckpt.continue_newest()
-        handle = ckpt.save(step, metadata=metadata)
-        handle.wait()
-        return handle.report.folder or ""
+        ckpt.save(step, metadata=metadata)

@@ -1,10 +1,7 @@
 """End a preempted job: agree on a last step, save it, and report the outcome.
 
-`PreemptionWatcher` detects the preemption and determines the step. The grace period bounds every
-wait: when it is over, unfinished work is reported and the program ends. `Preempting` belongs to the
-training thread.
-
-A signal may be seen by one rank only, so all ranks agree on the step at which they stop.
+A signal may be seen by one rank only, so all ranks agree on the step at which they stop. The grace
+period bounds every wait: when it is over, unfinished work is reported and the program ends.
 """
 
 from __future__ import annotations
@@ -39,8 +36,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_EACH_S = 0.25, 0.002
 """Polling interval: seconds, and seconds per rank, since all ranks poll one store."""
-_DEAF = 20
-"""Consecutive failed polls after which a warning is logged."""
 _SEEN, _STOP = "seen", "stop"
 _LATE = "the grace period ended before it was committed"
 _SILENCE = "the ranks did not agree on a step within the grace period"
@@ -80,7 +75,7 @@ class PreemptionWatcher:
     def __init__(self, watched: Watched, rank: Rank, kv: KeyValueStore) -> None:
         self._watched, self._rank, self._kv = watched, rank, kv
         self._ended = False
-        self._failures, self._was_told = 0, False
+        self._was_told = False
         self.stop = StopNote(problem=_SILENCE)
         """The step to stop at, once settled; before that, or if ranks do not agree, the reason."""
         self.wake, self.settled = threading.Event(), threading.Event()
@@ -118,12 +113,9 @@ class PreemptionWatcher:
         """Return the preemption that another rank has announced, or None."""
         try:
             word = self._kv.look(_SEEN)
-        except LaststepError as error:
-            self._failures += 1
-            if self._failures == _DEAF:
-                log.warning("cannot receive preemption notices of other ranks: %s", error)
-            return None
-        self._failures, self._was_told = 0, word is not None
+        except LaststepError:
+            return None  # asked again soon; a store that stays away fails saves too
+        self._was_told = word is not None
         return None if word is None else preemption_signal(word.decode())
 
     def _announce(self, kv: KeyValueStore, known: PreemptionSignal) -> None:
@@ -157,11 +149,8 @@ class PreemptionWatcher:
 
 class Preempted(SystemExit):
     """Raised by `step()` after the last save of a preempted job. Ends the program with the exit
-    code of its `Preemption`. `report` describes the last save.
-
-    It is a `SystemExit` and neither a `LaststepError` nor an `Exception`, because nothing has
-    failed.
-    """
+    code of its `Preemption`. `report` describes the last save. No `LaststepError`, because nothing
+    has failed."""
 
     def __init__(self, report: PreemptionEnded, exit_code: int) -> None:
         super().__init__(exit_code)

@@ -206,8 +206,7 @@ class RunningParts:
         """How many saves must fit into memory: two if the last one is kept there."""
 
     def start_early(self) -> bool:
-        """Start the flusher in the background, because saves will follow. If that fails, the first
-        save tries again and reports the error."""
+        """Start the flusher in the background. If that fails, the first save reports the error."""
         if os.getpid() == self._pid:
             with contextlib.suppress(StorageError):
                 self._starter = threads.Worker("start", self._start).start()
@@ -256,8 +255,8 @@ class RunningParts:
             self.over_within(None)
 
     def close(self) -> None:
-        """Wait for all saves and end everything, once, even if called from several threads or from
-        a signal handler. The next call completes one that was interrupted."""
+        """Wait for all saves and end everything, once, whatever threads or signal handlers call.
+        The next call completes one that was interrupted."""
         with self._closing:
             if self._is_closing:
                 return
@@ -278,7 +277,7 @@ class RunningParts:
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
         """Return the tiers that hold the newest save, in the order in which they received it.
-        Memory counts only if all ranks have the save in the memory of this machine."""
+        Memory counts only if it has the save of all ranks."""
         held = tuple(handle.report.tiers)
         if self.segment is None or MEMORY not in held or self.segment.owner.ranks == 1:
             return held

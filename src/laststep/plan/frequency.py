@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.constants import duration_text
-from laststep.events import human
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,14 +93,11 @@ class IntervalEstimate:
     lost_share: float
     """The fraction of time that saves and failures are expected to lose."""
     step_s: float
-    size_bytes: int
-    bytes_per_s: float
 
     def __str__(self) -> str:
         return (
             f"a save every {duration_text(self.interval_s)}: it costs training "
-            f"{duration_text(self.cost_s)} and is committed after {duration_text(self.latency_s)} "
-            f"({human(self.size_bytes)}, {human(int(self.bytes_per_s))}/s), a failure is expected "
-            f"every {duration_text(self.mtbf_s)} ({self.mtbf_from}); {_WHY[self.bound]}, and "
-            f"{self.lost_share:.2%} of the time is lost in all"
+            f"{duration_text(self.cost_s)} and is committed after {duration_text(self.latency_s)}"
+            f", a failure is expected every {duration_text(self.mtbf_s)} ({self.mtbf_from}); "
+            f"{_WHY[self.bound]}, and {self.lost_share:.2%} of the time is lost in all"
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from laststep.capture.copies import Copies
-from laststep.checks import plain, shown
+from laststep.checks import checked
 from laststep.codecs import objects
 from laststep.codecs.objects import EncodedDicts
 from laststep.errors import LaststepError, MismatchError, UsageError
@@ -140,13 +140,7 @@ def take_state(
         described.append((spec, part.layouts))
     held: dict[str, object] = {}
     for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise UsageError(
-                "the name of a metric must be a string",
-                found=shown(name),
-                remedy="pass metrics={'loss': loss}",
-            )
-        held[str(plain(name))] = hold_scalar(name, value)
+        held[checked("the name of a metric", name, str)] = hold_scalar(name, value)
     try:
         encoded = objects.encode(metadata)  # plain values, regardless of allow_pickle
     except UsageError as error:

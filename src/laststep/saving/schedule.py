@@ -64,9 +64,6 @@ class _EndedSave(NamedTuple):
     """Extra seconds of the iterations beside it."""
     latency_s: float
     """Time until its commit."""
-    size_bytes: float
-    bytes_per_s: float
-    """Bytes written per second until it was durable."""
 
 
 class StepTimer:
@@ -136,8 +133,6 @@ class StepTimer:
                     device_s=report.device_copy_s + report.fence_s,
                     slower_s=slower_s,
                     latency_s=report.committed_s,
-                    size_bytes=report.size_bytes,
-                    bytes_per_s=(report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9),
                 )
             )
 
@@ -153,12 +148,10 @@ class StepTimer:
 
     @property
     def usual_save(self) -> _EndedSave | None:
-        """The medians over the latest saves, and the size of the last one. None before the first
-        save has ended."""
+        """The medians over the latest saves; None before the first save has ended."""
         if not self._ended:
             return None
-        medians = _EndedSave(*(mid(column) for column in zip(*self._ended, strict=True)))
-        return medians._replace(size_bytes=self._ended[-1].size_bytes)
+        return _EndedSave(*(mid(column) for column in zip(*self._ended, strict=True)))
 
 
 log = logging.getLogger(__name__)
@@ -421,8 +414,6 @@ class Schedule:
             mtbf_from=mtbf_from,
             lost_share=frequency.lost_share(interval_s, *costs),
             step_s=step_s,
-            size_bytes=int(save.size_bytes),
-            bytes_per_s=save.bytes_per_s,
         )
 
     def _mtbf_s(self) -> tuple[float, str]:
@@ -432,7 +423,6 @@ class Schedule:
         failures, uptime_s = self._past
         uptime_s += self._clock() - (self._began_s or 0.0)
         prior_s = frequency.believed_mtbf_s(0, 0.0, self._ranks)
-        known = f"{failures or 'no'} failure{'' if failures == 1 else 's'} in "
-        known += f"{duration_text(uptime_s)} of this run"
-        known += f", and a prior belief of one in {duration_text(prior_s)}"
+        known = f"{failures} failures in {duration_text(uptime_s)} of this run, and a prior belief "
+        known += f"of one in {duration_text(prior_s)}"
         return frequency.believed_mtbf_s(failures, uptime_s, self._ranks), known
