@@ -38,25 +38,25 @@ def plan(*, volatile: bool = False) -> SavePlan:
 
 def test_the_same_ways_keep_the_layout_and_others_make_another() -> None:
     copies = Copies(plan(volatile=True))
-    copies.go(choose(copies.plan.pieces, Capture.AUTO, {}))
+    copies.go(*choose(copies.plan.pieces, Capture.AUTO, {}))
     layout, gatherers = copies.layout, copies.gatherers
     copies.remembered = Remembered(layout, [torch.zeros(4)])
-    copies.go(choose(copies.plan.pieces, Capture.LAZY, {}))  # a buffer is staged in any case
+    copies.go(*choose(copies.plan.pieces, Capture.LAZY, {}))  # a buffer is staged in any case
     assert copies.layout is layout
     assert copies.gatherers is gatherers
     assert copies.remembered is not None
     other = Copies(plan())
-    other.go(choose(other.plan.pieces, Capture.AUTO, {}))
+    other.go(*choose(other.plan.pieces, Capture.AUTO, {}))
     staged = other.layout
     other.remembered = Remembered(staged, [torch.zeros(4)])
-    other.go(choose(other.plan.pieces, Capture.LAZY, {}))
+    other.go(*choose(other.plan.pieces, Capture.LAZY, {}))
     assert other.layout is not staged
     assert other.remembered is None
 
 
 def test_after_a_capture_that_failed_nothing_is_staged_on_a_guess(capturer: Capturer) -> None:
     copies = Copies(plan())
-    copies.go(choose(copies.plan.pieces, Capture.AUTO, {}))
+    copies.go(*choose(copies.plan.pieces, Capture.AUTO, {}))
     copies.remembered = Remembered(copies.layout, [torch.zeros(4)])
     with pytest.raises(LaststepError):  # its tables may be those of other memory by now
         capturer.take(copies, [torch.zeros(3)], None, None)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_only_large_tensors_are_worth_a_copy_that_begins_early(elements: int, pa
     )
     spec = ItemSpec(name="m", kind="value", standalone=True, pieces=pieces)
     copies = Copies(plan_save((spec,)))
-    copies.go(choose(pieces, Capture.AUTO, {"cuda:0": 1 << 40}))
+    copies.go(*choose(pieces, Capture.AUTO, {"cuda:0": 1 << 40}))
     copies.gatherers["cuda:0"].can_run_again = lambda: True  # type: ignore[method-assign]
     copies.remember([torch.empty(elements, device="meta") for _ in pieces])
     assert (copies.remembered is not None) == pays

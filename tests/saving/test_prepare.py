@@ -79,7 +79,7 @@ def test_a_state_of_another_form_is_prepared_anew_and_nothing_of_the_last_is_kep
     assert other.plan.items == tuple(spec for spec, _ in taken.described)
     assert [piece.shape for piece in other.plan.pieces] == [tuple(one.shape) for one in sources]
     assert other.copies.plan is other.plan
-    assert other.copies.choice is None
+    assert other.copies.needs is None
     assert other.trees is not first.trees
 
 

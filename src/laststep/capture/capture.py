@@ -183,14 +183,14 @@ class Capturer:
 
     def _choose(self, copies: Copies) -> None:
         """Choose the capture mode of each piece; keep the previous choice while it still fits."""
-        if copies.choice is not None and all(
-            self._staging_on(device).room() >= need for device, need in copies.choice.needs.items()
+        if copies.needs is not None and all(
+            self._staging_on(device).room() >= need for device, need in copies.needs.items()
         ):
             return
         pieces = copies.plan.pieces
         devices = dict.fromkeys([piece.device for piece in pieces if piece.device != "cpu"])
         rooms = {device: self._room_on(device, copies) for device in devices}
-        copies.go(choose(pieces, self._mode, rooms))
+        copies.go(*choose(pieces, self._mode, rooms))
 
     def _room_on(self, device: str, copies: Copies) -> int:
         """Return how much of a device's memory may be used for staging. A ring must fit beside it
@@ -250,7 +250,7 @@ class Capturer:
     def _forget_staging(self, copies: Copies) -> None:
         for staging in self._staging.values():
             staging.forget()
-        copies.choice = None
+        copies.needs = None
 
     def _give_back(self, buffers: dict[str, torch.Tensor]) -> None:
         for device, buffer in buffers.items():
@@ -338,7 +338,8 @@ class Capturer:
                 job.timing.waited_s += time.perf_counter() - began
                 running.append(self._copiers.submit(self._fill_chunk, job, chunk, slot))
         finally:
-            _wait_for_all(running)
+            # Their threads write into slots, and nobody may have these back before.
+            _outlast(lambda: all(copy.done() for copy in running), lambda: wait(running))
         for copy in running:
             copy.result()
 
@@ -356,16 +357,16 @@ class Capturer:
         job.aside[chunk.file, chunk.start] = buffer
 
     def _wait_for(self, job: Job) -> None:
-        """Block until a capture is over, also during Ctrl-C: its copies read the live state."""
-        interrupted: BaseException | None = None
-        while not job.over.is_set():
+        """Block until a capture is over: its copies read the live state."""
+
+        def wait_once() -> None:
             try:
                 signals.wait(job.over)
-            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
-                interrupted = raised
+            except BaseException:
                 job.cancelled = True
-        if interrupted is not None:
-            raise interrupted
+                raise
+
+        _outlast(job.over.is_set, wait_once)
         if job.error is not None:
             raise job.error
 
@@ -416,14 +417,13 @@ class Capturer:
                 job.over.set()
 
 
-def _wait_for_all(running: list[Future[None]]) -> None:
-    """Wait until all copies into slots have ended, also during Ctrl-C."""
+def _outlast(is_done: Callable[[], bool], wait_once: Callable[[], object]) -> None:
+    """Wait until copies have ended, also during Ctrl-C, which is raised afterwards."""
     interrupted: BaseException | None = None
-    for copy in running:
-        while not copy.done():
-            try:
-                wait([copy])
-            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
-                interrupted = raised
+    while not is_done():
+        try:
+            wait_once()
+        except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
+            interrupted = raised
     if interrupted is not None:
         raise interrupted

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from laststep.capture.device import SideStreams
-    from laststep.capture.layout import Choice, ChunkLayout, Layout
+    from laststep.capture.layout import ChunkLayout, Layout, Way
     from laststep.capture.mover import Sink
     from laststep.capture.ring import Route
     from laststep.plan.files import SavePlan
@@ -49,16 +49,17 @@ class Copies:
 
     def __init__(self, plan: SavePlan) -> None:
         self.plan = plan
-        self.choice: Choice | None = None
+        self.needs: dict[str, int] | None = None
+        """The device memory that the choice of modes needs; None: choose again."""
         self.gatherers: dict[str, Gatherer] = {}
         self.routes: dict[str, Route] = {}
         self.remembered: Remembered | None = None
         """What the last capture staged on devices, if the next one may start early."""
 
-    def go(self, choice: Choice) -> None:
-        before, self.choice = self.choice, choice
-        if before is None or before.ways != choice.ways:
-            self.layout = lower(self.plan, choice.ways)
+    def go(self, ways: tuple[Way, ...], needs: dict[str, int]) -> None:
+        before, self.needs = self.needs, needs
+        if before is None or self.layout.ways != ways:
+            self.layout = lower(self.plan, ways)
             self.gatherers = {d: Gatherer(groups) for d, groups in self.layout.gathers.items()}
             self.looks = ChunkLooks(self.layout)
             self.remembered = None  # those tables of addresses went with their layout

@@ -40,17 +40,14 @@ class Way(Enum):
     background."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The capture mode of each piece, and the device memory that this needs."""
+def choose(
+    pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]
+) -> tuple[tuple[Way, ...], dict[str, int]]:
+    """Return the capture mode of each piece, and the memory that this needs on each device.
 
-    ways: tuple[Way, ...]
-    needs: dict[str, int]
-
-
-def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> Choice:
-    """Stage device pieces while there is room, and host pieces if they are small. State that
-    forward changes, and device state that needs gathering, cannot be lazy."""
+    Stage device pieces while there is room, and host pieces if they are small. State that forward
+    changes, and device state that needs gathering, cannot be lazy.
+    """
     host_bytes = sum([piece.size_bytes for piece in pieces if piece.device == "cpu"])
     small = host_bytes <= HOST_STAGING_BYTES
     needs = dict.fromkeys(rooms, 0)
@@ -73,7 +70,7 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
             staged = volatile or not contiguous or (fits and device_first)
             needs[device] += size if staged else 0
         ways.append(Way.STAGED if staged else Way.DIRECT)
-    return Choice(ways=tuple(ways), needs=needs)
+    return tuple(ways), needs
 
 
 class ElementRange(NamedTuple):
