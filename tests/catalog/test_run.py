@@ -401,7 +401,7 @@ def test_what_is_committed_while_another_takes_over_stays_on_the_lineage(
         return number
 
     monkeypatch.setattr(terms.Terms, "claim", slowly)
-    with raises(AbortedError, found="step-00000002.1-2"):
+    with raises(AbortedError, expected="step-00000002.1-2"):
         new_run.claim_term((old, 1))
     assert _steps(new_run) == [1, 2]
 

@@ -35,7 +35,7 @@ def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save
     save(run, 2, term, 2)
     plan_prune(run, Keep(last=1)).execute()
     stale = new_start()
-    with raises(AbortedError, found="step-00000002.1-2", remedy="restore()"):
+    with raises(AbortedError, expected="step-00000002.1-2", remedy="restore()"):
         run.claim_term((term, 1), seen=seen, writer=stale)
     assert run.newest_point() == Seen(term=term, commit=(term, 2))
     assert run.claim_term((term, 2), seen=run.newest_point(), writer=stale) == 2

@@ -269,27 +269,24 @@ class Scanner(msgspec.Struct, eq=False):
         if not isinstance(decided, Commit):
             return None
         sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
-        flaws = [f"{name} is missing" for name in _missing_indexes(decided, sizes)]
+        for name in _missing_indexes(decided, sizes)[:1]:
+            return f"{name} is missing"
         there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-        written = decided.written
-        if not flaws and (len(there), sum(there)) != (written.files, written.size_bytes):
-            # A file is wrong or was added: the indexes tell which.
-            for rank in range(decided.index_count):
-                try:
-                    index = attempts.read_index(self._store, folder, decided, rank)
-                except StorageError:
-                    raise
-                except LaststepError as error:
-                    return error.without_remedy()
-                for file in index.files:
-                    size = sizes.get(file.name)
-                    if size is None:
-                        flaws.append(f"{file.name} is missing")
-                    elif size != file.size_bytes:
-                        flaws.append(f"{file.name} has {size} bytes instead of {file.size_bytes}")
-        if not flaws:
+        if (len(there), sum(there)) == (decided.written.files, decided.written.size_bytes):
             return None
-        return flaws[0] + (f", and {len(flaws) - 1} more" if len(flaws) > 1 else "")
+        # A file is wrong or was added: the indexes tell which.
+        for rank in range(decided.index_count):
+            try:
+                index = attempts.read_index(self._store, folder, decided, rank)
+            except StorageError:
+                raise
+            except LaststepError as error:
+                return error.without_remedy()
+            for file in index.files:
+                size = sizes.get(file.name, "no")
+                if size != file.size_bytes:
+                    return f"{file.name} has {size} bytes instead of {file.size_bytes}"
+        return None
 
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
         """Return True if all indexes are there, and as many data files as the manifest counts."""

@@ -408,11 +408,9 @@ class Sharing:
         self._stored_bytes: dict[str, int] = {}
         self._files: dict[str, list[FileId]] = {}
         self._folders: dict[FileId, list[str]] = {}
-        self._order: dict[str, int] = {}
 
     def add(self, folder: str, stored_bytes: int, files: Iterable[StoredFile]) -> None:
         """Add a checkpoint with its data files; `stored_bytes` counts all files in its folder."""
-        self._order[folder] = len(self._order)
         self._stored_bytes[folder] = stored_bytes
         self._files[folder] = [file_id(file, folder) for file in files]
         for file in self._files[folder]:
@@ -441,7 +439,7 @@ class Sharing:
     def sharers(self, folder: str) -> tuple[str, ...]:
         """Return the other folders that share a file with this one, in the order of checkpoints."""
         others = {other for file in self._files[folder] for other in self._folders[file]}
-        return tuple(sorted(others - {folder}, key=self._order.__getitem__))
+        return tuple(other for other in self._files if other in others - {folder})
 
 
 def file_id(file: StoredFile, folder: str) -> FileId:

@@ -346,18 +346,13 @@ class Run:
             if name.point <= seen:
                 return
             if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
-                raise self._terms.superseded_error(
-                    name.term,
-                    expected="no save since this job opened the run",
-                    before=True,
-                    saved=name.folder,
-                )
+                raise self._terms.superseded_error(name.term, f"no {name.folder} since")
 
     def check_newest(self, term: int) -> None:
         """Raise `AbortedError` if another writer has claimed a newer term."""
         newest = max(self._terms.numbers(), default=0)
         if newest > term:
-            raise self._terms.superseded_error(newest, expected=f"term {term} to be the newest")
+            raise self._terms.superseded_error(newest, f"term {term} to be the newest")
 
     def lock_term(self, number: int) -> Lock:
         """Lock a term, to show that its writer is alive."""

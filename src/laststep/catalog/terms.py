@@ -299,11 +299,8 @@ class Terms(msgspec.Struct, eq=False):
     def claim(
         self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False
     ) -> int:
-        """Create the record after the newest term, which MUST be `seen` (see the module docstring).
-        Raise `AbortedError` if it is not.
-
-        `writer` is the trainer on whose behalf the term is claimed; `orphan` is True if it is dead.
-        """
+        """Create the record after the newest term, which MUST be `seen` (see the module docstring),
+        else raise `AbortedError`. `orphan` is True if `writer`, the trainer, is dead."""
         make_folder(self._store)
         newest = max((seen, *self.numbers()))
         with contextlib.suppress(CorruptError):
@@ -311,11 +308,9 @@ class Terms(msgspec.Struct, eq=False):
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
-                    raise self.superseded_error(
-                        number, before=True, expected=f"term {seen} to be the newest"
-                    )
+                    raise self.superseded_error(number, f"term {seen} to be the newest")
             if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
-                raise self.superseded_error(newest, before=True, expected="no live writer")
+                raise self.superseded_error(newest, "no live writer")
             newest += 1
             record = TermRecord(
                 format=FORMAT_VERSION,
@@ -332,19 +327,12 @@ class Terms(msgspec.Struct, eq=False):
             self._known[newest] = record
             return newest
 
-    def superseded_error(
-        self, term: int, *, expected: str, before: bool = False, saved: str | None = None
-    ) -> AbortedError:
-        """Return the error for a writer that is stopped by a newer term, or by the checkpoint
-        `saved` in it. `before` is True if this writer had not claimed a term yet."""
-        who = self.described(term)
+    def superseded_error(self, term: int, expected: str) -> AbortedError:
         return AbortedError(
-            "another job saved to the run first"
-            if before
-            else "another writer has taken over the run",
+            "another job has saved to the run or taken it over",
             where=self._store.url,
             expected=expected,
-            found=who if saved is None else f"{saved} of {who}",
+            found=self.described(term),
             remedy=(
                 "stop one of the two jobs: only one may save to a run at a time; or call "
                 "restore() to continue from the other job's checkpoint"

@@ -160,7 +160,7 @@ def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
         known, living = terms.Terms(store), run.live_writer()
         is_left_behind = standing_of(store, record) is SnapshotState.LEFT_BEHIND
         if is_left_behind or (living is not None and living.term > at.term):
-            raise known.superseded_error(max(known.numbers()), expected=f"abandoned {at.term}")
+            raise known.superseded_error(max(known.numbers()), f"abandoned {at.term}")
 
     check()
     with closing(run.lock_term(at.term)):
