@@ -59,7 +59,7 @@ def duration_text(seconds: float) -> str:
     return f"{float(f'{seconds / UNITS_S[unit]:.3g}'):g} {unit}"
 
 
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?)(i?)B(?:/s)?")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B(?:/s)?")
 
 
 def bytes_per_s(text: str) -> float | None:
@@ -68,7 +68,9 @@ def bytes_per_s(text: str) -> float | None:
     if match is None:
         return None
     number, prefix, binary = match.groups()
-    return float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " ") or None
+    return (
+        float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ") or None
+    )
 
 
 _ITEM_NAME = re.compile(r"(?!shared$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")

@@ -378,13 +378,8 @@ def open_attempts(
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:
     """Return, for an error message, the existing steps nearest to a missing one."""
-    there = sorted(set(steps))
-    near = sorted(sorted(there, key=lambda step: abs(step - wanted))[:_NEAREST])
-    if not near:
-        return "no checkpoint"
-    text = f"step{'s' if len(near) > 1 else ''} {', '.join(map(str, near))}"
-    left = len(there) - len(near)
-    return f"{text}, and {left} more" if left else text
+    near = sorted(sorted(set(steps), key=lambda step: abs(step - wanted))[:_NEAREST])
+    return f"steps {', '.join(map(str, near))}" if near else "no checkpoint"
 
 
 def remedy_for_no_run(store: Store) -> str | None:

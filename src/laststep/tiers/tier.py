@@ -7,7 +7,6 @@ Shared memory may come before it; the tiers behind it are replicas.
 from __future__ import annotations
 
 import os
-import re
 from itertools import permutations
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -17,7 +16,7 @@ from laststep.catalog.attempt import parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.catalog.terms import TERMS_FOLDER
 from laststep.checks import Checked, shown
-from laststep.constants import MEMORY
+from laststep.constants import MEMORY, bytes_per_s
 from laststep.errors import UsageError
 from laststep.storage.files import refuse_secrets
 from laststep.storage.registry import real_place
@@ -26,8 +25,7 @@ from laststep.storage.shared_memory import BASE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_RATE = rf"[0-9]+(\.[0-9]+)? ?({'|'.join(_UNITS)})/s"
+_RATE = r"^[0-9]+(\.[0-9]+)? ?([kMG]|[KMG]i)B/s$"
 
 
 class Tier(Checked, frozen=True, kw_only=False):
@@ -38,9 +36,9 @@ class Tier(Checked, frozen=True, kw_only=False):
     """Copy every N-th checkpoint to this tier."""
     keep: Keep | None = None
     """The retention rules of this tier; None keeps all checkpoints."""
-    limit: Annotated[str, Meta(pattern=f"^{_RATE}$", description="a rate such as '200 MB/s'")] | (
+    limit: Annotated[str, Meta(pattern=_RATE, description="a rate such as '200 MB/s'")] | None = (
         None
-    ) = None
+    )
     """The highest rate of copying to this tier, such as '200 MB/s'."""
     items: (
         Annotated[
@@ -52,11 +50,7 @@ class Tier(Checked, frozen=True, kw_only=False):
 
     @property
     def limit_bytes_per_s(self) -> float | None:
-        """`limit` in bytes per second."""
-        if self.limit is None:
-            return None
-        number, unit = re.split(r" ?(?=[A-Za-z])", self.limit.removesuffix("/s"), maxsplit=1)
-        return float(number) * _UNITS[unit]
+        return None if self.limit is None else bytes_per_s(self.limit)
 
     @property
     def memory_base(self) -> str | None:
