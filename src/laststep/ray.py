@@ -16,14 +16,12 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import ray.train
 from ray.train import CheckpointUploadMode
 
 from laststep import checkpointer as core
 from laststep.adapters.framework import Framework
 from laststep.events import Committed
-from laststep.settings import Options
 
 if TYPE_CHECKING:
     import os
@@ -40,14 +38,7 @@ FRAMEWORK.check()
 class Checkpointer(core.Checkpointer):
     """A `laststep.Checkpointer` for the training function that Ray Train runs on each worker."""
 
-    def __init__(
-        self,
-        run: str | os.PathLike[str] | None = None,
-        /,
-        *,
-        options: Options | None = None,
-        **more: Any,
-    ) -> None:
+    def __init__(self, run: str | os.PathLike[str] | None = None, /, **more: Any) -> None:
         """`run` defaults to the folder `laststep` of Ray's experiment, unless `tiers` is passed."""
         self._experiment = _experiment()
         if run is None and not more.get("tiers") and self._experiment is not None:
@@ -55,9 +46,8 @@ class Checkpointer(core.Checkpointer):
         self._news: deque[Committed] = deque()
         self._metrics: dict[str, Any] = {}
         self._over = False
-        options = Options() if options is None else options
-        options = msgspec.structs.replace(options, subscribers=(*options.subscribers, self._hear))
-        super().__init__(run, options=options, **more)
+        super().__init__(run, **more)
+        self.subscribe(self._hear)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Report metrics to Ray, with the newest checkpoint committed since the last report and its

@@ -245,7 +245,7 @@ class TrainCall(contextlib.ExitStack):
         if resume is None or resume.restored or resume.exact:
             raise damage
         newest = self._ckpt.peek()
-        if newest is None:
+        if newest is None or newest.step == resume.step:
             raise damage
         log.warning(
             "the checkpoint of step %d is damaged; resuming from step %d: %s",

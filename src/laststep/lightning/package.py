@@ -9,21 +9,16 @@ own classes. Use the one that the program has imported.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from typing import Any
 
 from laststep.adapters.framework import Framework
 
-_HAS_NEW = importlib.util.find_spec("lightning") is not None
-_OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
-
-FRAMEWORK = Framework(
-    package="lightning" if _HAS_NEW else "pytorch-lightning", extra="lightning", tested="2.6"
-)
+FRAMEWORK = Framework(package="lightning", extra="lightning", tested="2.6")
 FRAMEWORK.check()
 
-_NAME = "lightning.pytorch" if _HAS_NEW and not _OLD else "pytorch_lightning"
+_OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+_NAME = "pytorch_lightning" if _OLD else "lightning.pytorch"
 pl: Any = importlib.import_module(_NAME)
 
 _combined: Any = importlib.import_module(f"{_NAME}.utilities.combined_loader")

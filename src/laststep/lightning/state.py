@@ -162,8 +162,6 @@ class TrainerState(StateProvider):
 
 def as_lightning(loaded: dict[str, Any]) -> dict[str, Any]:
     """Convert a checkpoint of the callback to Lightning's form."""
-    if "trainer" not in loaded:
-        return loaded
     stored = loaded["trainer"]
     added = _with_tensors(stored["hooks"], loaded["hooks"])
     return {**_plain_entries(stored), "state_dict": loaded["model"], **added}
