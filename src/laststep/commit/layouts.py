@@ -30,20 +30,14 @@ from laststep.catalog.attempt import AttemptName
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.constants import listed
 from laststep.errors import AbortedError, MismatchError
-from laststep.plan.layouts import (
-    GlobalLayout,
-    LocalLayout,
-    agree,
-    decode_local_layout,
-    digest_of,
-    encode_local_layout,
-)
+from laststep.plan import layouts
 from laststep.process import signals
 from laststep.ranks import key_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from laststep.plan.layouts import GlobalLayout, LocalLayout
     from laststep.ranks.group import Rank
     from laststep.ranks.key_value import KeyValueStore
 
@@ -154,7 +148,7 @@ class GlobalLayouts:
             ):
                 self._local_layout = local_layout
                 return self._global_layout
-            self._local_layout, self._data = local_layout, encode_local_layout(local_layout)
+            self._local_layout, self._data = local_layout, layouts.encode_local_layout(local_layout)
             return self._agree(step)
         finally:
             self._lock.release()
@@ -202,7 +196,7 @@ class GlobalLayouts:
 
     def _agree(self, step: int | None) -> GlobalLayout:
         self._global_layout, began_s = None, self.kv.now_s()
-        mine = digest_of(self._data)
+        mine = layouts.digest_of(self._data)
         settle = self._lead if self._rank.is_first else self._follow
         while self._global_layout is None:
             call = settle(mine, step, began_s)
@@ -233,10 +227,10 @@ class GlobalLayouts:
                     where=f"rank {digests.index(local_layout)}",
                     expected=f"its local layout within {self._deadline_s:g} s",
                 )
-            self._local_layouts[local_layout] = decode_local_layout(notes[note])
+            self._local_layouts[local_layout] = layouts.decode_local_layout(notes[note])
         self._local_layouts = {digest: self._local_layouts[digest] for digest in distinct}
         try:
-            return agree(digests, self._local_layouts)
+            return layouts.agree(digests, self._local_layouts)
         except MismatchError:
             self._answered = 0
             raise

@@ -359,20 +359,16 @@ class Leader(Participant):
         if isinstance(objection, Differing):  # the ranks publish their values only on request
             objection = differences.describe(objection, self._ask(round_, objection))
         if objection:
-            self.client.send(Decide(save=save.number, reason=objection))
-        else:
-            self._tell_of_replicas(round_, summaries)
-            self._commit(save, global_layout, summaries)
+            raise GivenUp(objection)
+        self._tell_of_replicas(round_, summaries)
+        self._commit(save, global_layout, summaries)
         self._await_flusher(save, self._until_s(round_, _COMMITTED))
         late = f"did not commit step {round_.step} within {self.deadline_s:g} s"
         failure = AbortedError(f"the flusher of rank 0 {late}", remedy=_STUCK)
-        if objection:
-            failure = AbortedError(objection)
         error = self.settle(round_, save.lost or failure)
-        if error is not None and not objection:
-            objection = self._trouble(error.without_remedy())
+        reason = "" if error is None else self._trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find the outcome in the run
-            self._tell(round_, objection)
+            self._tell(round_, reason)
 
     def _summaries(
         self, round_: Round, mine: Receipt, global_layout: GlobalLayout

@@ -18,15 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from laststep.errors import (
-    CorruptError,
-    LaststepError,
-    MismatchError,
-    NotFoundError,
-    StorageError,
-    UsageError,
-    from_wire,
-)
+from laststep import errors
+from laststep.errors import LaststepError
 from laststep.process import system
 from laststep.ranks.key_value import awaited
 from laststep.ranks.transports import HOST, DeviceTransport, Transit, Transport, has_nccl
@@ -72,7 +65,7 @@ def this_rank() -> Rank:
         return rank
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdigit() and int(announced) > 1:
-        raise UsageError(
+        raise errors.UsageError(
             "torch.distributed is not initialized",
             expected="torch.distributed.init_process_group() before the Checkpointer is made",
             found=f"WORLD_SIZE={announced} and no process group",
@@ -288,7 +281,7 @@ def _asked(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     try:
         return call(*arguments, **named)
     except RuntimeError as error:
-        raise StorageError(
+        raise errors.StorageError(
             "the ranks of this job could not restore collectively",
             found=_first_line(error),
             remedy=(
@@ -313,7 +306,7 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
-_CONSEQUENCES = {CorruptError.__name__: 1, NotFoundError.__name__: 2}
+_CONSEQUENCES = {errors.CorruptError.__name__: 1, errors.NotFoundError.__name__: 2}
 """Errors that a rank may raise because another rank failed, likeliest first. They do not count as
 the cause if there is another error: `CorruptError` makes a restore skip the checkpoint, so nothing
 else may look like it."""
@@ -354,22 +347,22 @@ def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
 def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
     """Return the error that caused all others, or this rank's own if it is of the same kind."""
     notes = ranks.all_gather(b"" if error is None else _encode(error))
-    errors = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
-    rank, kind, fields = min(errors, key=lambda sent: _weight(*sent[1:]))
+    sent = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
+    rank, kind, fields = min(sent, key=lambda one: _weight(*one[1:]))
     own = error is not None and _weight(*error.to_wire()) == _weight(kind, fields)
     if error is not None and (rank == ranks.rank.number or (own and type(error).__name__ == kind)):
         if isinstance(error, _Foreign) and error.__cause__ is not None:
             return error.__cause__
         return error
     fields["what"] = f"rank {rank}: {fields['what']}"
-    cause = from_wire(kind, fields)
+    cause = errors.from_wire(kind, fields)
     cause.__cause__ = error
     return cause
 
 
 def _encode(error: LaststepError) -> bytes:
     kind, fields = error.to_wire()
-    lines = error.problems.lines() if isinstance(error, MismatchError) else ()
+    lines = error.problems.lines() if isinstance(error, errors.MismatchError) else ()
     if lines:
         fields["found"] = "; ".join(lines[:20])
     return msgspec.msgpack.encode((kind, fields))
