@@ -125,8 +125,7 @@ _used_by: int | None = None
 
 
 class Missing(Exception):
-    """The object does not exist; or the bucket does not, in a request for a free name or a
-    prefix."""
+    """The object does not exist."""
 
 
 class _Refused(Exception):
@@ -192,19 +191,16 @@ class Bucket:
         """Read a whole small object. Raise `Missing`, or `CorruptError` if it is larger than
         `limit_bytes`."""
 
-        def attempt() -> tuple[bytes | None, Found]:
+        def attempt() -> tuple[bytes, Found]:
             answer = obstore.get(self.client, key)
             found = _found(answer.meta, answer.attributes.get(TOKEN))
             if found.size_bytes > limit_bytes:
-                return None, found
+                raise too_large(self.where(key), limit_bytes, found.size_bytes)
             data = bytes(answer.bytes())
             _check_whole(len(data), found.size_bytes)
             return data, found
 
-        data, found = self._ask("read", key, attempt)
-        if data is None:
-            raise too_large(self.where(key), limit_bytes, found.size_bytes)
-        return data, found
+        return self._ask("read", key, attempt)
 
     def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
         """Read `size_bytes` bytes from `start`, which MUST exist, into new memory."""
@@ -343,10 +339,8 @@ class Bucket:
         try:
             return call()
         except FileNotFoundError as error:
-            code = _CODE.search(str(error))
-            said = "" if code is None else code[1]
-            is_trouble = not may_miss or said == "NoSuchBucket"
-            trouble: Exception = trouble_of(404, said) if is_trouble else Missing(said)
+            is_missing = may_miss and "<Code>NoSuchBucket</Code>" not in str(error)
+            trouble: Exception = Missing() if is_missing else _trouble(error)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             # Amazon's 409 is not a refusal: two conditional puts collided.
             both = self.scheme == "s3" and "status code: 409" in str(error)
@@ -447,40 +441,37 @@ def parse(url: str) -> tuple[str, str, str]:
     return parts.scheme, parts.netloc, check_name(prefix) if prefix else ""
 
 
-def trouble_of(status: int, code: str = "") -> Trouble:
-    """Translate a response status into a `Trouble`: whether to retry, and the remedy if not. `code`
-    is the server's error code; it is dropped unless it is a plain word."""
-    code = code if code.isalnum() and len(code) <= 64 else ""
+def _trouble(error: Exception) -> Trouble:
+    """Translate an obstore error into a `Trouble`: whether to retry, and the remedy if not. Only
+    the parts that are safe to report are copied: status, the server's error code, kind of
+    failure."""
+    text = str(error)
+    found_status, found_code, kind = _STATUS.search(text), _CODE.search(text), _KIND.search(text)
+    status = 0 if found_status is None else int(found_status[1])
+    if isinstance(error, FileNotFoundError):
+        status = 404
+    elif "redirect without LOCATION" in text:
+        status = 301
+    code = "" if found_code is None else found_code[1]
     said = f"{status} {code}".strip()
     if status in (401, 403) or code in _EXPIRED:
         return Trouble(said, transient=False, remedy=_RIGHTS)
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return Trouble("access denied", transient=False, remedy=_RIGHTS)
     if status == 301 or code in _ELSEWHERE:
         remedy = "set AWS_REGION to the region of the bucket"
         return Trouble(f"{said}: it is in another region", transient=False, remedy=remedy)
     if status == 404:
         remedy = "make the bucket, or check its name and the endpoint"
         return Trouble(said, transient=False, remedy=remedy)
-    again = status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
-    return Trouble(said, transient=again)
-
-
-def _trouble(error: Exception) -> Trouble:
-    """Translate an obstore error into a `Trouble`, with only the parts that are safe to report:
-    status, the server's error code, kind of failure."""
-    text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status is not None:
-        return trouble_of(int(status[1]), "" if code is None else code[1])
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return Trouble("access denied", transient=False, remedy=_RIGHTS)
-    if "redirect without LOCATION" in text:
-        return trouble_of(301)
+    if status:
+        again = status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
+        return Trouble(said, transient=again)
     if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
         why = "an answer without ranges" if "NotPartial" in text else type(error).__name__
         return Trouble(why, transient=False)
     if not any(word in text for word in ("HttpError", "HTTP error", "reqwest")):
         return Trouble("an answer that obstore does not understand", transient=False)
-    kind = _KIND.search(text)
     return Trouble("the connection failed" if kind is None else f"{kind[1]} failed", transient=True)
 
 
