@@ -29,7 +29,7 @@ class Coming:
     def __enter__(self) -> Self:
         def swap(transport: transports.Transport, *args: object) -> transports.Transit:
             under = self._swap(transport, *args)
-            self._add(under._came.numel())
+            self._add(under.came.numel())
             return under
 
         def wait(under: transports.Transit) -> torch.Tensor:

@@ -9,6 +9,7 @@ makes the same calls in the same order, on the training thread, inside `restore(
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from datetime import timedelta
@@ -153,18 +154,21 @@ class RankGroup(Ranks):
         return _asked(work)
 
     def all_gather(self, note: bytes) -> list[bytes]:
-        rows = self._gather(_head(note), _NOTE_BYTES)
-        sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
-        if max(sizes) > _NOTE_BYTES - _LENGTH_BYTES:
-            rows = self._gather(note, max(sizes))
-        else:
-            rows = [row[_LENGTH_BYTES:] for row in rows]
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        return _complete(note, self._gather)
+
+    def broadcast(self, who: int, note: bytes) -> bytes:
+        (told,) = _complete(note, functools.partial(self._told, who))
+        return told
 
     def _gather(self, note: bytes, width: int) -> list[bytes]:
         """Return the bytes of all ranks, each padded to `width`."""
-        mine = torch.frombuffer(bytearray(note.ljust(width, b"\0")), dtype=torch.uint8)
-        return [row.tobytes() for row in self._gather_rows(mine).numpy()]
+        return [row.tobytes() for row in self._gather_rows(_tensor(note, width)).numpy()]
+
+    def _told(self, who: int, note: bytes, width: int) -> list[bytes]:
+        """Return the bytes of rank `who`, padded to `width`."""
+        data = _tensor(note[:width], width)
+        _asked(dist.broadcast, data, group_src=who, group=self._group)
+        return [data.numpy().tobytes()]
 
     def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal length."""
@@ -176,20 +180,6 @@ class RankGroup(Ranks):
         value = torch.tensor([number], dtype=torch.int64)
         _asked(dist.all_reduce, value, op=dist.ReduceOp.MAX, group=self._group)
         return int(value)
-
-    def broadcast(self, who: int, note: bytes) -> bytes:
-        head = self._told(who, _head(note), _NOTE_BYTES)
-        size = int.from_bytes(head[:_LENGTH_BYTES], "little")
-        if size > _NOTE_BYTES - _LENGTH_BYTES:
-            return self._told(who, note, size)
-        return head[_LENGTH_BYTES : _LENGTH_BYTES + size]
-
-    def _told(self, who: int, note: bytes, width: int) -> bytes:
-        """Return the bytes of rank `who`, padded to `width`."""
-        mine = note if who == self.rank.number else b""
-        data = torch.frombuffer(bytearray(mine.ljust(width, b"\0")), dtype=torch.uint8)
-        _asked(dist.broadcast, data, group_src=who, group=self._group)
-        return data.numpy().tobytes()
 
     @contextlib.contextmanager
     def carrying(self, device: torch.device, most_bytes: int) -> Iterator[torch.device]:
@@ -296,13 +286,20 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _head(note: bytes) -> bytes:
-    """Return the fixed-size first part of the bytes: most are short and fit beside their length, so
-    that one round suffices."""
-    return len(note).to_bytes(_LENGTH_BYTES, "little") + note[: _NOTE_BYTES - _LENGTH_BYTES]
+def _complete(note: bytes, send: Callable[[bytes, int], list[bytes]]) -> list[bytes]:
+    """Return what ranks hear when each sends its bytes. Most are short and fit beside their length
+    into a first part of fixed size, so that one round suffices."""
+    room = _NOTE_BYTES - _LENGTH_BYTES
+    heads = send(len(note).to_bytes(_LENGTH_BYTES, "little") + note[:room], _NOTE_BYTES)
+    sizes = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+    rows = [head[_LENGTH_BYTES:] for head in heads]
+    if max(sizes) > room:
+        rows = send(note, max(sizes))
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def _tensor(data: bytes, width: int = 0) -> torch.Tensor:
+    data = data.ljust(width, b"\0")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 

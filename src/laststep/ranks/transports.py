@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from laststep.process.threads import Worker
+from laststep.process.threads import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,23 +115,15 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
 def _within(call: Callable[[], T]) -> T:
     """Call on a thread and abandon it at the limit: NCCL waits forever for a missing rank."""
     device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
-    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
-    def run() -> None:
-        try:
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                done.put((call(), None))
-        except BaseException as error:  # noqa: BLE001 (raised again below)
-            done.put((None, error))
+    def run() -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return call()
 
-    Worker("nccl", run).start()
     try:
-        result, error = done.get(timeout=LIMIT_S)
-    except queue.Empty:
+        return WorkerPool("nccl", 1).submit(run).result(LIMIT_S)
+    except TimeoutError:
         raise RuntimeError(f"NCCL has not answered for {LIMIT_S:g} s") from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
 
 
 def _new_group(timeout: timedelta) -> ProcessGroup:
