@@ -19,7 +19,7 @@ from torch import nn
 import laststep
 from laststep.errors import NotFoundError
 from laststep.restoring import choose as choosing
-from laststep.restoring import restore as restoring
+from laststep.restoring import plan as planning
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader
 
@@ -159,7 +159,7 @@ def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
     one that is being restored."""
     model = sharded_model()
     fill(model, -1)
-    fit, folder, pruned = restoring.plan_restore, newest(run), []
+    fit, folder, pruned = planning.plan_restore, newest(run), []
 
     def late(*arguments: Any, **more: Any) -> Any:
         found = fit(*arguments, **more)
@@ -174,7 +174,7 @@ def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
             dist.barrier()
         return found
 
-    with opened(run, model=model) as c, mock.patch.object(restoring, "plan_restore", late):
+    with opened(run, model=model) as c, mock.patch.object(planning, "plan_restore", late):
         restored = c.restore()
         saved = kinds(lambda: c.save(9).wait())
     return {

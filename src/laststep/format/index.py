@@ -68,8 +68,7 @@ class StoredFile(
         return f"{stem.partition('~')[0]}.{suffix}"
 
     def shared_name(self, term: int, attempt: int) -> str:
-        """Return its name in the folders of checkpoints that share it: its own name with the
-        attempt that wrote it."""
+        """Return its name where checkpoints share it: with the attempt that wrote it."""
         stem, _, suffix = self.own_name.rpartition(".")
         return f"{stem}~{term}-{attempt}.{suffix}"
 

@@ -60,8 +60,7 @@ class TensorEntry(NamedTuple):
 
 
 def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) -> int:
-    """Return the length of the header region of a file of `size_bytes` that starts with
-    `prefix`."""
+    """Return the length of the header region of a file that starts with `prefix`."""
     if len(prefix) < LENGTH_BYTES:
         raise _corrupt(where, f"only {len(prefix)} bytes")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -150,8 +149,7 @@ def _overflows(shape: Sequence[int], element_bytes: int) -> bool:
 
 
 class Part(NamedTuple):
-    """The whole tensor that an entry holds a box of: its name, its shape, and the start of the
-    box."""
+    """The name and shape of the tensor that an entry holds a box of, and its start."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -218,8 +216,7 @@ class FileLayout(
 
 
 def header_bytes_of(tensors: Sequence[TensorEntry]) -> int:
-    """Return the length of the header region of a file with these tensors. Raise `UsageError` if it
-    exceeds the limit."""
+    """Return the length of the header region; raise `UsageError` above the limit."""
     size = align_up(LENGTH_BYTES + len(_json_of(tensors)), ALIGN_BYTES)
     if size > MAX_HEADER_BYTES:
         raise UsageError(

@@ -81,8 +81,7 @@ def refuse_later(number: object, *, what: str, where: str, writer: object = None
 
 
 def seal(content: bytes) -> bytes:
-    """Return a document with the digest of `content` and, as the second member, `content`
-    itself."""
+    """Return a document with `content` and its digest."""
     return b'{"digest": "%b", "manifest": %b}' % (digest_text(content).encode(), content)
 
 
@@ -118,8 +117,7 @@ def spans_of(ranks: Iterable[int]) -> tuple[Span, ...]:
 
 
 def cover_once(spans: Iterable[Span], ranks: int) -> bool:
-    """Return True if every rank below `ranks` is in exactly one span and there are no other
-    ranks."""
+    """Return True if every rank below `ranks`, and no other, is in exactly one span."""
     seen = bytearray(ranks)
     for span in spans:
         if span.first < 0 or span.length < 1 or span.stride < 1 or span.stop > ranks:
@@ -172,8 +170,7 @@ class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class ItemRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """An item: the kind of provider that wrote it, its tensors and their bytes; `per_rank` if every
-    rank has a state of its own."""
+    """An item: the kind of its provider, its tensors and their bytes."""
 
     name: str
     kind: str
@@ -183,8 +180,7 @@ class ItemRecord(
 
 
 class LayoutGroupRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks that held the same tensors in the same layouts: the digest of their local layout, and
-    their numbers."""
+    """Ranks that held the same tensors in the same layouts, with the digest of these."""
 
     local_layout: str
     spans: tuple[Span, ...]
@@ -213,8 +209,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     continues: str | None = None
     """The folder of the previous checkpoint."""
     ranks: Count = 1
-    """Number of ranks that wrote it. There may be more indexes: a DCP coordinator writes one of its
-    own."""
+    """There may be more indexes: a DCP coordinator writes one of its own."""
     layout_groups: tuple[LayoutGroupRecord, ...] = ()
     """Groups of ranks with equal local layouts; empty if unknown."""
     omitted_items: tuple[str, ...] = ()
@@ -308,8 +303,7 @@ def _corrupt(where: str, expected: str, found: str) -> CorruptError:
 
 
 def _problem(commit: Commit, plain: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (expected, found) of the first problem, or None if the commit is valid. `plain` is its
-    document."""
+    """Return (expected, found) of the first problem of a commit and its document."""
     written = commit.written
     if not math.isfinite(commit.created_s) or commit.created_s < 0:
         return "a time of creation", repr(commit.created_s)

@@ -67,8 +67,7 @@ Key = tuple[str, str]
 
 
 def encode_local_layout(local_layout: LocalLayout) -> bytes:
-    """Encode a local layout; equal ones give equal bytes. The few distinct layouts are listed
-    once."""
+    """Encode a local layout, its distinct layouts once; equal ones give equal bytes."""
     layouts: dict[Layout, int] = {}
 
     def plain(tensor: LocalTensor) -> tuple[object, ...]:

@@ -123,8 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(receipts: Mapping[int, Receipt], global_layout: GlobalLayout) -> Summary:
-    """Sum up the receipts of a group, by rank, under the global layout that the summing rank
-    assumes."""
+    """Sum up a group's receipts under the global layout of the summing rank."""
     global_layouts: dict[bytes, int] = {}
     seen: Seen = {}
     written = WrittenIndexes()

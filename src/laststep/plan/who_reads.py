@@ -59,8 +59,7 @@ class RanksWanting(NamedTuple):
 
 
 class _WantedLayout(NamedTuple):
-    """A layout in which a tensor is requested, and the groups that request it; None: its whole
-    mesh."""
+    """A requested layout, and the groups that request it; None: its whole mesh."""
 
     layout: Layout
     groups: tuple[int, ...] | None
@@ -306,8 +305,7 @@ class Ledger:
         return self._requests.ranks(common)
 
     def _wanted_alike(self, shared_range: ReplicatedRange) -> frozenset[RanksWanting] | None:
-        """Return the ranks that need some of every piece of a range, if those are the same for
-        all."""
+        """Return the ranks that need some of every piece, if those are the same for all."""
         if id(shared_range) not in self._common:
             entries = shared_range.entries
             wanting = {self._requests.of_box(entry.tensor, entry.held) for entry in entries}

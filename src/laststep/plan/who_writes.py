@@ -28,8 +28,7 @@ MIN_ASSIGNMENT_BYTES = 8 << 20
 
 
 class Spread(NamedTuple):
-    """A tensor of the job and its layouts, one per layout group that holds it, in the same order on
-    all ranks."""
+    """A tensor of the job and its layouts, in the same order on all ranks."""
 
     itemsize: int
     layouts: tuple[Layout, ...]

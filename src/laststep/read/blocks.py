@@ -107,8 +107,7 @@ class FileSource(Protocol):
 
 
 class OpenFile(NamedTuple):
-    """A data file of an index, open for reading, with its damage if it is missing or has the wrong
-    size."""
+    """An open data file; has damage if it is missing or has the wrong size."""
 
     file: StoredFile
     reader: FileReading
@@ -326,8 +325,7 @@ class Extent:
         self.size_bytes = pieces[-1].at + pieces[-1].size_bytes if pieces else 0
 
     def stored(self) -> tuple[int, int]:
-        """Return the number of its bytes and blocks that the files contain; counts partial
-        blocks."""
+        """Return the number of its bytes, and of started blocks, that the files contain."""
         there: list[int] = []
         for piece in self.pieces:
             end = self._reader.file(piece.ref.file).reader.size_bytes
@@ -346,15 +344,13 @@ class Extent:
         return lost
 
     def verify(self, image: memoryview, lost: list[Damage]) -> list[Damage]:
-        """Check filled bytes, with parts that could not be read, and return the damage that remains
-        after a second read."""
+        """Check filled bytes; return the damage that remains after a second read."""
         if not lost and self.is_right(image):
             return []
         return self._wrong(image, lost) and self._wrong(image, self.fill(image))
 
     def in_place(self) -> memoryview | None:
-        """Return its bytes in the memory of the file's reader, if they are contiguous there, and
-        unverified; else None."""
+        """Return its unverified bytes in the reader's memory if they are contiguous there."""
         if len(self.pieces) != 1 or self.pieces[0].ref.encoding != RAW:
             return None
         ref = self.pieces[0].ref
@@ -390,8 +386,7 @@ class Extent:
             begin = number
 
     def _fetch(self, group: Sequence[StoredPiece], into: memoryview) -> list[Damage]:
-        """Read a group of pieces and decode them into `into`; return the parts that could not be
-        read."""
+        """Read and decode a group of pieces; return the parts that could not be read."""
         file, start = self._reader.file(group[0].ref.file), group[0].ref.offset
         stop = group[-1].ref.offset + group[-1].ref.size_bytes
         try:

@@ -65,8 +65,7 @@ def stored_in(layout: FileLayout, entry: TensorEntry) -> StoredBox:
 
 
 class Place(NamedTuple):
-    """Location of a box of a stored tensor: bytes [start, stop) of a file's tensor area, in
-    row-major order of the box."""
+    """A box of a stored tensor, at bytes [start, stop) of a file's tensor area."""
 
     file: int
     start: int
@@ -222,8 +221,7 @@ class Content:
                     self._places[key] = (place,)
 
     def _local_layout(self, of: LayoutGroupRecord) -> bytes | None:
-        """Return the local layout of a group of ranks; None if it is not stored in a form that this
-        version knows."""
+        """Return the local layout of a group; None if this version does not know its form."""
         first = min(span.first for span in of.spans)
         self._index(first)
         for data, where in self.values(LAYOUT_NAME, first):
@@ -270,8 +268,7 @@ class Content:
         return decode_item(trees, name=name, kind=record.kind, tensors=self._specs[name])
 
     def values(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
-        """Yield the plain values of that name, with their locations, from `rank` or from all
-        indexes read so far."""
+        """Yield these plain values and their places, of `rank` or of all indexes in use."""
         for number, index in self._indexes.items():
             if name in index.values and rank in (None, number):
                 yield index.values[name], f"{self.folder}, rank {number}, value {name}"

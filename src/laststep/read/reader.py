@@ -39,8 +39,7 @@ class Room(Protocol):
 
     slot_bytes: int
     lands_all: bool
-    """True if bytes that are already in memory must be copied here too, because a device reads them
-    from here."""
+    """True if bytes in memory must be copied here, because a device reads from here."""
 
     def lease(self, timeout_s: float | None = None) -> int | None: ...
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.attempt import INDEX_LIMIT_BYTES, deleted, read_index_bytes
+from laststep.catalog.attempt import deleted, read_index_bytes
 from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
@@ -23,6 +23,8 @@ from laststep.read.content import stored_in
 from laststep.read.reader import read_ahead
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from laststep.format.index import Index
     from laststep.read.blocks import LayoutBlocks
     from laststep.storage.store import Store
@@ -86,41 +88,33 @@ class _Check:
             files = self._store.list(f"{self._folder}/{folder}")
             sizes |= {f"{folder}/{e.name}": e.size_bytes for e in files if not e.is_folder}
         self._total_bytes = sum(sizes.values())
-        names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
-        if commit is not None:
-            numbers = range(commit.index_count)
-            names = [index_format.index_name(number, commit.ranks) for number in numbers]
-            if commit.ranks > 1:
-                self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
         self._tell()
         known: set[str] = set()
-        for number, name in enumerate(names):
-            index = self._index(commit, number, name, sizes.get(name, 0))
-            if index is not None:
-                known.update(file.name for file in index.files)
-                with closing(BlockReader(self._store, self._folder, index)) as reader:
-                    self._check(reader)
+        if commit is not None:
+            of_ranks = [item.name for item in commit.items if item.per_rank and commit.ranks > 1]
+            self._per_rank = frozenset(of_ranks)
+            for number in range(commit.index_count):
+                index = self._index(commit, number, sizes)
+                if index is not None:
+                    known.update(file.name for file in index.files)
+                    with closing(BlockReader(self._store, self._folder, index)) as reader:
+                        self._check(reader)
         if any(damage.what in ("index", "manifest") for damage in self.damage):
             lost = (name for name in sizes if name.endswith((".safetensors", ".pack")))
             self.unchecked_bytes += sum(sizes[name] for name in lost if name not in known)
 
     def _index(
-        self, commit: manifest.Commit | None, number: int, name: str, there_bytes: int
+        self, commit: manifest.Commit, number: int, sizes: Mapping[str, int]
     ) -> Index | None:
-        """Return an index, or None and add damage. Without a manifest, the index is checked against
-        its own digest only."""
-        where = f"{self._store.url}/{self._folder}/{name}"
+        """Return an index, or None and add damage."""
+        name = index_format.index_name(number, commit.ranks)
         try:
-            if commit is not None:
-                data, _ = read_index_bytes(self._store, self._folder, commit, number)
-            else:
-                path = f"{self._folder}/{name}"
-                data = self._store.read(path, limit_bytes=INDEX_LIMIT_BYTES)
+            data, where = read_index_bytes(self._store, self._folder, commit, number)
             index = index_format.decode(data, where=where)
         except NotFoundError:
             raise
         except LaststepError as error:
-            self.damage.append(damage_of(error, file=name, what="index", stop=there_bytes))
+            self.damage.append(damage_of(error, file=name, what="index", stop=sizes.get(name, 0)))
             return None
         self.files += 1
         self.bytes += len(data)

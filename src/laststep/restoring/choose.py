@@ -110,8 +110,7 @@ def enter(who: object, run: str, under_way: _Saves) -> None:
 
 
 def wait_for_others(who: object, run: str) -> None:
-    """Wait until the unfinished saves of this process's other Checkpointers of the run have ended.
-    Their failures are reported by their own Checkpointers."""
+    """Wait for the saves of this process's other Checkpointers of the run, failed or not."""
     for other, (place, ask) in list(_entered.items()):
         if other is not who and place == Path(run).resolve():
             for handle in ask(other):
@@ -171,8 +170,7 @@ def _let_finish(who: str, works: Callable[[], bool], deadline: float) -> None:
 
 
 def _other_writers(run: Run) -> list[LiveWriter]:
-    """Return the live writers that do not belong to this process. Attempts of this process that a
-    disk failure left undecided are not waited for."""
+    """Return the live writers that do not belong to this process."""
     others: list[LiveWriter] = []
     try:
         writer = run.live_writer()
@@ -241,8 +239,7 @@ def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memo
 
 
 def _look_at_replicas(near: NearestStore, wanted: RestoreRequest, ranks: Ranks) -> list[ReplicaHas]:
-    """Make checkpoints that exist only on replicas visible to all ranks. Return the contents of
-    the replicas on rank 0, and an empty list elsewhere."""
+    """Make checkpoints that only replicas have visible; return what those have, on rank 0."""
     found: list[ReplicaHas] = []
 
     def look() -> dict[str, str]:
@@ -329,8 +326,7 @@ class Choosing:
         saw: Callable[[Seen], None],
         replicas: Sequence[ReplicaHas],
     ) -> None:
-        """Raise `NotFoundError` if the run lacks the requested checkpoint. `replicas` is non-empty
-        only on rank 0."""
+        """Raise `NotFoundError` if the run lacks it. `replicas` is empty on other ranks than 0."""
         self.near, self._run = near, run
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
@@ -353,8 +349,7 @@ class Choosing:
         return tuple(skipped for skipped in self._skipped if skipped.step > chosen.step)
 
     def until_one_succeeds(self, attempt: Callable[[Chosen], _Found]) -> _Found | None:
-        """Call `attempt` with one checkpoint after the other until it succeeds, and return its
-        result; None if there is none to try."""
+        """Call `attempt` until it succeeds; return None if there is nothing to try."""
         last: LaststepError | None = None
         while (chosen := self._next()) is not None:
             signals.check_signals()
@@ -538,8 +533,7 @@ class Choosing:
         return _Finding(self._ranks.broadcast(0, mine.encode()).decode())
 
     def _wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
-        """Pause before the next try, to give the rank that misses a file time to see it. Raise
-        `StorageError` on all ranks once `PATIENCE_S` is over."""
+        """Give the rank that misses a file time to see it; raise once `PATIENCE_S` is over."""
         first_time = self._unseen_s is None
         self._unseen_s = self._unseen_s or time.monotonic()
         if first_time and self._ranks.rank.is_first:

@@ -28,15 +28,8 @@ from laststep.capture.gather import bytes_of, copy_each
 from laststep.codecs.digests import digest
 from laststep.constants import align_up
 from laststep.errors import CorruptError
+from laststep.plan import who_reads
 from laststep.plan.reads import FileBox, chunks_of, plan_chunks, requested_ranges
-from laststep.plan.who_reads import (
-    Ledger,
-    RankRequest,
-    ReadRequests,
-    decode_request,
-    encode_request,
-    known_sources,
-)
 from laststep.ranks.group import Rank, Ranks, collective
 from laststep.read.reader import read_all
 from laststep.restoring.match import load_item
@@ -47,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from laststep.plan.reads import Chunk, Wanted
-    from laststep.plan.who_reads import WriterSource
     from laststep.ranks.group import RankMessage
     from laststep.read.content import Content, Key
     from laststep.read.reader import Room
@@ -74,8 +66,7 @@ def tensor_over(chunk: memoryview) -> torch.Tensor:
 
 
 class _Copy(NamedTuple):
-    """A copy of the box of this shape in bytes [start, stop) of a slot or message into a tensor, or
-    of the part `taken` of it."""
+    """A copy of a box of this shape, or of the part `taken` of it, into a tensor."""
 
     into: torch.Tensor
     start: int
@@ -91,8 +82,7 @@ class _Copy(NamedTuple):
 
 
 def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
-    """Carry out copies from a slot, or from a message on a device; `memory` of the host may be
-    reused afterwards."""
+    """Carry out copies; `memory` of the host may be reused afterwards."""
     by_device: dict[torch.device, list[_Copy]] = {}
     for copy in copies:
         by_device.setdefault(copy.into.device, []).append(copy)
@@ -117,8 +107,7 @@ _Sent = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class _Move(NamedTuple):
-    """A box of a chunk, and the part of it (`common`) that rank `who` needs. `at` is the offset of
-    the box in the chunk."""
+    """A box at this offset of a chunk, and the part of it that rank `who` needs."""
 
     tensor: int
     at: int
@@ -129,8 +118,7 @@ class _Move(NamedTuple):
 
 
 _PARCEL_BYTES = 64 << 20
-"""Bytes that a rank sends per turn, which bounds the memory for messages. A single chunk may exceed
-it."""
+"""Bytes that a rank sends per turn, unless one chunk exceeds it: bounds memory for messages."""
 
 
 class Transfer:
@@ -172,10 +160,10 @@ class Transfer:
             self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
             self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
 
-    def _request(self) -> RankRequest:
+    def _request(self) -> who_reads.RankRequest:
         """Return the layout of each shared tensor that this rank needs, and record its memory. Plan
         the reads of all other tensors, and open their files."""
-        request: RankRequest = {}
+        request: who_reads.RankRequest = {}
         for match in self._matches:
             item, is_own = match.item.name, self._ranks.size == 1
             is_own = is_own or item in self._content.per_rank
@@ -213,39 +201,37 @@ class Transfer:
                 self._own.append((first, last, stored))
 
     def _requests_of_all(
-        self, mine: RankRequest, shapes: Sequence[tuple[int, ...]]
-    ) -> ReadRequests:
+        self, mine: who_reads.RankRequest, shapes: Sequence[tuple[int, ...]]
+    ) -> who_reads.ReadRequests:
         """Collect the read requests of all ranks; equal ones are broadcast once."""
-        ranks, note = self._ranks, encode_request(mine)
+        ranks, note = self._ranks, who_reads.encode_request(mine)
         digests = ranks.all_gather(digest(note))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
         notes = [ranks.broadcast(digests.index(name), note) for name in numbers]
         of_rank = {rank: numbers[name] for rank, name in enumerate(digests)}
-        return ReadRequests(list(map(decode_request, notes)), of_rank, shapes)
+        return who_reads.ReadRequests(list(map(who_reads.decode_request, notes)), of_rank, shapes)
 
     def _chunks_to_read(self, readers: Readers | None) -> list[Chunk]:
         """Return the chunks that this rank reads, and open their files. Raise `CorruptError` if no
         rank can read some block."""
         content, requests, rank = self._content, self._requests, self._rank
         layouts = content.global_layout
-        sources: list[WriterSource]
         if layouts is None:
-            stored = {
-                writer: self._stored_by(writer) for writer in range(content.commit.index_count)
-            }
-            sources = [one for one in known_sources(stored, requests) if rank in one.readers]
+            writers = range(content.commit.index_count)
+            stored = {writer: self._stored_by(writer) for writer in writers}
+            sources = list(who_reads.known_sources(stored, requests))
         else:
-            sources = list(Ledger(layouts.spreads, requests).sources(rank))
+            sources = list(who_reads.Ledger(layouts.spreads, requests).sources(rank))
         if readers is not None:
-            able = [
+            sources = [
                 one._replace(readers=tuple(r for r in one.readers if r in readers[one.writer]))
                 for one in sources
             ]
-            if not all(source.readers for source in able):
+            if not all(source.readers for source in sources):
                 raise CorruptError(
                     "the block is in the shared memory of another node", where=content.folder
                 )
-            sources = [source for source in able if rank in source.readers]
+        sources = [source for source in sources if rank in source.readers]
         if layouts is not None:
             stored = {source.writer: self._stored_by(source.writer) for source in sources}
         chunks: list[Chunk] = []
@@ -268,8 +254,7 @@ class Transfer:
         ]
 
     def run(self, room: Room, threads: int) -> int:
-        """Read, send and receive, then make the matches' copies; return the bytes that this rank
-        read."""
+        """Read, send and receive, then make the matches' copies; return the bytes read."""
         ranks, files = self._ranks, self._content.files
         memories = [box.memory for held in self._targets.values() for box in held]
         self._streams = CopyStreams(map(_DEVICE, memories))
@@ -331,8 +316,7 @@ class Transfer:
         return next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
 
     def _passed_on_bytes(self, chunk: Chunk) -> int:
-        """Return the bytes of a chunk that are sent to other ranks; a box for all ranks counts
-        once."""
+        """Return the bytes sent to other ranks; a box for all ranks counts once."""
         return sum(move.size_bytes for move in self._moves_of(chunk) if move.who != self._rank)
 
     def expect(
@@ -394,8 +378,7 @@ class Transfer:
         _copy_all(self._streams, data, copies)
 
     def _check_whole(self) -> None:
-        """Raise `CorruptError` if a shared tensor has not received every element this rank
-        needs."""
+        """Raise `CorruptError` if elements of a shared tensor have not arrived."""
         for tensor in self._requests.tensors(self._rank) if self._shared else ():
             held = self._targets[tensor]
             if self._placed[tensor] != sum(target.box.volume for target in held):
@@ -417,8 +400,7 @@ class Transfer:
                     yield _Move(tensor, at, box, common, who, common.volume * size)
 
     def _into_targets(self, tensor: int, common: Box, at: int, box: Box) -> Iterator[_Copy]:
-        """Yield the copies of `common`, a part of the box at offset `at`, into this rank's tensors,
-        and count the elements."""
+        """Yield and count the copies of a part of a box into this rank's tensors."""
         placed = 0
         for held in self._targets.get(tensor, ()):
             here, into = common, held.memory

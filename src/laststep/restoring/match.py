@@ -125,8 +125,7 @@ class Match:
     newer_names: list[str] = field(default_factory=list)
     """Names of those that hold no tensors, which are `missing`; empty in a partial restore."""
     exact: bool = False
-    """True if `newer` entries are removed, so that the dicts equal the stored ones; else they
-    stay."""
+    """True if `newer` entries are removed; else they stay."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
     layouts: dict[str, Layout | None] = field(default_factory=dict)
@@ -191,8 +190,7 @@ def match_item(
     live: Collected,
     selected: Callable[[str], bool] | None,
 ) -> None:
-    """Match an item that has been renamed. `selected` picks tensors by name for a partial restore;
-    None takes all."""
+    """Match an item; `selected` picks tensors of a partial restore, None takes all."""
     item = match.item
     stored = item.names()
     match.fresh = state.fresh
@@ -236,8 +234,7 @@ def match_item(
 def _leave_alone(
     match: Match, provider: StateProvider, outline: object, selected: Callable[[str], bool] | None
 ) -> None:
-    """Record the paths that the provider skips: without a reason as unexpected, else as
-    mismatched."""
+    """Record the paths that the provider skips, as mismatched if it gives a reason."""
     for path, reason in provider.skips(outline).items():
         if reason is None:
             match.foreign += (path,)

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _decode_note = msgspec.msgpack.Decoder(tuple[list[str], bool, bool, bool]).decode
-"""What a rank does not need of the checkpoint, and whether it has aliases, lacks something, and
-restores anything."""
+"""Unexpected names; whether a rank has aliases, lacks something, restores anything."""
 VALUE = "state"
 """Name of the only item in a checkpoint of a one-off state."""
 
@@ -242,8 +241,7 @@ def _look(
 def _takes_over(
     content: Content, name: str, provider: StateProvider, rank: Rank, plan: RestorePlan
 ) -> bool:
-    """Return whether this rank restores an item; a per-rank one may come from another number of
-    ranks."""
+    """Return whether this rank restores an item, given the number of ranks that saved it."""
     stored, policy = content.commit.ranks, provider.when_ranks_change
     if not provider.per_rank or stored == rank.ranks:
         return True

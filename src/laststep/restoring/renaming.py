@@ -132,8 +132,7 @@ class _Renaming:
         self._state.pop(name, None)
 
     def _moved(self, name: str, to: str) -> tuple[object, dict[str, str]]:
-        """Return the state of a parameter under another name, and a map of its tensors' old to new
-        names."""
+        """Return a parameter's state under another name, and old → new names of its tensors."""
         below = len(self._path) + 2
         moved: dict[str, str] = {}
 

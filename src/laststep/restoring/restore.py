@@ -13,15 +13,9 @@ from laststep.errors import NotFoundError, Problems
 from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
 from laststep.ranks.group import collective
+from laststep.restoring import plan as planning
 from laststep.restoring.choose import choosing_of
 from laststep.restoring.exchange import Transfer, state_of_rank
-from laststep.restoring.plan import (
-    RestorePlan,
-    compare_aliases,
-    plan_restore,
-    refuse_partial,
-    refuse_rounded,
-)
 from laststep.saving.describe import naming
 
 if TYPE_CHECKING:
@@ -80,8 +74,7 @@ class Outcome:
     mixed: bool
     """True if the live state may be a mixture with a checkpoint that was tried before."""
     was_in_primary: bool
-    """True if the data came from the primary, not from memory or a replica, and everything
-    requested fitted."""
+    """True if all that was requested fitted, and came from the primary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +123,8 @@ def restore_into(
         began = time.perf_counter()
         where = choosing.where(chosen)
         with closing(choosing.open(chosen)) as content:
-            refuse_partial(content.commit, wanted.only, where)
-            plan = plan_restore(
+            planning.refuse_partial(content.commit, wanted.only, where)
+            plan = planning.plan_restore(
                 content,
                 providers,
                 wanted.only,
@@ -141,12 +134,12 @@ def restore_into(
                 ranks=ranks,
             )
             if wanted.exact:
-                collective(ranks, lambda: refuse_rounded(content, plan.matches, where))
+                collective(ranks, lambda: planning.refuse_rounded(content, plan.matches, where))
             transfer = Transfer(content, plan.matches, ranks, choosing.near.readers(chosen.folder))
             touched()
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
-            compare_aliases(plan, ranks)
+            planning.compare_aliases(plan, ranks)
             give = functools.partial(hand_over, content, plan, providers, room, ranks.rank)
             collective(ranks, functools.partial(give, allow_pickle=wanted.allow_pickle))
         bus.emit(
@@ -189,7 +182,7 @@ def peek_into(
 
     def look(chosen: Chosen) -> Peeked:
         with closing(choosing.open(chosen)) as content:
-            refuse_partial(content.commit, None, choosing.where(chosen))
+            planning.refuse_partial(content.commit, None, choosing.where(chosen))
             return Peeked(
                 step=chosen.step,
                 next_step=chosen.step + 1,
@@ -204,7 +197,7 @@ def peek_into(
 
 def hand_over(
     content: Content,
-    plan: RestorePlan,
+    plan: planning.RestorePlan,
     providers: Mapping[str, StateProvider],
     room: Room,
     rank: Rank,
