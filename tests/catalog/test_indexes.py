@@ -92,23 +92,6 @@ def test_an_index_of_another_rank_is_damage(write: Write, run: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_without_a_manifest_verify_still_checks_all_files(
-    deep: bool, write: Write, files_of: Callable[..., RankFiles], run: Run, tmp_path: Path
-) -> None:
-    folder, _ = write(deep=deep)
-    sound = verify_checkpoint(run.store, folder)
-    assert (sound.damage, sound.blocks) == ((), 8)
-    place = tmp_path / "run" / folder
-    (place / MANIFEST_NAME).write_bytes(b"")
-    changed = files_of(5, 8).data
-    (place / changed).write_bytes((place / changed).read_bytes()[:-1] + b"x")
-    report = verify_checkpoint(run.store, folder)
-    assert {damage.file for damage in report.damage} == {MANIFEST_NAME, changed}
-    assert report.blocks == 8
-    assert report.unchecked_bytes == 0
-
-
-@pytest.mark.parametrize("deep", [False, True])
 def test_what_only_a_damaged_index_knows_is_reported_as_unchecked(
     deep: bool, write: Write, files_of: Callable[..., RankFiles], run: Run, tmp_path: Path
 ) -> None:

@@ -84,17 +84,16 @@ class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def item_records(self) -> tuple[ItemRecord, ...]:
-        records: list[ItemRecord] = []
-        for item in self.items:
-            record = ItemRecord(
+        return tuple(
+            ItemRecord(
                 name=item.name,
                 kind=item.kind,
                 per_rank=item.per_rank,
                 tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
             )
-            records.append(record)
-        return tuple(records)
+            for item in self.items
+        )
 
 
 def plan_save(
@@ -191,9 +190,10 @@ def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
     lacks. Raise `NotFoundError` if it lacks one of `items`."""
     here = [record.name for record in commit.items]
     if lacking := [item for item in items if item not in here]:
+        omitted = ", ".join(commit.omitted_items)
         raise NotFoundError(
             f"step {commit.step} has no item {', '.join(map(repr, lacking))}",
-            found=", ".join(here),
+            found=", ".join(here) + (f" (partial, without {omitted})" if omitted else ""),
             remedy="name items that it has; `laststep show` lists them",
         )
     return tuple(sorted({*commit.omitted_items, *here} - {*items}))

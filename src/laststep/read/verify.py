@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.attempt import deleted, read_index_bytes
+from laststep.catalog.attempt import deleted, read_index_bytes, read_manifest
 from laststep.constants import CHUNK_BYTES, MANIFEST_NAME
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError
 from laststep.format import index as index_format
@@ -81,13 +81,13 @@ class _Check:
 
     def all(self) -> None:
         """Check the manifest, then each index with its data files."""
-        commit = self._manifest()
         here = self._store.list(self._folder)
         sizes = {entry.name: entry.size_bytes for entry in here if not entry.is_folder}
         for folder in (entry.name for entry in here if entry.is_folder):
             files = self._store.list(f"{self._folder}/{folder}")
             sizes |= {f"{folder}/{e.name}": e.size_bytes for e in files if not e.is_folder}
         self._total_bytes = sum(sizes.values())
+        commit = self._manifest(sizes.get(MANIFEST_NAME, 0))
         self._tell()
         known: set[str] = set()
         if commit is not None:
@@ -120,34 +120,27 @@ class _Check:
         self.bytes += len(data)
         return index
 
-    def _manifest(self) -> manifest.Commit | None:
-        name = f"{self._folder}/{MANIFEST_NAME}"
+    def _manifest(self, size_bytes: int) -> manifest.Commit | None:
+        """Return the manifest, or None and add damage."""
+        where = f"{self._store.url}/{self._folder}"
         try:
-            reader = self._store.open_reader(name)
+            data = read_manifest(self._store, self._folder)
+            decided = manifest.decode(data, where=f"{where}/{MANIFEST_NAME}")
+        except (CorruptError, StorageError) as error:
+            lost = damage_of(error, file=MANIFEST_NAME, what="manifest", stop=size_bytes)
+            self.damage.append(lost)
+            decided = None
         except NotFoundError:
-            raise NotFoundError(
-                "there is no committed checkpoint",
-                where=f"{self._store.url}/{self._folder}",
-                expected=f"a {MANIFEST_NAME}",
-                remedy="`laststep ls` lists the checkpoints of a run",
-            ) from None
-        with closing(reader):
-            data = bytearray(reader.size_bytes)
-            self.files += 1
-            self.bytes += len(data)
-            try:
-                reader.read_into(0, memoryview(data))
-                decided = manifest.decode(bytes(data), where=f"{self._store.url}/{name}")
-            except (CorruptError, StorageError) as error:
-                damage = damage_of(error, file=MANIFEST_NAME, what="manifest", stop=len(data))
-                self.damage.append(damage)
-                return None
+            decided = manifest.Abort(reason="no manifest", by="")
         if isinstance(decided, manifest.Abort):
             raise NotFoundError(
-                "there is no checkpoint: the attempt was aborted",
-                where=f"{self._store.url}/{self._folder}",
+                "there is no committed checkpoint",
+                where=where,
                 found=decided.reason,
+                remedy="`laststep ls` lists the checkpoints of a run",
             )
+        self.files += 1
+        self.bytes += size_bytes
         return decided
 
     def _check(self, reader: BlockReader) -> None:
