@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "PassedOver",
     "PreemptionEnded",
+    "Preflight",
     "Pruned",
     "ReplicasDiffer",
     "Restored",
@@ -48,6 +49,17 @@ log = logging.getLogger("laststep")
 
 class Event(msgspec.Struct, frozen=True):
     """Base class of all events."""
+
+
+class Preflight(Event, frozen=True):
+    """Emitted before the first save: the needs of every save, and the available space."""
+
+    state_bytes: int
+    host_memory_bytes: int
+    free_disk_bytes: int | None
+    needed_disk_bytes: int
+    kept_checkpoints: int | None
+    """The maximum number that the retention rules keep; None if unlimited."""
 
 
 class SaveStarted(Event, frozen=True):
@@ -207,10 +219,22 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
         bus.subscribe(ProgressBar())
 
 
-def log_event(event: Event) -> None:
+def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
     """Log one line per change of state, with step, bytes and seconds."""
     level = logging.INFO
     match event:
+        case Preflight():
+            needed, free = human(event.needed_disk_bytes), "unknown"
+            if event.free_disk_bytes is not None:
+                free = human(event.free_disk_bytes)
+                if event.free_disk_bytes < event.needed_disk_bytes:
+                    level, free = logging.WARNING, f"only {free}"
+            kept = event.kept_checkpoints
+            room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
+            text = (
+                f"every save: {human(event.state_bytes)}; host memory up to "
+                f"{human(event.host_memory_bytes)}; free disk space: {free}, needed: {room}"
+            )
         case SaveStarted():
             text = f"step {event.step}: saving {human(event.size_bytes)}"
         case Captured():

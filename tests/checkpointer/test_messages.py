@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import laststep
 from expect import names, raises, warned
+from laststep import events
+from laststep.events import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,6 +191,41 @@ def test_a_new_lineage_begins_where_it_is_asked_for(
         assert checkpointer.restore().step == 1
         checkpointer.save(2)
     assert laststep.open(run).steps() == [0, 1, 2]
+
+
+def preflight(**fields: object) -> events.Preflight:
+    known = {
+        "state_bytes": 100 << 20,
+        "host_memory_bytes": 1 << 30,
+        "free_disk_bytes": 10 << 30,
+        "needed_disk_bytes": 200 << 20,
+        "kept_checkpoints": None,
+    }
+    return events.Preflight(**{**known, **fields})
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (preflight(), ("10.74 GB",)),
+        (preflight(kept_checkpoints=3), ("10.74 GB", "209.72 MB", "3")),
+        (preflight(free_disk_bytes=None), ("unknown",)),
+    ],
+)
+def test_the_line_before_the_first_save_reads_well_whatever_is_unknown(
+    event: events.Preflight, line: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="laststep")
+    log_event(event)
+    (record,) = caplog.records
+    assert names(record.getMessage(), *line)
+    assert "None" not in record.getMessage()
+
+
+def test_a_disk_that_is_short_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    log_event(preflight(kept_checkpoints=4, free_disk_bytes=0))
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert names(record.getMessage(), "only 0 bytes", "209.72 MB", "4")
 
 
 def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(

@@ -8,32 +8,31 @@ import pytest
 import torch
 
 import laststep
-from expect import warned
+from laststep import events
 from laststep.flush.listeners import Listener, Retention
-from laststep.storage.directory import DirectoryStore
 from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize(("free_bytes", "warnings"), [(0, 1), (1 << 40, 0), (None, 0)])
-def test_a_disk_that_is_too_small_is_told_once(
-    free_bytes: int | None,
-    warnings: int,
-    run_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("mib", [0, 20])
+def test_the_first_save_tells_once_what_saves_need_and_leaves_no_file(
+    mib: int, run_folder: Path
 ) -> None:
-    monkeypatch.setattr(DirectoryStore, "free_bytes", lambda _: free_bytes)
-    state = {"t": torch.zeros(100)}
-    options = laststep.Options(flush="thread")
+    told: list[events.Event] = []
     with laststep.Checkpointer(
-        run_folder, state=state, keep=laststep.Keep(last=2), options=options
+        run_folder,
+        state={"t": torch.zeros(1 + (mib << 18))},
+        keep=laststep.Keep(last=2),
+        options=laststep.Options(flush="thread", subscribers=[told.append]),
     ) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step).wait(PATIENCE_S)
-    assert len(warned(caplog, run_folder, "need 1600")) == warnings
+    (need,) = [event for event in told if isinstance(event, events.Preflight)]
+    assert need.state_bytes == 4 + (mib << 20)
+    assert need.kept_checkpoints == 3
+    assert need.needed_disk_bytes == 4 * need.state_bytes
 
 
 @pytest.mark.parametrize("event", ["begun", "opened", "chunk", "captured", "committed"])

@@ -32,7 +32,7 @@ import xxhash
 
 from laststep.catalog.terms import Seen
 from laststep.errors import StorageError
-from laststep.events import Bus, Pruned, TierHolds, TierLags
+from laststep.events import Bus, Preflight, Pruned, TierHolds, TierLags
 from laststep.flush import protocol
 from laststep.flush.saves import Saves, SaveState
 from laststep.flush.server import NOT_FOR_THE_HELPER, Flusher, Setup
@@ -273,6 +273,7 @@ class Client:
         self._continues: protocol.Continue | None = None
         self._slots: int | None = None
         pool.tell_slots = self._tell_slots
+        self._told_disk = False
         self.last_committed = 0
         """Number of the last save committed by the running flusher; 0 if none."""
         self.newest_committed = (0, 0)
@@ -465,6 +466,11 @@ class Client:
                 self._pool.slots.release(*message.slots)
             elif isinstance(message, TierStatus) and not message.save:
                 self.drains.hear(message)
+            elif isinstance(message, protocol.DiskNeed):
+                if not self._told_disk:  # a restarted flusher sends it again
+                    self._told_disk = True
+                    needs = msgspec.structs.asdict(message)
+                    self.bus.emit(Preflight(host_memory_bytes=self._pool.cap_bytes, **needs))
             elif isinstance(message, protocol.News) and message.kind == "ready":
                 self.up.set()
             elif isinstance(message, protocol.News) and message.kind == "removed":

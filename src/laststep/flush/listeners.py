@@ -188,27 +188,30 @@ class ReplicationListener(Listener):
 
 
 class DiskCheck(Listener, msgspec.Struct, eq=False):
-    """Warns, with the first save, if the disk is too small for the checkpoints that are kept."""
+    """Reports, with the first save, the disk space that saves need."""
 
     store: Store
     kept: int | None
     """Number of checkpoints that are kept, if it is bounded."""
+    send: Callable[[protocol.ToTrainer], None]
     _is_told: bool = False
 
     def begun(self, save: FlusherSave) -> None:
         if self._is_told:
             return
         self._is_told = True
+        free_bytes = None
+        with contextlib.suppress(LaststepError):  # then the free space is unknown
+            free_bytes = self.store.free_bytes()
         state_bytes = sum(map(attrgetter("tensor_bytes"), save.begin.files))
-        needed_bytes = state_bytes * ((self.kept or 1) + 1)
-        free_bytes = self.store.free_bytes()
-        if free_bytes is not None and free_bytes < needed_bytes:
-            log.warning(
-                "%s has %d bytes free; the checkpoints that are kept, and one in progress, need %d",
-                self.store.url,
-                free_bytes,
-                needed_bytes,
+        self.send(
+            protocol.DiskNeed(
+                state_bytes=state_bytes,
+                free_disk_bytes=free_bytes,
+                needed_disk_bytes=state_bytes * ((self.kept or 1) + 1),
+                kept_checkpoints=self.kept,
             )
+        )
 
 
 class Retention(Listener, msgspec.Struct, eq=False):

@@ -193,6 +193,15 @@ class Ended(OfSave, frozen=True, kw_only=True):
     fields: dict[str, str | None] = {}
 
 
+class DiskNeed(_Message, frozen=True, kw_only=True):
+    """Disk space that saves need, and the free space: fields of `events.Preflight`."""
+
+    state_bytes: int
+    free_disk_bytes: int | None
+    needed_disk_bytes: int
+    kept_checkpoints: int | None
+
+
 class News(OfSave, frozen=True, kw_only=True):
     """Information that nothing waits for."""
 
@@ -205,7 +214,7 @@ class News(OfSave, frozen=True, kw_only=True):
 
 
 ToFlusher = Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct | Bye
-ToTrainer = Begun | Freed | Unchanged | TierStatus | Flushed | Ended | News
+ToTrainer = Begun | Freed | Unchanged | TierStatus | Flushed | Ended | DiskNeed | News
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30

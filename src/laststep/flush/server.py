@@ -126,7 +126,7 @@ class Flusher:
         in_use = frozenset if self._replication is None else self._replication.needed
         self._listeners += (
             listeners.Retention(self._run_writer, orders.keep, in_use, connection.send),
-            listeners.DiskCheck(self._store, kept),
+            listeners.DiskCheck(self._store, kept, connection.send),
         )
 
     def _keep_in_memory(self, segment: str, writers: int, pool_fd: int) -> None:
