@@ -416,7 +416,7 @@ def test_the_attempt_of_a_live_writer_is_given_up_by_its_successor_and_not_remov
     folder = old_run.begin(step=2, term=old, attempt=2).folder
     writer = new_run.live_writer()
     assert writer is not None
-    assert (writer.term, writer.pid, writer.attempts) == (old, os.getpid(), (folder,))
+    assert (writer.term, writer.record.pid, writer.attempts) == (old, os.getpid(), (folder,))
     assert new_run.live_writer(below=old) is None
     new = new_run.claim_term((old, 1))
     assert new_run.attempts() == ()
@@ -464,7 +464,7 @@ def test_a_writer_that_was_killed_is_seen_as_dead(run: Run, tmp_path: Path) -> N
         assert child.stdout.readline() == b"ready\n"
         writer = run.live_writer()
         assert writer is not None
-        assert writer.pid == child.pid
+        assert writer.record.pid == child.pid
         assert [item.alive for item in run.attempts()] == [True]
         child.kill()
     assert run.live_writer() is None

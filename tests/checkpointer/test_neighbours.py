@@ -158,7 +158,7 @@ def test_a_writer_is_known_by_its_trainer(
         checkpointer.save(0).wait()
         writer = Run.open(DirectoryStore(run_folder)).live_writer()
     assert writer is not None
-    assert (writer.pid, writer.shares_pids) == (os.getpid(), True)
+    assert writer.record.pid == os.getpid()
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
@@ -183,7 +183,7 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
     with contextlib.closing(run.lock_term(run.claim_term(None, writer=there))):
         run.begin(step=1, term=1, attempt=1)
         (writer,) = choose._other_writers(run)
-    assert (writer.pid, writer.host) == (os.getpid(), "another-container")
+    assert (writer.record.pid, writer.record.host) == (os.getpid(), "another-container")
 
 
 @pytest.mark.parametrize("dead", [False, True])
@@ -225,7 +225,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
     monkeypatch.setattr("laststep.running.wait_for_others", lambda *_: None)
-    monkeypatch.setattr("laststep.catalog.terms.shares_pids", lambda _: False)
+    monkeypatch.setattr("laststep.restoring.choose.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1
     assert warned(caplog, f"process {os.getpid()} on ")

@@ -116,11 +116,9 @@ class Attempt:
         self._check = check
 
     def begin(self) -> None:
-        """Create the folder, then check that this writer may still commit.
-
-        The order matters: a newer writer is either seen by the check, or finds the folder and
-        aborts the attempt. Raise `AlreadyExistsError` if the folder exists.
-        """
+        """Create the folder, then check that this writer may still commit: a newer writer is either
+        seen by the check, or finds the folder and aborts the attempt. Raise `AlreadyExistsError` if
+        the folder exists."""
         self.store.make_folder(self.folder)
         try:
             self._check()
@@ -309,11 +307,8 @@ def exists(store: Store, path: str) -> bool:
 
 
 def deleted(store: Store, folder: str) -> NotFoundError | None:
-    """Return an error if the checkpoint has been deleted, or None if it still exists.
-
-    Callers that find a part of a checkpoint missing ask this first: retention or a prune may have
-    deleted the checkpoint in the meantime, and deletes its manifest before anything else.
-    """
+    """Return an error if the checkpoint has been deleted, or None if it still exists. Retention
+    deletes a manifest before anything else, so who misses another part of it asks this first."""
     # Also open it by name, because a listing may be wrongly empty.
     path = f"{folder}/{MANIFEST_NAME}"
     if MANIFEST_NAME in store.file_names(folder) or exists(store, path):
@@ -333,11 +328,8 @@ class _HasFolder(Protocol):
 def read_newest(
     store: Store, find: Callable[[], _Found], read: Callable[[_Found], _Result]
 ) -> _Result:
-    """Read the checkpoint that `find` returns; if it is deleted meanwhile, call `find` again.
-
-    Retention deletes a checkpoint only after a newer commit, so the next `find` returns that one.
-    Not for a step that the user named: another checkpoint must not replace it.
-    """
+    """Read the checkpoint that `find` returns; if it is deleted meanwhile, call `find` again: there
+    is a newer commit. Not for a step that the user named, which no other may replace."""
     for is_last in looks():
         found = find()
         try:
@@ -350,12 +342,9 @@ def read_newest(
 
 
 def looks() -> Iterator[bool]:
-    """Yield before each try to read a run that others change, after growing pauses. Yield True
-    before the last try.
-
-    Some servers and filesystems list files before or after they can be read, and a writer may
-    delete each checkpoint before it has been read (`laststep pin` keeps one).
-    """
+    """Yield before each try to read a run that others change, after growing pauses; True before the
+    last. Some servers list files before or after they can be read, and a writer may delete each
+    checkpoint before it has been read (`laststep pin` keeps one)."""
     for number, pause_s in enumerate(_PAUSES_S, 1):
         time.sleep(pause_s)
         yield number == len(_PAUSES_S)

@@ -75,16 +75,17 @@ def read_record(store: Store) -> RunRecord | None:
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
-    """A term whose writer is alive, with its undecided attempts."""
+    """A term whose writer is alive, with its undecided attempts. The trainer of the record may be
+    dead while its flusher finishes."""
 
     term: int
-    host: str
-    pid: int
-    """The process id of the trainer, which may be dead while its flusher finishes."""
-    shares_pids: bool
-    """True if `pid` refers to the same process here."""
-    trainer_is_gone: bool
+    record: terms.TermRecord | None
     attempts: tuple[str, ...]
+
+    @property
+    def who(self) -> str:
+        record = self.record
+        return "another process" if record is None else f"process {record.pid} on {record.host}"
 
 
 class Run:
@@ -245,14 +246,7 @@ class Run:
             if (below is None or number < below) and self._terms.is_alive(number):
                 record = self._terms.read(number)
                 pending = tuple(item.folder for item in self.attempts() if item.term == number)
-                return LiveWriter(
-                    term=number,
-                    host="" if record is None else record.host,
-                    pid=0 if record is None else record.pid,
-                    shares_pids=record is not None and terms.shares_pids(record),
-                    trainer_is_gone=record is not None and terms.trainer_is_gone(record),
-                    attempts=pending,
-                )
+                return LiveWriter(term=number, record=record, attempts=pending)
         return None
 
     # Writing

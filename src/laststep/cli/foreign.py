@@ -231,7 +231,7 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
         raise AbortedError(
             "refused to import into a run that is in use",
             where=run.store.url,
-            found=f"a live writer: process {writer.pid} on {writer.host or 'an unknown host'}",
+            found=f"a live writer: {writer.who}",
             remedy=(
                 "wait until it has finished, or take over the run with --force: its next save "
                 "then fails"

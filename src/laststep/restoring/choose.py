@@ -31,6 +31,7 @@ from laststep.catalog.attempt import AttemptName, deleted, exists
 from laststep.catalog.instances import coming, still_coming
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run, newest_point
+from laststep.catalog.terms import shares_pids, trainer_is_gone
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
 from laststep.events import Bus, PassedOver
 from laststep.format import manifest
@@ -135,19 +136,15 @@ def _wait_for_writers(store: Store) -> None:
     for writer in _other_writers(run):
         if writer.attempts:
             works = functools.partial(_is_undecided, run, frozenset(writer.attempts))
-            _let_finish(_writer_text(writer), works, deadline)
+            _let_finish(writer.who, works, deadline)
     for writer in _other_writers(run):
-        if not writer.trainer_is_gone:
+        if writer.record is None or not trainer_is_gone(writer.record):
             log.warning(
                 "%s is saving to this run. Only one job may save at a time: if this one saves too, "
                 "saves of one of them fail",
-                _writer_text(writer),
+                writer.who,
             )
             return
-
-
-def _writer_text(writer: LiveWriter) -> str:
-    return f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
 
 
 def _is_undecided(run: Run, folders: frozenset[str]) -> bool:
@@ -175,7 +172,8 @@ def _other_writers(run: Run) -> list[LiveWriter]:
     try:
         writer = run.live_writer()
         while writer is not None:
-            if not (writer.shares_pids and writer.pid == os.getpid()):
+            record = writer.record
+            if record is None or record.pid != os.getpid() or not shares_pids(record):
                 others.append(writer)
             writer = run.live_writer(below=writer.term)
     except LaststepError as error:
