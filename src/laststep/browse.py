@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Self, SupportsIndex
 
 from msgspec import Meta
 
-from laststep.catalog.attempt import is_checkpoint, read_manifest
+from laststep.catalog.attempt import read_manifest
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.checks import checked
@@ -49,18 +49,7 @@ def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open the run in that folder. Raises `NotFoundError` if there is none."""
-    store = open_store(path)
-    try:
-        return Run.open(store)
-    except NotFoundError:
-        if not is_checkpoint(store):
-            raise
-        raise NotFoundError(
-            "this is one checkpoint, not a run",
-            where=store.url,
-            remedy=f"laststep.load(path) loads it, `laststep show {store.url}` says what it holds",
-        ) from None
+    return Run.open(open_store(path))
 
 
 class Catalog:

@@ -317,9 +317,8 @@ class Checkpointer(single.OnlyOne):
 
     @property
     def preempted(self) -> bool:
-        """True if the job is being preempted (see the `preemption` argument) and the training loop
-        should end. Changes only in `step()` and `save()`, and is the same on all ranks after
-        each."""
+        """True if the job is being preempted and the training loop should end. Changes only in
+        `step()` and `save()`, and is the same on all ranks after each."""
         stops = self._ending is not None and self._ending.stops
         if stops:
             self._work.ends_well = True  # the loop ends now, even if it does not call close()
@@ -349,7 +348,6 @@ class Checkpointer(single.OnlyOne):
         self._end(well=True)
 
     def _end(self, *, well: bool) -> None:
-        """Close; `well` is True if training ended normally."""
         if os.getpid() != self._pid or self._work.closes:
             return
         self._turn.check("close")
@@ -427,7 +425,6 @@ class Checkpointer(single.OnlyOne):
             return self._resuming.peek(self._request(None, None, strict=True, exact=False))
 
     def continue_newest(self) -> None:
-        """Let saves continue the newest checkpoint without restoring it, as an import does."""
         self._resuming.continue_newest()
 
     # -- internal ---------------------------------------------------------------------------------
@@ -488,13 +485,12 @@ class Checkpointer(single.OnlyOne):
         self._saves.raise_failed()
 
     def _expect_late(self) -> bool:
-        """Allocate memory for deferred items at an early optimizer step; return False if one does
-        not exist yet. The first save reports errors."""
+        """Allocate memory for deferred items early; return False if one does not exist yet."""
         if self._closed or self._work.has_saved or os.getpid() != self._pid:
             return True
         if not all(one.is_there() for one in self._deferred):
             return False
-        with contextlib.suppress(LaststepError):
+        with contextlib.suppress(LaststepError):  # the first save reports it
             self._look_at_late()
         return True
 

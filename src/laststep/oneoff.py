@@ -275,15 +275,11 @@ def load(
         try:
             return load_from(checkpoint, is_run=False)
         except (CorruptError, NotFoundError):
-            if not _is_replaced(checkpoint, path):
-                raise
-            log.info("%s was overwritten while it was loaded: loading it again", store.url)
-
-
-def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
-    with contextlib.suppress(LaststepError):
-        return open_folder(open_store(path).url).created_s != checkpoint.created_s
-    return False
+            with contextlib.suppress(LaststepError):
+                if open_folder(open_store(path).url).created_s != checkpoint.created_s:
+                    log.info("%s was overwritten meanwhile: loading it again", store.url)
+                    continue
+            raise
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:

@@ -84,12 +84,10 @@ class PreemptionWatcher:
         # A forked child has no watcher thread and needs none.
         system.watch(self, at_exit=self.end, in_child=lambda: None)
 
-    def abandon(self) -> None:
-        """Ask the thread to end, without waiting: a finalizer calls it on any thread."""
+    def abandon(self) -> None:  # called by a finalizer, on any thread
         self._ended = True
 
     def end(self) -> None:
-        """Stop polling and wake all waiting threads."""
         self._ended = True
         self.wake.set()
         self.settled.set()
@@ -119,8 +117,7 @@ class PreemptionWatcher:
         return None if word is None else preemption_signal(word.decode())
 
     def _announce(self, kv: KeyValueStore, known: PreemptionSignal) -> None:
-        """Publish the preemption and the last step that this rank completed, then wait for the step
-        to stop at."""
+        """Publish the last step that this rank completed, then wait for the step to stop at."""
         me, until_s = self._rank.number, known.came_s + self._watched.grace_s
         passed = self._watched.passed  # must be read after `known` is set, see `Watched`
         try:
@@ -246,8 +243,7 @@ class Preempting:
     def bound(
         self, step: int, save: Callable[[], SaveHandle], work: RunningParts
     ) -> SaveHandle | None:
-        """Make an ordinary save. End the job if a grace period that began since then is over while
-        the save still waits for other ranks."""
+        """Make an ordinary save. End the job if a grace period ends while it waits for others."""
         try:
             with signals.deadline(self._grace_is_over):
                 return save()

@@ -98,8 +98,7 @@ def start_parts(context: RunContext) -> RunningParts:
 
 
 def _pool(context: RunContext, cap_bytes: int, *, pinned: bool) -> tuple[Pool, Segment | None]:
-    """Create the memory for saves: private to this process and its flusher or, with a memory tier,
-    a segment of shared memory that outlives both."""
+    """Create the memory for saves; with a memory tier, it outlives trainer and flusher."""
     base, rank = context.tiers.memory, context.rank
     if base is None:
         return Pool(cap_bytes, pinned=pinned), None
@@ -116,8 +115,7 @@ def _pool(context: RunContext, cap_bytes: int, *, pinned: bool) -> tuple[Pool, S
 
 
 def _left_behind(segment: Segment, ranks_here: int) -> int:
-    """Return this rank's share of the shared memory that earlier job instances left on this node,
-    which is freed after this job's first commit."""
+    """Return this rank's share of memory that earlier jobs left here until the first commit."""
     dead = segments.of_dead_processes(segment.base, segment.owner.run)
     return sum(earlier.size_bytes for earlier in dead) // ranks_here
 
@@ -167,8 +165,8 @@ def _client(context: RunContext, pool: Pool, segment: Segment | None) -> Client:
 
 
 class RunningParts:
-    """The running parts of a Checkpointer, until `close`. They hold no reference to the items of
-    the state: an item may refer to the Checkpointer, which could then never be collected."""
+    """The running parts of a Checkpointer, until `close`. They hold no reference to items: an item
+    may refer to the Checkpointer, which could then never be collected."""
 
     def __init__(
         self,
@@ -270,14 +268,12 @@ class RunningParts:
                 self._is_closing = False
 
     def revive(self, settings: Settings) -> None:
-        """Start a new flusher in place of one that has died."""
         log.warning("starting a new flusher: %s", self.saves.refusal)
         self.capturer.settle()
         self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
-        """Return the tiers that hold the newest save, in the order in which they received it.
-        Memory counts only if it has the save of all ranks."""
+        """Return the tiers that hold the newest save. Memory must have it of all ranks."""
         held = tuple(handle.report.tiers)
         if self.segment is None or MEMORY not in held or self.segment.owner.ranks == 1:
             return held
@@ -333,7 +329,6 @@ class RunningParts:
 
     @property
     def closes(self) -> bool:
-        """True if everything has ended, or is being ended now."""
         return self._is_closing or not self._ends
 
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
@@ -376,8 +371,8 @@ class Resuming:
         self._context, self._store, self._work = context, context.store, work
         self._group: Ranks | None = None
         self._origins: dict[str, str | None] = {}
-        """The checkpoints that items come from, until the next save, if they were not all restored
-        together; None for an item whose restore failed midway."""
+        """The checkpoints that items come from, until the next save, if not all of them were
+        restored together; None for an item whose restore failed midway."""
         self._seen = Seen()
         self._resumed = False
         self._knows_lineage = context.settings.new_lineage
@@ -389,8 +384,7 @@ class Resuming:
 
     @property
     def mixed(self) -> str:
-        """The items of a live state that is no whole checkpoint, so that nothing may be saved; else
-        empty."""
+        """The items of a live state that is no whole checkpoint; empty if it may be saved."""
         folders = set(self._origins.values())
         return ", ".join(self._origins) if None in folders or len(folders) > 1 else ""
 
@@ -402,7 +396,6 @@ class Resuming:
         return self._group
 
     def peek(self, wanted: RestoreRequest) -> Peeked | None:
-        """Find the checkpoint to restore, and bind later restores to it."""
         self._peek = None
         with self._looking("peek()") as (store, group):
             found = peek_into(
@@ -423,8 +416,7 @@ class Resuming:
         return found
 
     def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
-        """Restore, and let saves continue the restored checkpoint. `begin_anew` is called when all
-        ranks are ready."""
+        """Restore, and let saves continue from there. `begin_anew` is called when all are ready."""
         peek = self._peek = self._peek if wanted.step is None else None
         if peek is not None:
             wanted = replace(wanted, peeked=peek.folder)
@@ -461,8 +453,7 @@ class Resuming:
         return replace(outcome.restored, skipped=(*skipped, *outcome.restored.skipped))
 
     def _touch(self, only: Sequence[str] | None) -> None:
-        """Record that the selected items are incomplete from now on: they hold neither their old
-        state nor the stored one until everything is read."""
+        """Record that the selected items are incomplete until everything is read."""
         touched = [item for item in self._context.providers if selection(only, item)[0]]
         self._origins = self._origins | dict.fromkeys(touched)
 
@@ -499,8 +490,7 @@ class Resuming:
             self._resumed = True
 
     def saves(self) -> None:
-        """Prepare for a save. The first one without a restore() raises `UsageError` if it would
-        abandon checkpoints of the run."""
+        """Prepare for a save. Raises `UsageError` if it would abandon checkpoints of the run."""
         self._peek = None
         self._origins = {}
         if not self._knows_lineage:
@@ -548,8 +538,7 @@ class Resuming:
             yield store, group
 
     def _ready(self) -> None:
-        """Raise the error of a failed save, or restart a flusher that died so that more saves can
-        be made."""
+        """Raise the error of a failed save, or restart a flusher that died."""
         self._work.saves.take_over()
         self._work.saves.raise_failed()
         if self._work.saves.refusal is not None:

@@ -37,8 +37,7 @@ class Capture(StrEnum):
 
 
 class FlushIn(StrEnum):
-    """The place where digests and writes run: a helper process that outlives the trainer, or
-    threads of the trainer."""
+    """The place where digests and writes run."""
 
     PROCESS = "process"
     """A helper process, which finishes captured saves even if the trainer dies."""
@@ -52,7 +51,6 @@ class OnBusy(StrEnum):
     save."""
 
     WAIT = "wait"
-    """Wait until the save can begin."""
     SKIP = "skip"
     """Do not save this step; `SaveReport.skipped` holds the reason."""
 
@@ -85,9 +83,7 @@ class CompareReplicas(StrEnum):
     FIRST = "first"
     """Compare in the first save of a job instance, and again in the next one if that fails."""
     ALWAYS = "always"
-    """Compare in every save."""
     NEVER = "never"
-    """Never compare."""
 
 
 _OFTEN = "'auto' or a duration such as '10 min'"
@@ -114,18 +110,16 @@ class Preemption(Checked, frozen=True, kw_only=True):
     a job after 30 s by default."""
     exit_code: Annotated[int, Meta(ge=0, le=255)] | None = 75
     """The exit code of the program, set by raising `Preempted`. None raises nothing: the training
-    loop has to end by itself. 75 is EX_TEMPFAIL ("try again"); 143 is the exit code of a program
-    that does not handle SIGTERM."""
+    loop has to end by itself. 75 is EX_TEMPFAIL ("try again")."""
 
 
 _READERS_OF_SERVERS = 8
 _READERS_OF_ONE = 2
-"""Minimum per rank, however many ranks share a machine: one thread reads while the other
-verifies."""
+"""Minimum per rank: one thread reads while the other verifies."""
 MIN_SLOTS = 4
 MAX_UNCOMMITTED = 8
-"""Maximum number of saves in progress. Memory already bounds large states, but small ones in a
-tight loop would accumulate attempts, all of which are lost if both processes die."""
+"""Maximum number of saves in progress. Memory bounds only large states, and all attempts are lost
+if both processes die."""
 
 
 OWN_KEYWORDS = (
@@ -185,8 +179,7 @@ class Options(Checked, frozen=True, kw_only=True):
 
 
 class Settings(Options, frozen=True, kw_only=True):
-    """All settings of a Checkpointer that are plain values: its `Options`, and its own keywords,
-    which `Checkpointer` describes."""
+    """The `Options` of a Checkpointer and its own keywords, which `Checkpointer` describes."""
 
     every: Every = None
     compression: Compressions = Compression.NONE
@@ -196,8 +189,7 @@ class Settings(Options, frozen=True, kw_only=True):
 
     def readers(self, ranks_here: int = 1, *, remote: bool = False) -> int:
         """Return the number of reader threads of a restore; the ranks of one machine share them.
-        Threads that read from a `remote` server mostly wait, so their number may exceed that of the
-        cores."""
+        Threads that read from a `remote` server mostly wait and may exceed the cores."""
         cores = max(os.cpu_count() or 1, _READERS_OF_SERVERS if remote else 1)
         return max(min(4 * self.writers, cores) // ranks_here, _READERS_OF_ONE)
 

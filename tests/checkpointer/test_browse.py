@@ -148,7 +148,7 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
 
 def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(2)}, tmp_path / "one")
-    with raises(laststep.NotFoundError, where=tmp_path / "one", remedy="laststep.load"):
+    with raises(laststep.NotFoundError, where=tmp_path / "one"):
         laststep.open(tmp_path / "one")
     with raises(laststep.UsageError, where=tmp_path / "one", remedy="`step`"):
         laststep.load(tmp_path / "one", step=0)

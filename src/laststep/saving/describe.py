@@ -116,8 +116,7 @@ def take_state(
     *,
     allow_pickle: bool,
 ) -> TakenState:
-    """Describe every item now. `caches` is kept from one save to the next, so that unchanged parts
-    are not described again."""
+    """Describe every item now; `caches` keeps unchanged parts from one save to the next."""
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
     described: list[tuple[ItemSpec, dict[str, Layout]]] = []
@@ -175,8 +174,7 @@ def _about(error: LaststepError, whose: str, **fields: str) -> LaststepError:
 
 def local_layout_of(taken: TakenState) -> LocalLayout:
     """Return this rank's description of its state for the other ranks. Raises `UsageError` if a
-    per-rank item holds shards of a shared tensor: each shard would be restored as if it were the
-    whole tensor."""
+    per-rank item holds shards of a tensor: each would be restored as if it were the whole."""
     for spec, layouts in taken.described:
         if spec.per_rank and layouts:
             raise UsageError(
@@ -256,8 +254,7 @@ def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[LocalTensor, .
 
 def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
     """Return the ties of an item with sharded tensors. Raises `UsageError` if shards overlap in
-    another way: their shared memory would be stored once although it holds different bytes on every
-    rank."""
+    another way: their memory would be stored once, but holds other bytes on every rank."""
     over = next((name for name in collected.views if name in collected.layouts), None)
     if over is not None:
         raise UsageError(

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 3
-"""Number of iterations after a start that are not measured: kernels are still being compiled and
-selected, and buffers allocated."""
+"""Iterations after a start that are not measured: kernels are still being compiled and selected."""
 BASELINE = 8
 """Number of undisturbed iterations to measure before the first save, unless they take too long."""
 _RECENT, _SAVES = 16, 5
@@ -157,11 +156,9 @@ class StepTimer:
 log = logging.getLogger(__name__)
 
 FIRST_S = 60.0
-"""With every="auto", the first save, which provides the measurements, starts at the latest after
-this time."""
+"""With every="auto", the first save, which is measured, starts at the latest after this time."""
 AFTER_FAILURE = 0.25
-"""Fraction of an interval after which a failed save is retried: the last checkpoint is already
-older than it should be, and the cause may be gone."""
+"""Fraction of an interval after which a failed save is retried: the cause may be gone."""
 _LOOK_S, _LOOK_EACH_S = 2.0, 0.002
 """The longest time between sync points: seconds, and seconds per rank. All ranks read one store, so
 larger jobs read less often."""
@@ -170,8 +167,7 @@ _SOON_S = 1.0
 _CLOSE = 0.02
 """Fraction of an interval before a save within which sync points get no closer."""
 _RING = 1024
-"""Number of keys that decisions rotate through. A rank that is this many sync points behind has
-long been given up by the others."""
+"""Number of keys that decisions rotate through; no rank is so many sync points behind."""
 
 
 class SyncPoint(msgspec.Struct, frozen=True, kw_only=True):
