@@ -376,8 +376,9 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
         )
     items = {plain(name): item for name, item in items.items()}  # type: ignore[misc]
     for name in items:
-        part = _PART.fullmatch(name)
-        if not is_item_name(name) or (part is not None and part[1] in {"shared", *items}):
+        is_valid = is_item_name(name)
+        part = _PART.fullmatch(name) if is_valid else None
+        if not is_valid or (part is not None and part[1] in {"shared", *items}):
             raise UsageError(
                 "invalid item name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared' or the "
