@@ -169,11 +169,11 @@ def test_a_lease_that_is_not_renewed_ends_by_the_clock_of_the_server(
     monkeypatch.setattr(objects.Holder, "is_gone", False)
     lock = store.lock("x.lock")
     other = ObjectStore(store.url)
-    now = other._leases._clock.now_s()
+    now = other._leases.now_s()
     monkeypatch.setattr("time.time", lambda: now + 1e6)  # our own clock has no say
     assert other.is_locked("x.lock")
     with monkeypatch.context() as later:
-        later.setattr(objects.ServerClock, "now_s", lambda self: now + objects.DEAD_S + 2)
+        later.setattr(objects.Leases, "now_s", lambda self: now + objects.DEAD_S + 2)
         assert not other.is_locked("x.lock")
         taken = other.lock("x.lock")
     lock._renew_now()

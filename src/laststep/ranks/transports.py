@@ -77,7 +77,8 @@ class DeviceTransport(Transport):
     def __init__(self, device: torch.device) -> None:
         super().__init__(_new_group(timedelta(seconds=LIMIT_S)), device)
         try:
-            _within(lambda: _connect(self.group, device))
+            with torch.cuda.device(device):  # the first collective connects the ranks
+                _within(lambda: dist.all_reduce(torch.zeros(1, device=device), group=self.group))
         except RuntimeError:
             self.abandon()
             raise
@@ -104,12 +105,6 @@ class DeviceTransport(Transport):
 def has_nccl() -> bool:
     """Return whether the job's own group uses NCCL for its devices."""
     return dist.is_nccl_available() and "nccl" in dist.get_backend_config()
-
-
-def _connect(group: ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks of a group, which happens with their first collective."""
-    with torch.cuda.device(device):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _within(call: Callable[[], T]) -> T:

@@ -39,7 +39,6 @@ _OF_ONE_MACHINE = frozenset(
 )
 """Filesystems that no other machine sees, so that all locks in them are visible here."""
 
-
 __all__ = ["DirectoryStore"]
 
 

@@ -174,7 +174,9 @@ class Leases:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._clock = ServerClock(bucket)
+        self._ahead_s = 0.0
+        """The server's time, minus the monotonic clock of this machine."""
+        self._asked_s = -_CLOCK_KEPT_S
 
     def take(self, key: str) -> Lease:
         pid = os.getpid()
@@ -209,32 +211,11 @@ class Leases:
     def _is_held(self, holder: Holder, found: Found) -> bool:
         if not holder.token or holder.is_gone:
             return False
-        return self._clock.now_s() - found.modified_s < DEAD_S
-
-
-def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
-    """Return the holder of a lease and the object's metadata; None if it does not exist."""
-    try:
-        data, found = bucket.read(key, limit_bytes=_LIMIT_BYTES)
-    except Missing:
-        return None
-    try:
-        return msgspec.json.decode(data, type=Holder), found
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        # Unknown holder: the lease counts as held until it expires.
-        return Holder(token="?"), found  # noqa: S106
-
-
-class ServerClock:
-    """The server's time, which every response carries, even a refusal. It is queried again after
-    `_CLOCK_KEPT_S`."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._ahead_s = 0.0
-        self._asked_s = -_CLOCK_KEPT_S
+        return self.now_s() - found.modified_s < DEAD_S
 
     def now_s(self) -> float:
+        """Return the server's time, which every response carries, even a refusal. It is queried
+        again after `_CLOCK_KEPT_S`."""
         if time.monotonic() - self._asked_s >= _CLOCK_KEPT_S:
             bucket = self._bucket
             told = persist(
@@ -264,6 +245,19 @@ class ServerClock:
             return email.utils.parsedate_to_datetime(date).timestamp()
         except (TypeError, ValueError):
             raise Trouble("an answer without a date", transient=False) from None
+
+
+def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
+    """Return the holder of a lease and the object's metadata; None if it does not exist."""
+    try:
+        data, found = bucket.read(key, limit_bytes=_LIMIT_BYTES)
+    except Missing:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Holder), found
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # Unknown holder: the lease counts as held until it expires.
+        return Holder(token="?"), found  # noqa: S106
 
 
 _MARKER = re.compile(r"\.(.+)\.folder")
