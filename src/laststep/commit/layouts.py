@@ -77,11 +77,6 @@ def margin_s(deadline_s: float) -> float:
     return min(deadline_s / 2, _MARGIN_S)
 
 
-def grace_s(deadline_s: float) -> float:
-    """Return how long a rank that saves a different step may take to catch up by itself."""
-    return min(_GRACE_S, deadline_s / 4)
-
-
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's latest call for local layouts; settled once it has the digests of all ranks, or a
     problem."""
@@ -168,7 +163,7 @@ class GlobalLayouts:
                 self._called_s = None
                 return
             self._called_s = self._called_s or self.kv.now_s()
-            if self.kv.now_s() - self._called_s >= grace_s(self._deadline_s):
+            if self.kv.now_s() - self._called_s >= min(_GRACE_S, self._deadline_s / 4):
                 self._called_s = None
                 self._agree(None)
         finally:
