@@ -6,8 +6,7 @@ earlier block that has no base itself; so decoding takes at most one step. Plain
 in the index itself.
 
 The file consists of the digest of the payload and the payload, a msgpack array. The manifest
-repeats the digest. `decode` checks everything that a reader relies on; it raises only
-`CorruptError`, and `UsageError` for a later format. Does not know stores.
+repeats the digest. `decode` checks everything that a reader relies on.
 """
 
 from __future__ import annotations

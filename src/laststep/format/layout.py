@@ -2,10 +2,8 @@
 
 The planner makes one `FileLayout` per data file. The same value is sent to the flusher, kept in
 shared memory and stored in the index. A data file is plain safetensors: its header depends on the
-layout alone, so it is complete before any tensor is copied. Pure.
-
-Also reads the headers of other safetensors files: `CorruptError` if a header is malformed,
-`UsageError` if only other libraries can read it.
+layout alone, so it is complete before any tensor is copied. Also reads headers of other safetensors
+files. Pure.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
 
 class TensorEntry(NamedTuple):
-    """A tensor and the position of its bytes; `dtype` is a key of `constants.DTYPES`.
-
-    A named tuple, because a header may have 100,000 of them.
-    """
+    """A tensor and the position of its bytes. A named tuple, because a header may have 100,000."""
 
     name: str
     dtype: str

@@ -1,15 +1,12 @@
 """The manifest: the small record that commits or aborts a checkpoint.
 
-Knows neither stores nor how the decision is made. The document contains the digest of its own
-content (`seal`); everything in it is validated after the digest has been checked. It holds the
-digest of every rank's index, and the indexes hold the locations of all data. Metrics and metadata
-are typed JSON (`codecs.objects`), so nan and inf survive. `encode` raises only `UsageError`;
-`decode` only `CorruptError`, and `UsageError` for a later format.
+The document contains the digest of its own content (`seal`), which is checked before anything else,
+and of every rank's index; the indexes hold the locations of all data. Metrics and metadata are
+typed JSON (`codecs.objects`), so nan and inf survive. Sets of ranks are stored as a few spans:
+"every 8th of 131,072" takes three numbers. `encode` raises only `UsageError`; `decode` only
+`CorruptError`, and `UsageError` for a later format.
 
-Sets of ranks are stored as a few spans: "every 8th of 131,072" takes three numbers.
-
-Also holds what several formats share: the refusal of later formats, and the rules for file names in
-a checkpoint.
+Also holds what several formats share: the refusal of later formats, and the rules for file names.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Pure. Offsets are fixed before anything is copied, and the captured image is the file. Tensors are
 packed without gaps in order of descending element size (so that each is aligned), then by device
-and dtype, so that copies cover long ranges. Equal descriptions give equal plans. This module also
-decides which layouts a partial checkpoint needs.
+and dtype, so that copies cover long ranges. Also decides what a partial checkpoint needs.
 """
 
 from __future__ import annotations

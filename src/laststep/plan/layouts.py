@@ -2,8 +2,7 @@
 
 Pure. A rank describes its state in a local layout: every tensor with its full shape and its layout.
 Ranks with equal local layouts form a layout group, so a job of any size is a few local layouts and
-their ranks. What each rank writes follows from these (`plan.who_writes`). Contradictions between
-local layouts, and bytes that no rank holds, are found here, once per global layout.
+their ranks. Contradictions, and bytes that no rank holds, are found once per global layout.
 """
 
 from __future__ import annotations

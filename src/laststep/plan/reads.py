@@ -1,8 +1,7 @@
 """Decide which bytes to read for the requested tensors, and where they go.
 
-Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are
-read together, up to a slot at a time; each block is read once however many tensors it holds. In a
-job of several ranks each block is read by one rank for all of them.
+Pure. Every byte that is used is verified, so whole blocks are read, neighbours together, up to a
+slot at a time. Each is read once, by one rank of a job, however many tensors it holds.
 """
 
 from __future__ import annotations

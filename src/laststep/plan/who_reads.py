@@ -1,13 +1,10 @@
 """Decide which ranks read which writer's files when a job loads, before a file is opened.
 
-Pure. The checkpoint says how its ranks held the state, and the job how its ranks want it. From the
-first follows who wrote what (`plan.who_writes`), from the second who needs it. A writer's files are
-read by ranks that need some of the largest range that it wrote: by all of them if they are few,
-else by as many as there are chunks, or as give every rank about two files, in turn. Every rank
-computes the same answer and looks only at the ranges that hold something for itself.
-
-Ranks that want the same tensors in the same layouts say so once; who needs which box follows by
-arithmetic.
+Pure. Who wrote what follows from the layouts in the checkpoint (`plan.who_writes`), who needs it
+from the requests; ranks that want the same say so once. A writer's files are read by ranks that
+need some of the largest range that it wrote: by all of them if they are few, else by as many as
+there are chunks, or as give every rank about two files, in turn. Every rank computes the same
+answer and looks only at the ranges that hold something for itself.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Read blocks of a checkpoint: fetch, decode and verify them, and report damage.
 
-`BlockReader` is the only reader of stored tensors; restore, verify, copy, export, recover, DCP and
-browse all use it. It reads the blocks that an index refers to: raw blocks directly, encoded blocks
-through their codec, and the bases that those need, through itself. Adjacent blocks are
-fetched together. A file is opened on first use.
+`BlockReader` is the only reader of stored tensors. It reads the blocks that an index refers to: raw
+blocks directly, encoded blocks through their codec, and the bases that those need, through itself.
+Adjacent blocks are fetched together. A file is opened on first use.
 
 This is the only place where stored data are compared with their digests. A block that does not
 match is read a second time, bypassing every cache of the file's reader, before it counts as
-damaged. Damage is a value: one bad block does not hide another, and each caller decides whether to
-list it or to raise it. A digest covers the decoded block, so damage to encoded bytes shows in the
-decoded ones; a damaged base is reported instead of the block that needs it. Does not import torch.
+damaged. Damage is a value: one bad block does not hide another. A digest covers the decoded block;
+a damaged base is reported instead of the block that needs it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -263,7 +261,7 @@ class LayoutBlocks:
         return Extent(self, first, list(self._pieces(first, last)), digests)
 
     def _pieces(self, first: int, last: int) -> Iterator[StoredPiece]:
-        """Split blocks into pieces: one per encoded block, one per run of contiguous raw blocks."""
+        """Yield a piece per encoded block and per run of contiguous raw blocks."""
         begin, at = first, bisect_right(self._starts, first) - 1
         while first < last:
             run, stop = self.stored.runs[at], min(self._starts[at + 1], last)

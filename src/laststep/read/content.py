@@ -1,9 +1,7 @@
 """Open a committed checkpoint: read and verify its indexes, and locate the bytes of each tensor.
 
-Opens data files when they are needed but reads no tensors, and does not import torch. Data that
-cannot be read as written raises `CorruptError`, after a second read that bypasses every cache;
+Opens data files when they are needed but reads no tensors, and does not import torch.
 `NotFoundError` is raised only if the whole checkpoint has been deleted since its manifest was read.
-
 A rank of a job opens only the files it needs of a checkpoint that many ranks wrote: the local
 layouts of those ranks describe all tensors, and which rank wrote each part.
 """

@@ -1,9 +1,8 @@
 """Choose the checkpoint that all ranks restore: rank 0 lists the run and broadcasts its choice.
 
-The other ranks open the checkpoint that rank 0 names, with the manifest that rank 0 read. They do
-not list the run themselves, because their view of it may be stale (network filesystems cache
-directory contents for a while). If a rank finds a file missing, rank 0 checks again. Everything
-here is collective: all ranks make the same calls in the same order.
+The other ranks open the checkpoint that rank 0 names, with the manifest that rank 0 read: their own
+view of the run may be stale (network filesystems cache directory contents for a while). If a rank
+finds a file missing, rank 0 checks again. Everything here is collective.
 
 Rank 0 first waits for saves that other processes are still writing, because they may be newer.
 Checkpoints are then tried one after the other. Only `CorruptError`, which readers raise after a
@@ -372,8 +371,7 @@ class Choosing:
 
     def _go_on_after(self, chosen: Chosen, error: CorruptError | NotFoundError) -> None:
         """Decide what to try next: the same checkpoint again, one of a new listing, or an older
-        one. Raise the error if a particular checkpoint was requested, since no other may replace
-        it."""
+        one. Raise the error if no other may replace a requested checkpoint."""
         why = error.without_remedy()
         if self.near.spoil(chosen.folder, why):
             # The snapshot in memory is dropped: try the stored copy, or a replica's.

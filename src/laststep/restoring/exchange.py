@@ -122,9 +122,7 @@ _PARCEL_BYTES = 64 << 20
 
 
 class Transfer:
-    """Reads the tensors of all matches into place. Each block is read once, by one rank, which
-    copies the boxes that it needs into its tensors, and fills messages with those that others
-    need."""
+    """Reads the tensors of all matches into place; each block is read once, by one rank."""
 
     def __init__(
         self,
@@ -291,9 +289,8 @@ class Transfer:
         return read_bytes
 
     def _prepare(self, room: Room) -> tuple[list[list[Chunk]], int]:
-        """Return the chunks that this rank reads in each turn, and the bytes that it sends. A turn
-        has at most `_PARCEL_BYTES` of messages or a single chunk that exceeds them; messages are
-        exchanged after each."""
+        """Return the chunks that this rank reads in each turn, after which messages are exchanged,
+        and the bytes that it sends."""
         turns: list[list[Chunk]] = [[]]
         in_turn = passed_on = 0
         cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
@@ -322,9 +319,8 @@ class Transfer:
     def expect(
         self, chunks: Sequence[Chunk], device: torch.device
     ) -> tuple[dict[int, RankMessage], RankMessage | None]:
-        """Prepare for reading these chunks: allocate messages on `device` with a place for every
-        box that other ranks need, one message per rank and one for all ranks. They are complete
-        once all chunks are delivered."""
+        """Allocate messages on `device` with a place for every box that other ranks need, one per
+        rank and one for all ranks. They are complete once all these chunks are delivered."""
         heads: dict[int, list[_Sent]] = {}
         sizes: Counter[int] = Counter()
         wanted: list[tuple[Chunk, list[tuple[_Move, int]]]] = []

@@ -1,8 +1,7 @@
 """Match a stored item to the live state: the target of every stored tensor, and every mismatch.
 
-Stored and live trees are compared by their keys. This allocates, but reads and writes no tensor
-data: a match records the memory that each stored tensor is read into, and the copies to make from
-there afterwards.
+Stored and live trees are compared by their keys. No tensor data is read or written: a match records
+the memory that each stored tensor is read into, and the copies to make from there afterwards.
 """
 
 from __future__ import annotations
@@ -281,8 +280,8 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
 
 
 def _refuse_foreign(match: Match, provider: StateProvider, state: State, live: Collected) -> None:
-    """Refuse stored state whose owner differs in class from the live object's: it may look the same
-    and mean something else. Refuse an object's state for a live plain value, and the reverse."""
+    """Refuse state of another class than the live object's: it may look the same and mean something
+    else. Refuse an object's state for a live plain value, and the reverse."""
     ours, theirs = owners(live.tree), owners(match.item.tree)
     for path, stored in theirs.items():
         if path in ours:
@@ -330,9 +329,9 @@ def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> 
 def _take_shared_once(
     match: Match, in_place: dict[str, list[tuple[str, torch.Tensor]]], live: Collected
 ) -> None:
-    """Keep one of the tensors that share memory now but were stored separately: the one with the
-    first live name, which is also the optimizer's name for it. Others that are exactly the same
-    tensor become its aliases; those that only overlap with it are mismatched."""
+    """Keep one of the tensors that share memory now but were stored separately, under the name that
+    is also the optimizer's. The same tensor under other names becomes its alias; tensors that only
+    overlap with it are mismatched."""
     item = match.item
     taken = {name: name for targets in in_place.values() for name, _ in targets}
     owner: dict[str, str] = {}
@@ -454,9 +453,8 @@ def _replaced(tree: object) -> set[str]:
 def _find_newer(
     match: Match, not_paired: tuple[Path, ...], things: tuple[Path, ...], live: Collected
 ) -> None:
-    """Find live entries that are not stored. Those that are, or contain, an object with a state of
-    its own are missing from the checkpoint and stay; the rest are newer than the checkpoint, and
-    `exact` removes them."""
+    """Find live entries that are not stored. Objects with a state of their own are missing from the
+    checkpoint and stay; the rest are newer than the checkpoint, and `exact` removes them."""
     paths = newer_entries(match.item.tree, live.tree, ())
     if not paths:
         return

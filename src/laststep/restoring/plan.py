@@ -1,9 +1,7 @@
-"""Plan the restore of a checkpoint into the live state of this rank, and agree on it with the
-others.
+"""Plan the restore of a checkpoint into the live state of this rank, and agree with other ranks.
 
 Every mismatch that can be found without reading tensors is found, for all items together, before
-any live byte is touched. Rounded tensors are refused if the user asks for exact ones, and a partial
-checkpoint is never restored as if it were complete.
+any live byte is touched. A partial checkpoint is never restored as if it were complete.
 """
 
 from __future__ import annotations
@@ -114,11 +112,8 @@ def plan_restore(
     ranks: Ranks,
 ) -> RestorePlan:
     """Plan the restore of all selected items. If `strict`, raise one `MismatchError` that lists
-    every problem; else raise it only if nothing fits.
-
-    `where` (the checkpoint's folder) and `remedy` are for its message. If several ranks restore, a
-    stored tensor is unexpected only if none of them needs it.
-    """
+    every problem; else raise it only if nothing fits. A stored tensor is unexpected only if no rank
+    needs it. `where` (the checkpoint's folder) and `remedy` are for its message."""
     plan = RestorePlan(strict, where)
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
     aliases = any(match.aliases for match in plan.matches)

@@ -110,9 +110,8 @@ def restore_into(
 ) -> Outcome | None:
     """Restore a checkpoint; return None if there is none yet and no step was requested.
 
-    `touched` is called before the first live byte changes. `saw` is called
-    on rank 0 with the newest term before each listing of the run. All ranks call this together,
-    after their saves have ended.
+    `touched` is called before the first live byte changes, `saw` on rank 0 with the newest term
+    before each listing of the run. All ranks call this together, after their saves have ended.
     """
     choosing = choosing_of(store, bus, wanted, saw, ranks, "restore()")
     if choosing is None:
