@@ -86,8 +86,7 @@ class Capturer:
     def take(
         self, copies: Copies, sources: Sequence[torch.Tensor], sink: Sink, early: Early | None
     ) -> Job:
-        """Capture the state as it is now. Training may continue on return; copies that are still to
-        be made are behind the fence."""
+        """Capture the state as it is now; copies that are still to be made are behind the fence."""
         began = time.perf_counter()
         # Lazy capture needs the fence, which works only if its hook was seen to fire.
         fired = self._fence.take_evidence()

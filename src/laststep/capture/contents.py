@@ -55,8 +55,7 @@ class Contents:
                 self._begin(device, numbers, [tensors[number].detach() for number in numbers])
 
     def digests(self) -> list[bytes] | None:
-        """Return the way and the digest of each tensor, or None if that was too expensive. Waits
-        for devices."""
+        """Return the way and digest of each tensor; None if too expensive. Waits for devices."""
         for batch in self._under_way:
             batch.done.synchronize()
             parts: dict[int, bytearray] = {}

@@ -47,8 +47,7 @@ class DeviceStaging:
         self._pool = torch.cuda.MemPool(use_on_oom=True)
 
     def set_aside(self, size_bytes: int) -> bool:
-        """Take memory from the driver now, if it is spare, and keep it in the pool. Return whether
-        that much is available."""
+        """Take spare memory from the driver now; return whether that much is available."""
         if size_bytes <= self._set_aside:
             return True
         if spare_bytes(self._device, self._margin) < size_bytes:
@@ -61,8 +60,7 @@ class DeviceStaging:
         return True
 
     def room(self, *, with_margin: bool = False) -> int:
-        """Return the bytes that may be taken now without affecting training; small requests may use
-        the margin too."""
+        """Return the bytes that may be taken now; small requests may use the margin too."""
         margin = 0 if with_margin else self._margin
         return spare_bytes(self._device, margin) + max(self._set_aside - self._out, 0)
 
@@ -146,8 +144,7 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def copying(self, device: torch.device) -> Iterator[None]:
-        """Copy to a device inside this block; the copies have ended when it exits. Several threads
-        may be inside at once."""
+        """Copy to a device inside this block, on any thread; the copies end before it exits."""
         stream = self._streams.get(device)
         if stream is None:
             yield

@@ -106,8 +106,7 @@ def _index(device: torch.device) -> int:
 
 
 def _compile(source: str, device: int) -> bytes:
-    """Return the machine code for one device. Every call releases the GIL: compiling takes a few
-    hundred milliseconds."""
+    """Return the machine code for one device. Every call releases the GIL."""
     if torch.version.cuda is None:
         raise KernelError("this torch is not built for CUDA")
     nvrtc = ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}")

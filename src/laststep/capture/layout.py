@@ -28,16 +28,14 @@ _DTYPE: Final = operator.attrgetter("dtype")
 _START: Final = operator.attrgetter("start")
 _PIECE: Final = operator.attrgetter("piece")
 HOST_STAGING_BYTES = 64 << 20
-"""Up to this much host state is copied aside at `save()`, outside the pool, instead of into
-slots."""
+"""Up to this much host state is copied aside at `save()` instead of into slots."""
 
 
 class Way(Enum):
     STAGED = "staged"
     """Gathered at `save()` into one buffer on its own device, moved to the pool afterwards."""
     DIRECT = "direct"
-    """Copied straight into the pool: host state by the training thread, the rest in the
-    background."""
+    """Copied straight into the pool: host state at `save()`, the rest in the background."""
 
 
 def choose(

@@ -69,8 +69,7 @@ class Sink(Protocol):
     def unchanged(
         self, of: int, chunks: Sequence[tuple[int, int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """Given chunks (file, start, bytes) that equal those of that save, return those (file,
-        start) that need not be handed over."""
+        """Return which of these chunks, equal to those of save `of`, are not wanted."""
 
     def captured(self, timing: CaptureTiming) -> None: ...
 
@@ -271,8 +270,7 @@ class Mover:
         return [record(self._streams.stream(device)) for device in used]
 
     def _fill_direct(self, job: Job, chunk: ChunkLayout, slot: int) -> set[str]:
-        """Copy, or enqueue copies of, pieces that are neither staged nor pass through a ring;
-        return their devices."""
+        """Copy pieces that are neither staged nor pass through a ring; return their devices."""
         used: set[str] = set()
         target = self._pool.tensor(slot)
         aside = job.aside.pop((chunk.file, chunk.start), None)

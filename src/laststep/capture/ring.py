@@ -52,8 +52,7 @@ class _Row(NamedTuple):
 
 
 class Route:
-    """How the pieces of one device pass through a ring, span by span, while addresses stay the
-    same; holds neither the state nor the ring."""
+    """How the pieces of one device pass through a ring while their addresses stay the same."""
 
     def __init__(
         self,

@@ -163,8 +163,7 @@ def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
 
 
 def find_overlaps(extents: list[MemoryRange]) -> list[list[MemoryRange]]:
-    """Return the groups of different windows of a storage whose byte ranges overlap, each sorted by
-    their starts."""
+    """Return the groups of windows of a storage that overlap, sorted by their starts."""
     groups: list[list[MemoryRange]] = []
     storage, stop = -1, -1
     # In the order of names, which is the same on all ranks and at each save, unlike addresses.

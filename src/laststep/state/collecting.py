@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from laststep.state.layouts import Layout
 
 _Part = dict[object, object]
-"""The tree of a container of tensors, or of such containers. Trees are never changed, so the trees
-of several saves share their parts."""
+"""The tree of a container of tensors, or of such containers; never changed, so saves share it."""
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
 _EXACT: Final = frozenset({str, int, bool, bytes, type(None)})

@@ -172,8 +172,7 @@ class GroupProvider(StateProvider):
 
     @property
     def _members(self) -> dict[Any, StateProvider]:
-        """The providers for the current content of the dict. An object that is still there keeps
-        its provider, which may have cached state."""
+        """The providers of objects in the dict; an object that is still there keeps its own."""
         made = {}
         for key, thing in self._owner.items():
             if _has_own_state(thing):
@@ -368,8 +367,7 @@ _PART = re.compile(r"(.+)-r?[0-9]{5,}")
 
 
 def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
-    """Return a provider for each item. Optimizers get the names of their parameters from the
-    modules, and from dicts that hold them."""
+    """Return a provider for each item; optimizers find the names of their parameters in all."""
     if not items:
         raise UsageError(
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"

@@ -91,8 +91,7 @@ def _parts(entry: object) -> Collection[object]:
 
 @contextlib.contextmanager
 def handing_over(to: str) -> Iterator[None]:
-    """Convert exceptions of foreign code that rejects the stored state into `MismatchError`, except
-    for errors that do not mean that the stored state is wrong."""
+    """Convert exceptions of foreign code that rejects the stored state into `MismatchError`."""
     try:
         yield
     except (LaststepError, OSError):
@@ -243,8 +242,7 @@ class StateDictProvider(StateProvider):
 
 
 def of_torch(owner: object) -> str | None:
-    """Return the torch class that an object is of, or derives from: a user may rename their own
-    class and still resume."""
+    """Return the torch class that an object is of, or derives from by any name."""
     names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
     return next(names, None)
 
@@ -255,8 +253,7 @@ def _owned(owner: object, state: object) -> object:
 
 
 def _kind_of_torch(owner: object) -> str | None:
-    """Return the torch class of an object, or the one that it derives from. A scheduler that
-    consists of other schedulers includes their classes."""
+    """Return the torch class of an object; for a scheduler of schedulers with theirs."""
     kind = of_torch(owner)
     inner = getattr(owner, "_schedulers", None)
     if kind is None or not isinstance(inner, list | tuple):
@@ -464,8 +461,7 @@ class PerRank(AroundProvider):
         self._said = when_ranks_change
 
     def around(self, inner: StateProvider) -> PerRank:
-        """Return a new PerRank that wraps this provider. The same PerRank may be an item of several
-        Checkpointers, each with its own provider."""
+        """Return a copy with this provider, because several Checkpointers may share the item."""
         made = PerRank(self.item, when_ranks_change=self._said)
         made._inner = inner
         return made

@@ -402,8 +402,7 @@ def plain_scalar(value: object) -> object:
 
 
 def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
-    """Rebuild the value of a Tagged, whose inner tensors are already in place. Raise `CorruptError`
-    if it is malformed."""
+    """Rebuild the value of a Tagged, with its tensors in place, or raise `CorruptError`."""
     try:
         return _revive(tagged, allow_pickle=allow_pickle)
     except UsageError:
