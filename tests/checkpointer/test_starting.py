@@ -171,7 +171,7 @@ def test_too_many_open_files_are_reported_with_the_limit_to_raise(
         laststep.Checkpointer(
             run_folder, state=torch.ones(3), options=laststep.Options(flush="thread")
         )
-    assert "`-n`" in caught.value.remedy
+    assert "ulimit -n" in caught.value.remedy
 
 
 def test_a_flusher_on_a_thread_that_fails_to_start_does_not_advise_a_thread(

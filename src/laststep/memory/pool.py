@@ -457,7 +457,7 @@ def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
             expected=f"{size_bytes} bytes",
             found=str(error),
             remedy="pass a smaller host_memory_bytes=…, or raise the limits of the process "
-            "(`ulimit -v`, `-n`, `-f`: shared memory counts as a file)",
+            "(`ulimit -v`, `ulimit -n`, `ulimit -f`: shared memory counts as a file)",
         ) from error
 
 
