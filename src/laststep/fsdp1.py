@@ -114,9 +114,8 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
             )
     if lost := len(group_of.keys() - known):
         raise UsageError(
-            "the optimizer has parameters that are not in the model",
-            found=str(lost),
-            remedy="make the optimizer from the parameters of the wrapped model",
+            f"the optimizer has {lost} parameters that are not in the model",
+            remedy="make it from the parameters of the wrapped model",
         )
     return members
 

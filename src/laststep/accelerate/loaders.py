@@ -330,14 +330,11 @@ def _has_state(base: Any) -> bool:
 # with the device at each batch.
 
 _HOLDERS: Final = ("batch_sampler", "sampler", "dataset")
-"""Attributes under which a loader, a sampler or a dataset holds the object that it iterates
-over."""
+"""Attributes of loaders, samplers and datasets that hold what these iterate over."""
 
 
 def _own_states(loader: Any) -> RandomState:
-    """Return the states of the generators that a loader holds, by holder: `loader`, `sampler`,
-    `dataset`. A sampler for several ranks wraps the sampler for one rank, which has the
-    generator."""
+    """Return the states of the generators that a loader holds, by holder."""
     return {name: bytes(held.get_state().numpy()) for name, held in _held(loader).items()}
 
 
