@@ -38,7 +38,7 @@ def durable(lost: LaststepError | None) -> Save:
 def settled(
     path: Path, save: Save, error: LaststepError | None
 ) -> tuple[LaststepError | None, list[str]]:
-    desk = Member(Rank(1, 2), None, None, None, DirectoryStore(path), 5.0)  # type: ignore[arg-type]
+    desk = Member(Rank(1, 2), None, None, None, DirectoryStore(path), 5.0, None)  # type: ignore[arg-type]
     one = Round(7, save, None)
     one.place = AttemptName(step=7, term=1, attempt=1)
     found = desk.settle(one, error)

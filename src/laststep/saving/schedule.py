@@ -180,7 +180,7 @@ class SyncPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Notes:
-    """Publishes and reads the decisions of sync points, for a single rank in memory."""
+    """The decisions of sync points, for a single rank in memory."""
 
     def __init__(self) -> None:
         self._notes = {0: SyncPoint(number=0)}
@@ -194,8 +194,7 @@ class Notes:
 
 
 class SharedNotes(Notes):
-    """The decisions for several ranks, in a key-value store whose prefix is unique to this start
-    or restore."""
+    """The decisions for several ranks, in a key-value store of this start or restore alone."""
 
     def __init__(self, kv: KeyValueStore, *, is_first: bool, deadline_s: float) -> None:
         super().__init__()
@@ -301,8 +300,8 @@ class Schedule:
             self._timer.began(handle, self._clock())
 
     def end(self) -> bool:
-        """End the schedule and warn if the last step was not saved. Returns True if later runs need
-        to know that this one ended normally (with every="auto", on rank 0)."""
+        """Warn if the last step was not saved. Returns True if later runs need to know that this
+        one ended normally (with every="auto", on rank 0)."""
         saved = -1 if self._saved_step is None else self._saved_step
         if self._last_step is not None and self._last_step > saved:
             log.warning(
@@ -326,7 +325,7 @@ class Schedule:
         return saves
 
     def _at_sync_point(self, notes: Notes) -> bool:
-        """Read the decision for this sync point and, on rank 0, publish the next one."""
+        """Read this decision and, on rank 0, publish the next one."""
         note = notes.read(self._number)
         if self._timer is not None:
             # Keep the decision if publishing fails: ranks that read it must not see another one.
@@ -388,8 +387,7 @@ class Schedule:
 
     @property
     def estimate(self) -> IntervalEstimate | None:
-        """The measurements and the interval derived from them. Only with every="auto", on rank 0,
-        after the first save has ended; else None."""
+        """With every="auto", on rank 0, after the first save has ended; else None."""
         timer = self._timer
         if timer is None or self._fixed_s is not None:
             return None
