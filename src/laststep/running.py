@@ -243,7 +243,6 @@ class RunningParts:
         return True
 
     def expect(self, context: RunContext) -> None:
-        """Allocate memory for items that were created after construction."""
         _cap, expected, on_device = memory_for(context)
         staged = self.capturer.expect(on_device)
         self.pool.want(self.sets * expected, without_pauses=not staged)
