@@ -254,11 +254,15 @@ class Transfer:
     def run(self, room: Room, threads: int) -> int:
         """Read, send and receive, then make the matches' copies; return the bytes read."""
         ranks, files = self._ranks, self._content.files
-        memories = [box.memory for held in self._targets.values() for box in held]
-        self._streams = CopyStreams(map(_DEVICE, memories))
-        own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
         read = functools.partial(read_all, room=room, threads=threads)
-        read_bytes = collective(ranks, lambda: read(files, own, deliver=self._deliver_own))
+
+        def read_own() -> int:
+            memories = [box.memory for held in self._targets.values() for box in held]
+            self._streams = CopyStreams(map(_DEVICE, memories))
+            own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
+            return read(files, own, deliver=self._deliver_own)
+
+        read_bytes = collective(ranks, read_own)
         turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
         error: Exception | None = None
         with ranks.carrying(self._device(), passed_on_bytes) as device:
@@ -308,7 +312,7 @@ class Transfer:
         Without any, return the current CUDA device if there is one."""
         shared = [held for number, held in self._targets.items() if number in self._shared]
         devices = {box.memory.device for held in shared for box in held}
-        if not devices and torch.cuda.is_available():
+        if not devices and self._ranks.size > 1 and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
 
