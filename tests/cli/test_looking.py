@@ -195,7 +195,7 @@ def test_show_takes_the_newest_unless_told_otherwise(maker, laststep: Callable) 
     for step in range(300, 2000, 100):
         maker.save(step)
     missing = laststep("show", maker.path, "--step", 650)
-    assert names(missing.err, "400, 500, 600, 700, 800, 900", "13")
+    assert "400, 500, 600, 700, 800, 900" in missing.err
 
 
 def test_show_opens_a_copied_folder_on_its_own(maker, laststep: Callable, tmp_path) -> None:
