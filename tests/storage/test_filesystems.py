@@ -157,7 +157,7 @@ def test_a_folder_is_deleted_though_somebody_reads_a_file_in_it(
 ) -> None:
     suite = TestConformance()
     suite.place = place
-    suite.test_a_folder_is_deleted_though_somebody_reads_a_file_in_it(tmp_path)
+    suite.test_a_folder_is_deleted_with_all_below_it_though_somebody_reads(tmp_path)
 
 
 def test_what_a_reader_held_open_while_it_was_deleted_goes_at_the_next_cleaning(
