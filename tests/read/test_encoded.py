@@ -209,7 +209,7 @@ def test_an_unknown_codec_is_named(training: CodedTraining) -> None:
     folder = training.folder(0)
     put(folder, structs.replace(read(folder), encodings=(Encoding("zzz", 2),)))
     for act in (laststep.open(training.run)[0].verify, lambda: laststep.load(training.run, step=0)):
-        with raises(laststep.UsageError, found="'zzz'"):
+        with raises(laststep.UsageError, "'zzz'"):
             act()
 
 

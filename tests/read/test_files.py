@@ -45,7 +45,7 @@ class OpenedStore(DirectoryStore):
 
     def all_are_closed(self) -> bool:
         for reader in self.readers:
-            with raises(UsageError, where=True):
+            with raises(StorageError, where=True):
                 reader.read_into(0, memoryview(bytearray(1)))
         return bool(self.readers)
 
