@@ -72,12 +72,8 @@ class Start:
         return newest_point(self._store)
 
     def announce(self, save: int) -> int | None:
-        """Set the pending marker of a save and return the lock's descriptor, to be sent along with
-        the save.
-
-        Return None if the marker cannot be set; a restore may then miss the save if the trainer
-        dies.
-        """
+        """Set the pending marker of a save and return the lock's descriptor, to be sent along. None
+        if it cannot be set: a restore may then miss the save if the trainer dies."""
         if not self._store.has_marks:
             return None
         with self._mutex:

@@ -185,11 +185,8 @@ class Scanner(msgspec.Struct, eq=False):
     def missed_commit(
         self, scanned: Collection[ScannedAttempt], listed: AbstractSet[AttemptName]
     ) -> bool:
-        """Return True if a checkpoint may have been committed during the scan and missed.
-
-        Retention may then have deleted the checkpoint before it, so that the scan has seen neither.
-        `listed` are the folders that existed when the scan began.
-        """
+        """Return True if a checkpoint may have been committed during the scan and missed: retention
+        may then have deleted the one before it. `listed` existed when the scan began."""
         if all(map(operator.attrgetter("decided"), scanned)):
             return False  # no attempt is undecided
         last = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))

@@ -347,11 +347,8 @@ def attempts_of_the_dead(
 
 
 def remove(store: Store, orphan: Orphan) -> bool:
-    """Remove one orphan. Return False if it turned out to be committed.
-
-    An undecided attempt is aborted first, so a writer that was wrongly considered dead cannot
-    commit it.
-    """
+    """Remove one orphan. Return False if it turned out to be committed. An undecided attempt is
+    aborted first, so a writer that was wrongly considered dead cannot commit it."""
     attempt = parse_folder(orphan.name)
     undecided = orphan.why in (RemovalReason.DEAD_WRITER, RemovalReason.STALE_COPY)
     if undecided and attempt is not None:

@@ -452,12 +452,9 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
 
 
 class RunWriter:
-    """A job instance as the writer of a run, on behalf of its trainer.
-
-    A restore does not disturb another writer: the term is claimed only with the first attempt after
-    the restore. The lock of the term shows that the writer is alive. Only one thread at a time may
-    begin attempts; another may commit them.
-    """
+    """A job instance as the writer of a run, on behalf of its trainer. A restore does not disturb
+    another writer: the term is claimed only with the first attempt after it. The lock of the term
+    shows that the writer is alive. One thread may begin attempts, another may commit them."""
 
     def __init__(
         self,

@@ -242,11 +242,8 @@ class Copier:
         return attempts.Attempt(self.target, name, self._records.check)
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
-        """Create the folder, or resume that of an interrupted copy, and lock it.
-
-        Processes may copy different ranks at the same time, but a copy of the whole checkpoint
-        excludes every other one. Raise `AlreadyExistsError` if another process is in the way.
-        """
+        """Create the folder, or resume that of an interrupted copy, and lock it. Processes may copy
+        different ranks at the same time, but a copy of all ranks excludes every other one."""
         if isinstance(attempts.read_decision(self.target, folder), manifest.Abort):
             self.target.delete_folder(folder)
         with contextlib.suppress(AlreadyExistsError):

@@ -253,10 +253,8 @@ def look_at_replicas(nearest: Store, tiers: Sequence[Tier]) -> list[ReplicaHas]:
 
 def only_there(nearest: Store, found: list[ReplicaHas]) -> dict[str, str]:
     """Map the folders of checkpoints that exist only on replicas to the replica to read them from.
-
-    The primary gets the term records that it lacks, so that it is the same run again. A replica
-    that is a different run, or has diverged, is removed from `found`.
-    """
+    The primary gets the records that it lacks. A replica that is a different run, or has diverged,
+    is removed from `found`."""
     here = {one.folder: one for one in _listed(nearest)}
     has_some, places = bool(here), dict[str, str]()
     for has in [has for has in found if has.listed]:

@@ -80,13 +80,9 @@ class CopyPlan:
         ended: Callable[[Listed, CopyOutcome], None] = lambda *_: None,
     ) -> CopyReport:
         """Copy the checkpoints. `watch` is entered for each one before it is copied and returns its
-        progress callback; `ended` is called with its outcome. An error that affects more than one
-        checkpoint ends the copy: finished files are kept, and the next copy resumes from there.
-
-        If a checkpoint is deleted meanwhile, the run is listed again: retention deletes only after
-        a newer commit, which is then copied too. Raise `NotFoundError` if the deleted one was named
-        by the caller.
-        """
+        progress callback; `ended` is called with its outcome. If a checkpoint is deleted meanwhile,
+        the run is listed again, because there is a newer one; if the caller named it, raise
+        `NotFoundError`."""
         copier = Copier(self.source, self.target, self.items, threads=threads, pacing=pacing)
         outcomes: dict[str, CopyOutcome] = {}
         pending = self.checkpoints
@@ -220,12 +216,11 @@ def copy(
     bytes_per_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> CopyReport:
-    """Copy a run, or one step of it, to another place and verify it; existing checkpoints there are
-    kept. With `items`, only these are copied, into partial checkpoints that list the omitted items.
+    """Copy a run, or one step of it, to another place and verify it; with `items`, only these, into
+    partial checkpoints. A repeated copy resumes an interrupted one and copies what is new.
 
-    A repeated copy resumes an interrupted one and copies what is new. Another thread may set
-    `stop`, which raises `AbortedError`. If a checkpoint is damaged, `CorruptError` is raised after
-    all others have been copied.
+    Another thread may set `stop`, which raises `AbortedError`. If a checkpoint is damaged,
+    `CorruptError` is raised after all others have been copied.
     """
     report = plan_copy(source, target, step, items).execute(
         threads=threads, pacing=Pacing(bytes_per_s=bytes_per_s, stop=stop)
