@@ -171,7 +171,7 @@ class Checkpoint(OnlyOne):
         """Return a tensor by its full name. No data is read before it is sliced. Raises
         `NotFoundError` if there is none of that name."""
         content = self.content()
-        item_name, _, name = full_name.partition("/")
+        item_name, _, name = checked("the name of a tensor", full_name, str).partition("/")
         item = content.item(item_name)
         if item.view_of(name) is not None:
             raise UsageError(
