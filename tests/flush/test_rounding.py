@@ -81,7 +81,7 @@ def test_it_does_not_matter_where_chunks_begin(numbers: np.ndarray, cut: int, at
 
 def test_only_floats_of_32_bits_that_a_pattern_names_are_rounded() -> None:
     asked = plan(("a/exp_avg", "float32", 8), ("b/exp_avg", "int32", 8), ("c", "float32", 8))
-    rounding = Rounding(asked, {"o/*exp_avg": "bf16"})
+    rounding = Rounding.of(asked, {"o/*exp_avg": "bf16"})
     assert rounding.names == {"a/exp_avg": "bf16"}
     numbers = np.full(6, 1.001, np.float32)
     data = bytearray(numbers.tobytes())
@@ -90,19 +90,19 @@ def test_only_floats_of_32_bits_that_a_pattern_names_are_rounded() -> None:
 
 
 def test_patterns_name_items_parts_and_what_lies_in_shared_files() -> None:
-    assert Rounding(plan(("w", "float32", 4)), {"o": "int8"}).names == {"w": "int8"}
-    assert Rounding(plan(("w", "float32", 4)), {"p": "int8"}).names == {}
+    assert Rounding.of(plan(("w", "float32", 4)), {"o": "int8"}).names == {"w": "int8"}
+    assert Rounding.of(plan(("w", "float32", 4)), {"p": "int8"}) is None
     shared = plan(("p/w", "float32", 4), item=None)
-    assert Rounding(shared, {"p/w": "int8"}).names == {"p/w": "int8"}
+    assert Rounding.of(shared, {"p/w": "int8"}).names == {"p/w": "int8"}
     part = plan(("w~6at4", "float32", 4), parts={"w~6at4": Part("w", (8,), (4,))})
-    assert Rounding(part, {"o/w": "bf16"}).names == {"w~6at4": "bf16"}
-    first = Rounding(plan(("w", "float32", 4)), {"o/w": "bf16", "o/*": "int8"})
+    assert Rounding.of(part, {"o/w": "bf16"}).names == {"w~6at4": "bf16"}
+    first = Rounding.of(plan(("w", "float32", 4)), {"o/w": "bf16", "o/*": "int8"})
     assert first.names == {"w": "bf16"}
 
 
 @pytest.mark.parametrize("start", [0, 4, 8, 12, 16])
 def test_chunks_that_begin_anywhere_round_what_they_have(start: int) -> None:
-    rounding = Rounding(plan(("a", "float32", 8), ("b", "float32", 8)), {"o/b": "bf16"})
+    rounding = Rounding.of(plan(("a", "float32", 8), ("b", "float32", 8)), {"o/b": "bf16"})
     whole = np.full(4, 1.001, np.float32)
     data = bytearray(whole.tobytes()[start:])
     rounding.apply(start, memoryview(data))
@@ -114,7 +114,7 @@ def test_scalars_are_left_alone() -> None:
     asked = plan(("w", "float32", 8))
     step = TensorEntry("step", "float32", (), 8, 12)
     asked = msgspec.structs.replace(asked, tensors=(*asked.tensors, step), tensor_bytes=12)
-    assert Rounding(asked, {"o": "bf16"}).names == {"w": "bf16"}
+    assert Rounding.of(asked, {"o": "bf16"}).names == {"w": "bf16"}
 
 
 def test_nothing_becomes_infinite() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from fnmatch import fnmatchcase
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +19,19 @@ ROUNDINGS = ("bf16", "int8")
 class Rounding:
     """The rounding to apply in one file."""
 
-    def __init__(self, layout: FileLayout, lossy: Mapping[str, str]) -> None:
-        """`lossy` maps patterns of `item/tensor` to a rounding; the first match wins. Scalars are
-        never rounded: optimizers count their steps in them."""
+    def __init__(self) -> None:
         self.names: dict[str, str] = {}
         """The rounding of each rounded tensor."""
         self._ranges: list[tuple[int, int, str]] = []
         """Start and stop of each rounded byte range, and its rounding."""
-        for entry in layout.tensors if lossy else ():
+
+    @classmethod
+    def of(cls, layout: FileLayout, lossy: Mapping[str, str]) -> Self | None:
+        """Return the rounding of a file, or None if nothing in it is rounded. `lossy` maps patterns
+        of `item/tensor` to a rounding; the first match wins. Scalars are never rounded: optimizers
+        count their steps in them."""
+        rounding = cls()
+        for entry in layout.tensors:
             item, name = layout.item, entry.name
             if item is None:
                 item, _, name = entry.name.partition("/")
@@ -37,13 +42,12 @@ class Rounding:
             if pattern is None or entry.dtype != "float32" or is_scalar:
                 continue
             if entry.start < entry.stop:
-                self.names[entry.name] = lossy[pattern]
-                self._ranges.append((entry.start, entry.stop, lossy[pattern]))
+                rounding.names[entry.name] = lossy[pattern]
+                rounding._ranges.append((entry.start, entry.stop, lossy[pattern]))
+        return rounding if rounding.names else None
 
     def apply(self, start: int, data: memoryview) -> None:
         """Round in place the lossy part of `data`, which starts at byte `start` of the layout."""
-        if not self._ranges:
-            return
         from laststep.codecs.rounding import ROUNDERS  # numpy is slow to import and rarely needed
 
         first = bisect_right(self._ranges, start, key=itemgetter(1))

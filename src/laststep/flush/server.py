@@ -155,7 +155,7 @@ class Flusher:
         """Receive until the trainer is gone, then finish complete saves."""
         self._connection.send(protocol.News(kind="ready"))
         try:
-            self._tell(lambda listener: listener.started())
+            self._tell(Listener.started)
             while (message := self._connection.receive(protocol.in_flusher)) is not None:
                 if isinstance(message, protocol.Bye):
                     self._was_told_bye = True
@@ -191,7 +191,7 @@ class Flusher:
             self._open(save, message.at)
         elif isinstance(message, protocol.CaptureDone):
             save.captured = message
-            self._tell(lambda listener: listener.captured(save))
+            self._tell(Listener.captured, save)
             with self._changed:
                 save.is_whole = True
         elif isinstance(message, protocol.Decide):
@@ -212,7 +212,7 @@ class Flusher:
             unread = None if continues.was_read else continues.after
             self._unread = None if unread is None else unread.folder
             self._run_writer.continue_from(continues.after, continues.seen)
-            self._tell(lambda listener: listener.continued(continues))
+            self._tell(Listener.continued, continues)
         if message.pool_slots is not None and self._memory is not None:
             self._memory.limit(message.pool_slots)
         if message.replicate is not None and self._replication is not None:
@@ -235,7 +235,7 @@ class Flusher:
         save = FlusherSave(begin=begin)
         with self._changed:
             self._saves[begin.save] = save
-        self._tell(lambda listener: listener.begun(save))
+        self._tell(Listener.begun, save)
         if begin.role != "member":
             self._open(save, None)
             if save.attempt is not None and save.error is None:
@@ -263,7 +263,7 @@ class Flusher:
         except (LaststepError, OSError) as error:
             save.error = error
         self._handle_early(save)
-        self._tell(lambda listener: listener.opened(save))
+        self._tell(Listener.opened, save)
 
     def _handle_early(self, save: FlusherSave) -> None:
         """Handle the messages that came before the files were open, or were known never to be."""
@@ -315,7 +315,7 @@ class Flusher:
         data = self._pool[at : at + chunk.size_bytes]
         digests = save.writer.digests(chunk.file, chunk.start, data)
         if digests:
-            self._tell(lambda listener: listener.chunk(save, chunk, digests))
+            self._tell(Listener.chunk, save, chunk, digests)
         return digests
 
     def _write(self, save: FlusherSave, chunk: Filled, digests: bytes | None) -> None:
@@ -362,9 +362,9 @@ class Flusher:
         if save.writer is not None:
             save.writer.close()
         if committed:
-            self._tell(lambda listener: listener.committed(save))
+            self._tell(Listener.committed, save)
         else:
-            self._tell(lambda listener: listener.failed(save))
+            self._tell(Listener.failed, save)
         with self._changed:
             del self._saves[save.begin.save]
             is_idle = not self._saves
@@ -471,15 +471,18 @@ class Flusher:
             return not self._store.list(attempt.folder)
         return False
 
-    def _tell(self, call: Callable[[Listener], None]) -> None:
+    def _tell(self, event: Callable[..., None], *details: object) -> None:
+        """Call this method of `Listener` on all listeners that have one of their own."""
         for listener in self._listeners:
-            with threads.outlasting(log, "%s failed", type(listener).__name__):
-                call(listener)
+            kind = type(listener)
+            if getattr(kind, event.__name__) is not event:
+                with threads.outlasting(log, "%s failed", kind.__name__):
+                    getattr(listener, event.__name__)(*details)
 
     def _end(self) -> None:
         """Give up incomplete saves, finish complete ones, and stop the threads."""
         try:
-            self._tell(lambda listener: listener.ending())
+            self._tell(Listener.ending)
             for save in list(self._saves.values()):
                 is_decided = save.begin.role == "alone" or save.decision is not None
                 if self.is_given_up or not (save.is_whole and is_decided):
@@ -490,7 +493,7 @@ class Flusher:
             self._writers.close()
             self._run_writer.clean()
             self._run_writer.close()
-            self._tell(lambda listener: listener.close(self.is_given_up or not self._was_told_bye))
+            self._tell(Listener.close, self.is_given_up or not self._was_told_bye)
         finally:
             self._connection.close()  # after any failure: it unblocks the trainer
 

@@ -111,7 +111,8 @@ class _LayoutWriter(msgspec.Struct, eq=False):
     layout: FileLayout
     base: BaseLayout | None
     """The same layout in the last checkpoint, if blocks of it may be reused."""
-    rounding: Rounding
+    rounding: Rounding | None
+    """None if nothing is rounded."""
     encodes: bool
     """True if compression or rounding was requested for it."""
     digests: bytearray
@@ -182,10 +183,12 @@ class SaveWriter:
             compressor.begin_save()
 
     def _target(self, layout: FileLayout, base: Base | None) -> _LayoutWriter:
-        rounding = Rounding(layout, {} if self._compressor is None else self._compressor.lossy)
-        encodes = bool(rounding.names) or (
-            self._compressor is not None and self._compressor.mode(layout) != Compression.NONE
-        )
+        rounding, encodes = None, False
+        if self._compressor is not None:
+            if self._compressor.lossy:
+                rounding = Rounding.of(layout, self._compressor.lossy)
+            mode = self._compressor.mode(layout)
+            encodes = rounding is not None or mode != Compression.NONE
         last = None if base is None else base.layout(layout)
         known = layout.block_count * DIGEST_BYTES if last is None else last.stored.digests
         encodes = encodes and layout.tensor_bytes > 0
@@ -218,7 +221,7 @@ class SaveWriter:
                     start,
                     data,
                     known=base is not None,
-                    rounded=bool(target.rounding.names),
+                    rounded=target.rounding is not None,
                 )
             if base is not None and self._shared is not None:
                 likely = base.likely_change(start // BLOCK_BYTES, sums)
@@ -233,7 +236,8 @@ class SaveWriter:
 
     def lossy(self, file: int) -> dict[str, str]:
         """Return the rounded tensors of a layout, with the rounding of each."""
-        return self._layouts[file].rounding.names
+        rounding = self._layouts[file].rounding
+        return {} if rounding is None else rounding.names
 
     # Arriving chunks
 
@@ -248,7 +252,8 @@ class SaveWriter:
         b"" if that fails. The error is kept. An earlier error changes nothing: memory can hold what
         a full disk cannot."""
         try:
-            self._layouts[file].rounding.apply(start, data)
+            if (rounding := self._layouts[file].rounding) is not None:
+                rounding.apply(start, data)
             return block_digests(data)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
             self.fail(StorageError("a chunk cannot be digested", found=repr(error)))
@@ -414,7 +419,7 @@ class SaveWriter:
                     layout=target.layout,
                     digests=bytes(target.digests),
                     runs=runs,
-                    lossy=target.rounding.names,
+                    lossy={} if target.rounding is None else target.rounding.names,
                 )
             )
         return Index(

@@ -40,7 +40,7 @@ from laststep.ranks.group import collective
 from laststep.read.content import Content
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.registry import open_store
-from laststep.tiers.nearest import NearestStore, look_at_replicas, only_there
+from laststep.tiers.nearest import NearestStore, ReplicaHas, look_at_replicas, only_there
 from laststep.tiers.snapshots import NodePart
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
-    from laststep.tiers.nearest import ReplicaHas
+    from laststep.tiers.snapshots import Readers
 
 log = logging.getLogger(__name__)
 
@@ -193,20 +193,24 @@ def choosing_of(
 ) -> Choosing | None:
     """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw`: see
     `restore_into`."""
-    near = store if isinstance(store, NearestStore) else NearestStore(store, None)
+    near = store if isinstance(store, NearestStore) else None
+    in_memory = near is not None and near.in_memory
     if ranks.size > 1:
-        _check_same_call(ranks, call, wanted, in_memory=near.in_memory)
-    is_first = ranks.rank.is_first
-    collective(ranks, lambda: _wait_for_writers(near.primary) if is_first else None)
-    replicas = _look_at_replicas(near, wanted, ranks) if wanted.tiers else []
-    if near.in_memory:
-        _look_into_memory(near, ranks)
+        _check_same_call(ranks, call, wanted, in_memory=in_memory)
+    is_first, replicas = ranks.rank.is_first, list[ReplicaHas]()
+    primary = store if near is None else near.primary
+    collective(ranks, lambda: _wait_for_writers(primary) if is_first else None)
+    if near is not None:
+        if wanted.tiers:
+            replicas = _look_at_replicas(near, wanted, ranks)
+        if in_memory:
+            _look_into_memory(near, ranks)
 
     def open_run() -> Run:
         if not is_first:
-            return Run(near, None)
-        saw(newest_point(near.without_tiers()))
-        return Run.open(near)
+            return Run(store, None)
+        saw(newest_point(_without_tiers(store)))
+        return Run.open(store)
 
     try:
         run = collective(ranks, open_run)
@@ -215,7 +219,11 @@ def choosing_of(
         if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
-    return Choosing(near, run, wanted, ranks, bus, saw, replicas)
+    return Choosing(store, near, run, wanted, ranks, bus, saw, replicas)
+
+
+def _without_tiers(store: Store) -> Store:
+    return store.without_tiers() if isinstance(store, NearestStore) else store
 
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
@@ -315,7 +323,8 @@ class Choosing:
 
     def __init__(
         self,
-        near: NearestStore,
+        store: Store,
+        near: NearestStore | None,
         run: Run,
         wanted: RestoreRequest,
         ranks: Ranks,
@@ -323,8 +332,9 @@ class Choosing:
         saw: Callable[[Seen], None],
         replicas: Sequence[ReplicaHas],
     ) -> None:
-        """Raise `NotFoundError` if the run lacks it. `replicas` is empty on other ranks than 0."""
-        self.near, self._run = near, run
+        """`near` is `store` if the run has tiers. Raise `NotFoundError` if the run lacks what is
+        wanted. `replicas` is empty on other ranks than 0."""
+        self._store, self._near, self._run = store, near, run
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
         """True if no other checkpoint may replace the requested one."""
@@ -359,11 +369,11 @@ class Choosing:
             is_damaged = any(skipped.reason != _DELETED for skipped in self._skipped)
             raise (CorruptError if is_damaged else NotFoundError)(
                 f"none of the {len(self._skipped)} checkpoints of this run can be restored",
-                where=self.near.url,
+                where=self._store.url,
                 found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3])
                 or last.without_remedy(),
                 remedy=(
-                    f"`laststep verify {self.near.url}` lists all damage; "
+                    f"`laststep verify {self._store.url}` lists all damage; "
                     "try a copy of the run, or start a new run elsewhere"
                 ),
             ) from last
@@ -373,7 +383,7 @@ class Choosing:
         """Decide what to try next: the same checkpoint again, one of a new listing, or an older
         one. Raise the error if no other may replace a requested checkpoint."""
         why = error.without_remedy()
-        if self.near.spoil(chosen.folder, why):
+        if self._near is not None and self._near.spoil(chosen.folder, why):
             # The snapshot in memory is dropped: try the stored copy, or a replica's.
             self._try_again(chosen)
             left = {listed.folder for listed in self._left}
@@ -408,7 +418,7 @@ class Choosing:
         self._unseen_s = None
         if not self._ranks.rank.is_first:
             return
-        self._saw(newest_point(self.near.without_tiers()))
+        self._saw(newest_point(_without_tiers(self._store)))
         listed = self._run.checkpoints()
         requested = self._requested(listed) if self._is_named else None
         self._lineage, self._left = [], []
@@ -424,7 +434,7 @@ class Choosing:
     def _requested(self, listed: Sequence[Listed]) -> Listed:
         """Return the peeked checkpoint, or that of the requested step: the one on the lineage, else
         the last one committed off it. Raise `NotFoundError` if there is none."""
-        peeked, step, url = self._wanted.peeked, self._wanted.step, self.near.url
+        peeked, step, url = self._wanted.peeked, self._wanted.step, self._store.url
         if peeked is not None:
             found = next((entry for entry in listed if entry.folder == peeked), None)
             if found is None:
@@ -454,8 +464,8 @@ class Choosing:
         if self._left:
             listed = self._left[-1]
             self._passed.add(listed.folder)
-            place = self.near.place_of(listed.folder)
-            if place is not self.near:
+            place = self._place_of(listed.folder)
+            if place is not self._store:
                 log.warning("%s is read at %s", listed.folder, place.url)
             folders = [earlier.folder for earlier in self._lineage]
             steps = [listed.step]
@@ -472,9 +482,20 @@ class Choosing:
         told = self._ranks.broadcast(0, msgspec.msgpack.encode(chosen))
         return msgspec.msgpack.decode(told, type=Chosen | None)
 
+    def _place_of(self, folder: str) -> Store:
+        """Return the store to read a checkpoint from; damage is reported with its URL."""
+        return self._store if self._near is None else self._near.place_of(folder)
+
+    def readers(self, folder: str) -> Readers | None:
+        """Return the ranks that can read each part of a snapshot that is spread over nodes."""
+        return None if self._near is None else self._near.readers(folder)
+
+    def is_in_primary(self, folder: str) -> bool:
+        return self._near is None or self._near.is_in_primary(folder)
+
     def where(self, chosen: Chosen) -> str:
         """Return the URL that a checkpoint is read from, for messages."""
-        return f"{self.near.place_of(chosen.folder).url}/{chosen.folder}"
+        return f"{self._place_of(chosen.folder).url}/{chosen.folder}"
 
     def open(self, chosen: Chosen) -> Content:
         """Open the checkpoint as this rank sees it; raise on all ranks if any rank fails."""
@@ -486,7 +507,7 @@ class Choosing:
                 raise error or CorruptError("the manifest cannot be read", where=where)
             commit = manifest.decode(chosen.manifest, where=where)
             assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
-            store, number = self.near.place_of(chosen.folder), self._ranks.rank.number
+            store, number = self._place_of(chosen.folder), self._ranks.rank.number
             by_rank = self._ranks.size > 1
             return Content(store, chosen.folder, commit, rank=number, by_rank=by_rank)
 
@@ -510,7 +531,8 @@ class Choosing:
         url = self._ranks.broadcast(0, url.encode()).decode()
         if not url:
             return False
-        self.near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
+        assert self._near is not None  # noqa: S101 (there are replicas)
+        self._near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
         self._try_again(chosen)
         return True
 
@@ -519,9 +541,9 @@ class Choosing:
 
         def look() -> _Finding:
             if self._ranks.rank.is_first:
-                if deleted(self.near, chosen.folder) is not None:
+                if deleted(self._store, chosen.folder) is not None:
                     return _Finding.DELETED
-                if error.missing is not None and _is_there(self.near, error.missing):
+                if error.missing is not None and _is_there(self._store, error.missing):
                     return _Finding.UNSEEN
             return _Finding.DAMAGED
 

@@ -17,6 +17,7 @@ import functools
 import operator
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -117,6 +118,8 @@ class _Move(NamedTuple):
     size_bytes: int
 
 
+_Read = Callable[..., int]
+"""`read_all` with the files, memory and threads of a restore."""
 _PARCEL_BYTES = 64 << 20
 """Bytes that a rank sends per turn, unless one chunk exceeds it: bounds memory for messages."""
 
@@ -137,12 +140,9 @@ class Transfer:
         self._matches = matches
         self._ranks = ranks
         self._rank = ranks.rank.number
-        self._keys = content.keys() if ranks.size > 1 else []
+        self._keys: list[Key] = []
         """Tensors by number. The first ones are `_shared`, with the same numbers on all ranks."""
-        self._shared = range(len(self._keys))
-        self._numbers = {key: number for number, key in enumerate(self._keys)}
-        specs = [content.items[item].tensors[name] for item, name in self._keys]
-        self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
+        self._shared = range(0)
         self._targets: dict[int, list[LocalBox]] = {}
         """This rank's memory for each tensor."""
         self._own: list[Wanted] = []
@@ -152,11 +152,17 @@ class Transfer:
         self._placed: Counter[int] = Counter()
         """Number of elements that each tensor has received."""
         self._lock = threading.Lock()
+        if ranks.size == 1:
+            self._request()
+            return
+        self._keys = content.keys()
+        self._shared = range(len(self._keys))
+        self._numbers = {key: number for number, key in enumerate(self._keys)}
+        specs = [content.items[item].tensors[name] for item, name in self._keys]
+        self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
         mine = collective(ranks, self._request)
-        self._chunks: list[Chunk] = []
-        if ranks.size > 1:
-            self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
-            self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
+        self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
+        self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
 
     def _request(self) -> who_reads.RankRequest:
         """Return the layout of each shared tensor that this rank needs, and record its memory. Plan
@@ -253,16 +259,25 @@ class Transfer:
 
     def run(self, room: Room, threads: int) -> int:
         """Read, send and receive, then make the matches' copies; return the bytes read."""
-        ranks, files = self._ranks, self._content.files
-        read = functools.partial(read_all, room=room, threads=threads)
+        read = functools.partial(read_all, self._content.files, room=room, threads=threads)
+        read_bytes = collective(self._ranks, lambda: self._read_own(read, room))
+        if self._ranks.size > 1:
+            read_bytes += self._exchange(read, room)
+        else:
+            self._streams.lead()
+        pairs = [pair for match in self._matches for pair in match.copies]
+        collective(self._ranks, functools.partial(copy_tensors, pairs))
+        return read_bytes
 
-        def read_own() -> int:
-            memories = [box.memory for held in self._targets.values() for box in held]
-            self._streams = CopyStreams(map(_DEVICE, memories))
-            own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
-            return read(files, own, deliver=self._deliver_own)
+    def _read_own(self, read: _Read, room: Room) -> int:
+        memories = [box.memory for held in self._targets.values() for box in held]
+        self._streams = CopyStreams(map(_DEVICE, memories))
+        own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
+        return read(own, deliver=self._deliver_own)
 
-        read_bytes = collective(ranks, read_own)
+    def _exchange(self, read: _Read, room: Room) -> int:
+        """Read this rank's share of the shared tensors, and send and receive the rest."""
+        ranks, read_bytes = self._ranks, 0
         turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
         error: Exception | None = None
         with ranks.carrying(self._device(), passed_on_bytes) as device:
@@ -270,7 +285,7 @@ class Transfer:
                 mine = turns[turn] if turn < len(turns) and error is None else []
                 try:
                     messages = self.expect(mine, device)
-                    read_bytes += read(files, mine, deliver=self._deliver)
+                    read_bytes += read(mine, deliver=self._deliver)
                 except Exception as raised:  # noqa: BLE001 (raised after the last turn)
                     error = raised
                     messages = self.expect([], device)
@@ -288,8 +303,6 @@ class Transfer:
         collective(ranks, finish)
         # After the errors: a rank's failed read leaves gaps on other ranks, which are no damage.
         collective(ranks, self._check_whole)
-        pairs = [pair for match in self._matches for pair in match.copies]
-        collective(ranks, functools.partial(copy_tensors, pairs))
         return read_bytes
 
     def _prepare(self, room: Room) -> tuple[list[list[Chunk]], int]:
@@ -312,7 +325,7 @@ class Transfer:
         Without any, return the current CUDA device if there is one."""
         shared = [held for number, held in self._targets.items() if number in self._shared]
         devices = {box.memory.device for held in shared for box in held}
-        if not devices and self._ranks.size > 1 and torch.cuda.is_available():
+        if not devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
 
@@ -379,7 +392,7 @@ class Transfer:
 
     def _check_whole(self) -> None:
         """Raise `CorruptError` if elements of a shared tensor have not arrived."""
-        for tensor in self._requests.tensors(self._rank) if self._shared else ():
+        for tensor in self._requests.tensors(self._rank):
             held = self._targets[tensor]
             if self._placed[tensor] != sum(target.box.volume for target in held):
                 name = "/".join(self._keys[tensor])

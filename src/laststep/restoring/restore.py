@@ -134,7 +134,7 @@ def restore_into(
             )
             if wanted.exact:
                 collective(ranks, lambda: planning.refuse_rounded(content, plan.matches, where))
-            transfer = Transfer(content, plan.matches, ranks, choosing.near.readers(chosen.folder))
+            transfer = Transfer(content, plan.matches, ranks, choosing.readers(chosen.folder))
             touched()
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
@@ -161,7 +161,7 @@ def restore_into(
         return Outcome(
             restored=restored,
             chosen=chosen,
-            was_in_primary=choosing.near.is_in_primary(chosen.folder) and not plan.problems,
+            was_in_primary=choosing.is_in_primary(chosen.folder) and not plan.problems,
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
