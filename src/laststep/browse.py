@@ -6,6 +6,7 @@ first accessed; a slice reads and verifies only the blocks that hold it.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from operator import attrgetter
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 _Number = Annotated[int, Meta(ge=0)]
+
+log = logging.getLogger(__name__)
 
 
 @system.translate_oom("look into a run")
@@ -173,6 +176,11 @@ class Checkpoint(OnlyOne):
         content = self.content()
         item_name, _, name = checked("the name of a tensor", full_name, str).partition("/")
         item = content.item(item_name)
+        if self._rank is None and item_name in self.per_rank():
+            log.warning(
+                "%s: this is rank 0's, and each rank has its own: of_rank(…) has the others'",
+                full_name,
+            )
         if item.view_of(name) is not None:
             raise UsageError(
                 f"{full_name} shares bytes with other tensors", remedy="load its item whole"

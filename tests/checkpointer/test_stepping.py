@@ -280,7 +280,7 @@ def test_a_clock_that_jumped_does_not_make_a_run_look_reliable(
         first = step_until_saved(checkpointer, training, checkpointer.restore().next_step)
         first.result()
         estimate = checkpointer.step(first.step + 1, last=True).result().estimate
-        assert estimate.mtbf_s < 8 * 24 * 3600
+        assert estimate.mtbf_s < 9 * 24 * 3600  # not the 50 years that the clock has jumped
     assert not fails or checkpointer._client.instance.past().failures == 1
 
 

@@ -174,19 +174,6 @@ def test_damage_to_what_each_rank_has_for_itself_names_the_rank(maker, laststep:
     }
 
 
-def test_without_its_manifest_damage_still_names_the_tensor(maker, laststep: Callable) -> None:
-    folder = maker.save_by_ranks(1)
-    flip(folder / "manifest.json", 150)
-    flip(folder / "model-r00000.safetensors", HEADER_BYTES)
-    flip(folder / "shared-r00001.safetensors", HEADER_BYTES)
-    [report] = laststep("verify", maker.path, "--json").json()["checkpoints"]
-    assert [one["touches"] for one in report["damage"]] == [
-        [],
-        ["model/weight[0:375, 0:1000]"],
-        ["place/seen", "place/alike"],
-    ]
-
-
 def test_what_a_short_file_has_lost_is_named_by_its_part(maker, laststep: Callable) -> None:
     folder = maker.save_by_ranks(1)
     with (folder / "model-r00000.safetensors").open("r+b") as file:

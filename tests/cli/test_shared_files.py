@@ -202,16 +202,6 @@ def test_verify_counts_the_files_and_blocks_that_it_reads(run: Path, laststep: C
         assert checked[step]["bytes"] == used_bytes(folder(run, step)) - blocks * BLOCK_BYTES
 
 
-def test_verify_counts_shared_files_once_where_the_manifest_is_lost(
-    run: Path, laststep: Callable
-) -> None:
-    sound = laststep("verify", run, "--step", 2, "--json").json()["checkpoints"][0]
-    (folder(run, 2) / "manifest.json").write_bytes(b"{}")
-    [item] = laststep("verify", folder(run, 2), "--json").json()["checkpoints"]
-    assert [damage["file"] for damage in item["damage"]] == ["manifest.json"]
-    assert (item["files"], item["blocks"]) == (sound["files"], BLOCKS)
-
-
 def test_a_pack_of_an_earlier_checkpoint_is_no_damage_where_the_manifest_is_lost(
     tmp_path: Path, laststep: Callable
 ) -> None:

@@ -27,25 +27,26 @@ def replicate(primary: str, weights: str) -> None:
 
 
 def restore(primary: str, weights: str) -> list[str]:
-    """What comes of restoring all, and then the model alone, and of saving again."""
+    """What comes of restoring all over both tiers, and the model alone from the one that has it."""
     trainer, told = Fsdp2(), []
-    with opened(primary, weights, trainer) as ckpt:
-        try:
+    try:
+        with opened(primary, weights, trainer) as ckpt:
             ckpt.restore()
-        except LaststepError as error:
-            told.append(f"{type(error).__name__}: {error.what}")
+    except LaststepError as error:
+        told.append(f"{type(error).__name__}: {error.what}")
+    with opened(weights, None, trainer) as ckpt:
         told.append(f"step {ckpt.restore(only=['model']).step}")
         expected, found = torch.load(f"{primary}.pt"), trainer.full()
         weights_of = [name for name in expected if ":" not in name]  # the rest is the optimizer's
         same = all(torch.equal(expected[name], found[name]) for name in weights_of)
         told.append("exact" if same else "other")
-        ckpt.save(2).wait()
     return told
 
 
-def opened(primary: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
+def opened(primary: str, weights: str | None, trainer: Fsdp2) -> laststep.Checkpointer:
+    more = [] if weights is None else [laststep.Tier(weights, items=("model",))]
     return laststep.Checkpointer(
-        tiers=[primary, laststep.Tier(weights, items=("model",))],
+        tiers=[primary, *more],
         items=trainer.items(),
         host_memory_bytes=128 << 20,
         options=laststep.Options(progress=False, deadline_s=PATIENCE_S, flush="thread"),

@@ -131,10 +131,15 @@ def time_text(seconds: float) -> str:
 def metrics_text(metrics: Mapping[str, object]) -> str:
     """Format metrics in one line: `loss=2.31 epoch=4`."""
 
-    return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in metrics.items()
-    )
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.4g}"
+        # str() refuses integers of more than 4,300 digits.
+        if isinstance(value, int) and value.bit_length() > 128:
+            return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
+        return str(value)
+
+    return " ".join(f"{name}={text(value)}" for name, value in metrics.items())
 
 
 def count_text(count: int, one: str, many: str | None = None) -> str:

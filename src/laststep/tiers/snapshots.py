@@ -149,13 +149,13 @@ class MemorySnapshot:
         self.indexes = [record.decode_index() for _, record in parts]
         written = manifest.WrittenIndexes()
         self._data: dict[str, bytes] = {}
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, _PoolReader] = {}
         for rank, (segment, record) in enumerate(parts):
             index = self.indexes[rank]
             written = written.plus(index_format.written_of(index, record.index))
             self._data[index_format.index_name(rank, len(parts))] = record.index
             for file in index.files:
-                self._pools[file.name] = _Pool(segment, file.size_bytes)
+                self._pools[file.name] = _PoolReader(segment, file.size_bytes)
         self.commit = _commit([record for _, record in parts], written)
         self._data[MANIFEST_NAME] = manifest.encode(self.commit)
 
@@ -239,7 +239,7 @@ def _agreed(
     return items_of([summary], global_layout), layout_groups_of(global_layout)
 
 
-class _Pool:
+class _PoolReader:
     """The memory of a segment as a file, open until its last reference is gone; see
     `store.FileReading` and `store.InPlace`."""
 
