@@ -128,11 +128,11 @@ class Checkpoint(OnlyOne):
     `ranks` (the number of ranks that wrote it), `lossy` and `omitted_items`.
     """
 
-    def __init__(self, store: Store, folder: str, commit: Commit, rank: int = 0) -> None:
+    def __init__(self, store: Store, folder: str, commit: Commit, rank: int | None = None) -> None:
         self._store = store
         self._content: Content | None = None
         self._rank = rank
-        """The rank whose per-rank items are shown."""
+        """The rank whose per-rank items are shown; None: nobody has chosen, and rank 0's are."""
         self.folder = folder
         self.step = commit.step
         self.metrics = commit.metrics
@@ -216,7 +216,7 @@ class Checkpoint(OnlyOne):
     def content(self) -> Content:
         """Return the verified indexes and plain values, which are read once."""
         if self._content is None:
-            self._content = Content(self._store, self.folder, self._commit, rank=self._rank)
+            self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
             # StoredTensors may outlive this object: the files stay open while any of them exists.
             weakref.finalize(self._content, close_files, self._content.files)
         return self._content

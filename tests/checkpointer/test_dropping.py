@@ -77,7 +77,7 @@ def test_what_was_saved_before_it_was_dropped_is_committed_and_all_is_given_back
         del ckpt
         end_of_all_threads()
     assert handle.committed.done()
-    assert open_files() == files
+    assert open_files() <= files  # fewer where one of a test before was still open
     assert laststep.open(run_folder).steps() == [0, 1, 2]
     optimizer.step()  # the hook of the one that is gone does not mind
 
