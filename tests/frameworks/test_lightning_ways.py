@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from expect import raises, warned
+from expect import raises
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: make test-frameworks")
 
 import torch
 import torchmetrics
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Subset
 
 import laststep
@@ -46,6 +47,13 @@ class Cut(training.Net):
     def train_dataloader(self):
         chosen = torch.randperm(SAMPLES)[: SAMPLES - BATCH].tolist()
         return DataLoader(Subset(training.Samples(), chosen), batch_size=BATCH, shuffle=True)
+
+
+class Both(training.Net):
+    """Takes batches of two loaders."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["long"] + batch["short"], batch_idx)
 
 
 class OfTheEpoch(training.Net):
@@ -108,18 +116,38 @@ class Skips(NoScheduler):
         return -1 if batch_idx == 7 else None
 
 
+def two_loaders() -> CombinedLoader:
+    short = DataLoader(Subset(training.Samples(), range(12)), batch_size=BATCH, shuffle=True)
+    return CombinedLoader({"long": training.loader("plain"), "short": short}, "max_size_cycle")
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "samples are drawn": {"net": Cut, "loader": None, "steps": (4, 22, 30)},
-    "loaders are made for every second epoch": {
-        "trainer": {"reload_dataloaders_every_n_epochs": 2},
-        "steps": (11, 15, 24),
+    "samples are drawn for each epoch": {
+        "net": Cut,
+        "loader": None,
+        "trainer": {"reload_dataloaders_every_n_epochs": 1},
+        "steps": (4, 22, 30),
     },
-    "means of the epoch": {"net": OfTheEpoch, "steps": (12, 24)},
+    "samples are drawn for every second epoch": {
+        "net": Cut,
+        "loader": None,
+        "trainer": {"reload_dataloaders_every_n_epochs": 2},
+        "steps": (11, 15, 22),
+    },
+    "a short loader begins anew": {"net": Both, "loader": two_loaders, "steps": (7, 12, 20)},
+    "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34)},
     "validation at other times": {
         "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8},
         "steps": (10, 12),
     },
     "steps by hand": {"net": ByHand, "steps": (1, 4, 7)},
+    "gradients beyond an epoch": {  # before a validation Lightning clears them
+        "net": ByHand,
+        "every": None,
+        "steps": (2, 4, 7),
+        "trainer": {"limit_val_batches": 0},
+    },
     "gradients accumulated by epoch": {
         "callbacks": lambda: [callbacks.GradientAccumulationScheduler({0: 1, 1: 4, 3: 2})],
         "steps": (12, 13, 19),
@@ -209,15 +237,6 @@ def test_a_metric_of_training_is_enough_to_judge_by(tmp_path: Path) -> None:
 def test_epochs_are_saved_where_nobody_logs_the_metric(tmp_path: Path) -> None:
     fit(tmp_path / "run", tmp_path / "losses", {}, monitor="val_los")
     assert laststep.open(tmp_path / "run").steps() == [BATCHES * epoch for epoch in (1, 2, 3, 4)]
-
-
-def test_gradients_that_an_epoch_leaves_are_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    way = {"net": ByHand, "trainer": {"limit_val_batches": 0, "max_epochs": 1}}
-    fit(tmp_path / "run", tmp_path / "losses", way)
-    assert warned(caplog, "gradients")
-    assert laststep.open(tmp_path / "run").steps() == [BATCHES // 5]
 
 
 class Thaws(callbacks.BaseFinetuning):

@@ -117,8 +117,8 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         position = Position(trainer, self._rests)
         state = TrainerState(trainer, position)
         items = {**items_of(trainer), "trainer": state, "hooks": state.hooks}
-        moments = {"begin": position.begin, "first": position.first, "ahead": position.ahead}
-        items["rng"] = {"now": RNG(), **moments}
+        names = ("made", "begin", "first", "ahead")
+        items["rng"] = {"now": RNG(), **{name: getattr(position, name) for name in names}}
         every = _NEVER if self._every is None else self._every
         self._ckpt = Checkpointer(self._run, items=items, every=every, **self._settings)
         self._path, self._trainer, self._state = self._ckpt.path, trainer, state
@@ -151,6 +151,10 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             self._resumed = restored.step
             self._judged = trainer.callback_metrics.get(self._monitor)
             log.info("resumes at step %d of %s", restored.step, self._path)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._ckpt is not None:
+            self._state.put_back_gradients()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Request a save for the new metric, at the next point where no batch is half done."""

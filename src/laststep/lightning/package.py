@@ -20,6 +20,7 @@ FRAMEWORK.check()
 _OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
 _NAME = "pytorch_lightning" if _OLD else "lightning.pytorch"
 pl: Any = importlib.import_module(_NAME)
+torchmetrics: Any = importlib.import_module("torchmetrics")
 
 _combined: Any = importlib.import_module(f"{_NAME}.utilities.combined_loader")
 CombinedLoader: Any = _combined.CombinedLoader

@@ -7,8 +7,9 @@ or, for the last batch of an epoch, the end of the epoch.
 A loader that has a state gets it back. Any other loader restarts its epoch with the random numbers
 of that time and repeats the consumed batches, so it draws the same samples as before. If Lightning
 prefetches a batch because the loader has no length, the last one is fetched with the random numbers
-used originally. Up to the first batch, everything else draws as in the script's first run, since
-the creation of a loader may draw which samples there are.
+used originally. If a short loader restarts within an epoch of a longer one, it does so with the
+random numbers used originally. The loader itself is also created with its original random numbers,
+since its creation may draw which samples there are.
 """
 
 # ruff: noqa: SLF001 (Lightning's loops have no public names)
@@ -16,7 +17,7 @@ the creation of a loader may draw which samples there are.
 from __future__ import annotations
 
 import functools
-import logging
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,9 +25,7 @@ from laststep.lightning.package import LOADER_MODES, CombinedLoader, SigTerm, pl
 from laststep.state.provider import RNG, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-log = logging.getLogger(__name__)
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class Rests(Protocol):
@@ -59,6 +58,33 @@ class KeptRNG(RNG):
         now.put()
 
 
+class SharedRNG(KeptRNG):
+    """State of the generators at a moment when all ranks must draw the same numbers."""
+
+    def derive(self, value: object, rank: int) -> None:
+        self.restore(value)
+
+
+class Restarting:
+    """A loader that Lightning starts again, beside a longer one."""
+
+    def __init__(self, loader: Any, stored: tuple[int, object] | None) -> None:
+        """Restart as often as `stored` says with the random numbers that follow it."""
+        self._loader, self._stored = loader, stored
+        self.last: tuple[int, object] | None = None
+        """The number of restarts in this epoch, and the random numbers before the last one."""
+
+    def __iter__(self) -> Iterator[object]:
+        restarts = 1 if self.last is None else self.last[0] + 1
+        if self._stored is not None and restarts == self._stored[0]:
+            RNG().restore(self._stored[1])
+        self.last = restarts, RNG().describe().value
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
 class Position:
     """Position of one `fit()`: tells when to save, describes the position and resumes from it."""
 
@@ -67,10 +93,12 @@ class Position:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests
+        self.made = SharedRNG()
+        """Random numbers before the loader was created."""
         self.begin, self.first, self.ahead = KeptRNG(), KeptRNG(), KeptRNG()
         """Random numbers before the loader started the epoch, before its first batch, and before
         the last prefetched batch."""
-        self._before = KeptRNG()
+        self._restarting: list[Restarting] = []
         self._ahead: list[object] | None = None
         """The states of the loaders before the last prefetched batch."""
         self._fetcher: Any = None
@@ -78,11 +106,12 @@ class Position:
         self._stored: dict[str, Any] | None = None
         self._now: KeptRNG | None = None
         self._around: list[tuple[Any, str]] = []
-        self._accumulates = False
+        self.accumulates = False
         """True if accumulated gradients wait for a step of the optimizer."""
 
     def attach(self) -> None:
         for loop, method, ours in (
+            (self._fit, "setup_data", self._data_set_up),
             (self._fit, "on_advance_start", self._epoch_starts),
             (self._fit, "_load_combined_loader_states", self._loader_made),
             (self._fit, "on_advance_end", self._epoch_ended),
@@ -112,6 +141,7 @@ class Position:
             "consumed": 0 if between else fetcher.fetched - len(getattr(fetcher, "batches", ())),
             "ranks": self._trainer.world_size,
             "made": self._fit._last_train_dl_reload_epoch,
+            "restarts": [loader.last for loader in self._restarting],
             "accumulate": self._trainer.accumulate_grad_batches,
             "loaders": self._states_of_loaders() if ahead is None else ahead,
         }
@@ -132,8 +162,8 @@ class Position:
     def _batch_ended(self, original: Callable[[Any], None], fetcher: Any) -> None:
         stopped = self._stopped_in(functools.partial(original, fetcher))
         epoch = self._epoch
-        self._accumulates = self._waits_for_step()
-        if self._accumulates:
+        self.accumulates = self._waits_for_step()
+        if self.accumulates:
             return  # ignore `stopped` too: Lightning raises it again after the next batch
         if not epoch._num_ready_batches_reached():
             self._rests(ends=epoch.done or stopped is not None, epoch=False)
@@ -150,8 +180,6 @@ class Position:
     def _epoch_ended(self, original: Callable[[], None]) -> None:
         stopped = self._stopped_in(original)
         if self._epoch._num_ready_batches_reached():  # else training ends within the epoch
-            if self._accumulates:
-                log.warning("gradients accumulated beyond the end of an epoch are not saved")
             self._rests(ends=stopped is not None or self._is_over, epoch=True)
         if stopped is not None:
             raise stopped
@@ -181,7 +209,6 @@ class Position:
     def resume(self, stored: dict[str, Any]) -> None:
         """Resume from the result of `describe`. The random numbers are already restored."""
         self._stored, self._now = stored, KeptRNG()
-        self._before.put()
         self._fit.load_state_dict(stored["loops"])
         if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
             # The total number of samples stays the same, apart from rounding down; each rank reads
@@ -191,6 +218,23 @@ class Position:
             done = stored["consumed"] = scaled - scaled % stored["accumulate"]
             counts.ready = counts.started = counts.processed = counts.completed = done
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+
+    def _data_set_up(self, original: Callable[[], None]) -> None:
+        """Wrap `setup_data`, in which Lightning creates or replaces the loader. On resume, create
+        it with its original random numbers, in the epoch of that time."""
+        loader, now = self._fit._combined_loader, KeptRNG()
+        if self._stored is None or loader is not None:
+            original()
+            if self._fit._combined_loader is not loader:
+                self.made.held = now.held
+            return
+        counts = self._fit.epoch_progress.current
+        completed, counts.completed = counts.completed, self._stored["made"]
+        self.made.put()
+        original()
+        if self._trainer.num_sanity_val_steps:
+            self.made.put()  # loaders for the sanity check used the same numbers
+        counts.completed, self._fit._last_train_dl_reload_epoch = completed, self._stored["made"]
 
     def _loader_made(self, original: Callable[[], None]) -> None:
         """Wrap the start of the iteration. On resume, leave that to `_wind_on`."""
@@ -210,10 +254,8 @@ class Position:
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         """Wrap the start of an epoch. If training resumed between epochs, restore the random
         numbers so that the epoch draws the same as without interruption."""
-        if self._stored is not None:
-            self._fit._last_train_dl_reload_epoch = self._stored["made"]
-            if self._now is not None and not self._stored["consumed"]:
-                self._now.put()
+        if self._now is not None and self._stored is not None and not self._stored["consumed"]:
+            self._now.put()
         self._starts = True
         original()
         self._starts = False
@@ -228,9 +270,18 @@ class Position:
                 self.begin.take()
             original(fetcher)
             self.first.take()
+            self._watch_restarts(fetcher)
         self._stored = self._now = None
         if fetcher.length is None:
             fetcher._start_profiler = functools.partial(self._fetches, fetcher._start_profiler)
+
+    def _watch_restarts(
+        self, fetcher: Any, stored: Iterable[tuple[int, object] | None] = ()
+    ) -> None:
+        """Follow the restarts of short loaders in the epoch that has begun."""
+        cycle = fetcher.iterator._iterator
+        pairs = itertools.zip_longest(cycle.iterables, stored)
+        self._restarting = cycle.iterables = [Restarting(*pair) for pair in pairs]
 
     def _fetches(self, original: Callable[[], None]) -> None:
         self.ahead.take()
@@ -246,8 +297,9 @@ class Position:
         elif stored["loaders"]:
             fetcher._start_profiler = self.ahead.put  # called after the start, before fetching
             iter(fetcher)
+            self._watch_restarts(fetcher)
         else:
-            self._hand_out_again(fetcher, stored["consumed"])
+            self._hand_out_again(fetcher, stored["consumed"], stored["restarts"])
         logged = stored["loops"]["epoch_loop.state_dict"]["_batches_that_stepped"]
         self._epoch._batches_that_stepped = logged  # Lightning may have added one
         if stored["consumed"] and self._now is not None:
@@ -266,10 +318,12 @@ class Position:
             self.begin.put()
         iter(fetcher)
         self.first.take()
+        self._watch_restarts(fetcher)
 
-    def _hand_out_again(self, fetcher: Any, consumed: int) -> None:
+    def _hand_out_again(self, fetcher: Any, consumed: int, restarts: list[Any]) -> None:
         self.begin.put()
         iter(fetcher)
+        self._watch_restarts(fetcher, restarts)
         self.first.put()
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for left in reversed(range(consumed)):

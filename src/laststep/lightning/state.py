@@ -3,27 +3,35 @@
 Plain values of callbacks and hooks are per rank, since some differ (a timer's, for example). Values
 added by `on_save_checkpoint` hooks may include as many tensors as a model has; those are stored
 once, not per rank.
+
+Within an epoch, the sums behind `self.log(…, on_epoch=True)` and the states of metrics belong to
+this state too, and at its end the gradients that manual optimization has accumulated. Lightning's
+own checkpoints have none of these.
 """
+
+# ruff: noqa: SLF001 (Lightning's results have no public names)
 
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from laststep.errors import MismatchError
-from laststep.lightning.package import pl
+from laststep.lightning.package import pl, torchmetrics
 from laststep.state.provider import State, StateProvider
 from laststep.state.tree import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from laststep.lightning.position import Position
 
     Hook = Callable[[dict[str, Any]], object]
 
+log = logging.getLogger(__name__)
 
 _TENSOR = "laststep.tensor"
 
@@ -71,7 +79,8 @@ class TrainerState(StateProvider):
         """True while a save describes the state: hooks are called only then."""
 
     def describe(self) -> State:
-        return State(value=self._taken() if self.is_saved else {}, fresh=((),))
+        value = self._taken() if self.is_saved else {}
+        return State(value=value, fresh=((),), volatile=frozenset(_paths_of_tensors(value)))
 
     def restore(self, value: object) -> None:
         self._stored = value if isinstance(value, dict) else {}
@@ -100,9 +109,20 @@ class TrainerState(StateProvider):
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value["precision"] = trainer.precision_plugin.state_dict()
         value["logged"] = dict(trainer.callback_metrics)
+        value["sums"], value["metrics"] = _sums(trainer), _metric_states(trainer)
+        value["gradients"] = self._gradients() if self._position.accumulates else {}
         self.hooks.tensors = {}
         value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
         return value
+
+    def _gradients(self) -> dict[str, object]:
+        """Return what a module with manual optimization has accumulated at the end of an epoch."""
+        named = self._trainer.lightning_module.named_parameters()
+        found = {name: one.grad for name, one in named if one.grad is not None}
+        plain = {name: grad for name, grad in found.items() if type(grad) is torch.Tensor}
+        if len(plain) < len(found):
+            log.warning("gradients of sharded parameters, left at the end of an epoch: not saved")
+        return plain
 
     def _added(self, value: dict[str, object]) -> dict[str, object]:
         """Return the entries that hooks add to the checkpoint that Lightning would have saved."""
@@ -120,14 +140,17 @@ class TrainerState(StateProvider):
         return added
 
     def put_back(self) -> dict[str, Any]:
-        """Restore everything except the loops, and return the stored values for them."""
-        trainer, stored, self._stored = self._trainer, self._stored, {}
+        """Restore everything except gradients and loops. Return the stored values for these."""
+        trainer, stored = self._trainer, self._stored
         if trainer.datamodule is not None and "datamodule" in stored:
             trainer.datamodule.load_state_dict(stored["datamodule"])
         if stored.get("precision"):
             trainer.precision_plugin.load_state_dict(stored["precision"])
         # Not `trainer.callback_metrics`, which looks into the results of a loop that runs.
-        trainer._logger_connector._callback_metrics.update(stored["logged"])  # noqa: SLF001
+        trainer._logger_connector._callback_metrics.update(stored["logged"])
+        if stored["ranks"] == trainer.world_size:  # else these cover other batches
+            _put_back_sums(trainer, stored)
+            _put_back_metrics(trainer, stored["metrics"])
         shown = self._as_lightning(stored)
         shown |= _with_tensors(stored["hooks"], self.hooks.tensors)
         of_callbacks, of_module = self._hooks("on_load_checkpoint")
@@ -139,6 +162,17 @@ class TrainerState(StateProvider):
             if isinstance(one, pl.callbacks.EarlyStopping) and one.stopped_epoch:
                 trainer.should_stop = True
         return stored
+
+    def put_back_gradients(self) -> None:
+        """Restore accumulated gradients, which Lightning clears at the start."""
+        stored, self._stored = self._stored, {}
+        gradients = stored.get("gradients", {})
+        if gradients and stored["ranks"] != self._trainer.world_size:
+            log.warning("accumulated gradients are not restored with another number of ranks")
+            return
+        parameters = dict(self._trainer.lightning_module.named_parameters())
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].device)
 
     def _as_lightning(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint that hooks expect, with the live weights."""
@@ -158,6 +192,62 @@ class TrainerState(StateProvider):
         ]
         is_plain = getattr(type(model), name) is getattr(pl.LightningModule, name)
         return of_callbacks, [] if is_plain else [getattr(model, name)]
+
+
+_SUMS = ("value", "cumulated_batch_size")
+
+
+def _sums(trainer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's running sums, maxima, … of `self.log(…, on_epoch=True)`."""
+    return {
+        key: {name: getattr(result, name) for name in _SUMS if hasattr(result, name)}
+        for key, result in trainer.fit_loop.epoch_loop._results.items()
+        if result.is_tensor and result.meta.on_epoch and not result.has_reset
+    }
+
+
+def _put_back_sums(trainer: Any, stored: dict[str, Any]) -> None:
+    """Restore each sum when its first value arrives, since Lightning creates it only then."""
+    results, sums = trainer.fit_loop.epoch_loop._results, dict(stored["sums"])
+    epochs = stored["loops"]["epoch_progress"]["current"]["ready"]
+    original = results.update_metrics
+
+    def go_on(key: str, *more: object) -> None:
+        if trainer.fit_loop.epoch_progress.current.ready > epochs:
+            sums.clear()  # the stored epoch has ended
+        for name, value in sums.pop(key, {}).items():
+            setattr(results[key], name, value.to(results[key].value.device))
+        if not sums:
+            results.update_metrics = original
+        original(key, *more)
+
+    if sums:
+        results.update_metrics = go_on
+
+
+def _metrics_of(trainer: Any) -> dict[str, Any]:
+    modules = dict(trainer.lightning_module.named_modules())
+    for one in modules.values():
+        if isinstance(one, torchmetrics.MetricCollection):
+            one.values()  # gives every metric of a group its shared state
+    return {name: one for name, one in modules.items() if isinstance(one, torchmetrics.Metric)}
+
+
+def _metric_states(trainer: Any) -> dict[str, object]:
+    return {
+        name: {"state": dict(metric.metric_state), "updates": metric._update_count}
+        for name, metric in _metrics_of(trainer).items()
+    }
+
+
+def _put_back_metrics(trainer: Any, stored: dict[str, Any]) -> None:
+    for name, metric in _metrics_of(trainer).items():
+        if name in stored:
+            for key, value in stored[name]["state"].items():
+                is_list = isinstance(value, list)
+                moved = [one.to(metric.device) for one in (value if is_list else [value])]
+                setattr(metric, key, moved if is_list else moved[0])
+            metric._update_count, metric._computed = stored[name]["updates"], None
 
 
 def as_lightning(loaded: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +292,15 @@ def _without_tensors(value: Any, path: tuple[object, ...], into: dict[str, torch
             _without_tensors(inner, (*path, i), into) for i, inner in enumerate(value)
         )
     return value
+
+
+def _paths_of_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif isinstance(value, dict | list | tuple):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in entries:
+            yield from _paths_of_tensors(inner, (*path, key))
 
 
 def _with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
