@@ -136,7 +136,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "steps": (11, 15, 22),
     },
     "a short loader begins anew": {"net": Both, "loader": two_loaders, "steps": (7, 12, 20)},
-    "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34)},
+    "means of the epoch": {"net": OfTheEpoch, "steps": (7, 12, 34, 40)},
     "validation at other times": {
         "trainer": {"check_val_every_n_epoch": None, "val_check_interval": 8},
         "steps": (10, 12),
@@ -254,6 +254,13 @@ def test_callbacks_that_change_the_optimizer_on_the_way_are_refused(
 ) -> None:
     with raises(laststep.UsageError, found=type(callback).__name__):
         fit(tmp_path / "run", tmp_path / "losses", {"callbacks": lambda: [callback]})
+
+
+def test_gradients_are_captured_before_the_next_epoch_adds_to_them(tmp_path: Path) -> None:
+    lazy = laststep.Options(capture="lazy")
+    way = WAYS["gradients beyond an epoch"]
+    end = fit(tmp_path / "run", tmp_path / "losses", way, options=lazy)
+    assert laststep.open(tmp_path / "run").steps()[-1] == end.global_step
 
 
 def test_sigterm_while_gradients_are_accumulated_saves_the_step_that_follows(

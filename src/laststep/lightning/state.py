@@ -119,7 +119,9 @@ class TrainerState(StateProvider):
         """Return what a module with manual optimization has accumulated at the end of an epoch."""
         named = self._trainer.lightning_module.named_parameters()
         found = {name: one.grad for name, one in named if one.grad is not None}
-        plain = {name: grad for name, grad in found.items() if type(grad) is torch.Tensor}
+        plain: dict[str, object] = {
+            name: grad for name, grad in found.items() if type(grad) is torch.Tensor
+        }
         if len(plain) < len(found):
             log.warning("gradients of sharded parameters, left at the end of an epoch: not saved")
         return plain
