@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import laststep
 from expect import names
 from frameworks.trained import PATIENCE_S, SCRIPTS, Script, environment
 
@@ -121,6 +123,22 @@ def test_of_a_seed_the_model_is_loaded_and_nothing_else(facts):
 def test_a_changed_model_and_the_run_of_others_are_refused(facts):
     assert facts["another_model"].startswith("MismatchError: ")
     assert names(facts["another_framework"], "MismatchError: ", "torch")
+
+
+def test_a_restore_of_no_optimizer_state_removes_it(tmp_path):
+    from laststep.torchtitan.state import Optimizers
+
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [
+        torch.optim.AdamW(layer.named_parameters(prefix=str(i))) for i, layer in enumerate(layers)
+    ]
+    with laststep.Checkpointer(tmp_path, items={"optimizer": Optimizers(optimizers)}) as ckpt:
+        ckpt.save(0).result(60)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            layer(torch.ones(2)).sum().backward()
+            optimizer.step()
+        ckpt.restore()
+    assert [len(optimizer.state) for optimizer in optimizers] == [0, 0]
 
 
 def test_the_example_goes_on_where_it_ended(tmp_path):

@@ -109,6 +109,9 @@ class Optimizers(OptimizerProvider):
 
     def restore(self, value: object) -> None:
         super().restore(value)
+        for optimizer in self._all:  # `_joined.state` has lost what was not stored
+            for parameter in optimizer.state.keys() - self._joined.state.keys():
+                del optimizer.state[parameter]
         for group, alike in zip(self._joined.param_groups, self._alike(), strict=True):
             for own in alike:
                 own.update((key, group[key]) for key in group if key not in _LISTED)
