@@ -1,7 +1,8 @@
 """Train by an Accelerator: RUN LOSSES WAY LOADER PLUGIN STEPS, and save every third step.
 
 WAY is `attach` or `items`. Batches, dropout and noise in the dataset draw random numbers of torch,
-NumPy and Python; gradients of two batches are accumulated; epochs end in the middle of a run.
+NumPy and Python; gradients of two batches are accumulated; epochs end in the middle of a run. With
+LOADER `hooks`, the script saves and loads the model itself, as those of diffusers do.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ class Tally:
         self.seen = state["seen"]
 
 
+def save_model(models: list, weights: list, folder: str) -> None:
+    if acc.is_main_process:
+        for each in models:
+            torch.save(acc.unwrap_model(each).state_dict(), Path(folder, "own.pt"))
+            weights.pop()
+
+
+def load_model(models: list, folder: str) -> None:
+    while models:
+        acc.unwrap_model(models.pop()).load_state_dict(torch.load(Path(folder, "own.pt")))
+
+
 def accelerator() -> Accelerator:
     config = DataLoaderConfiguration(
         use_seedable_sampler=loading == "seedable",
@@ -95,6 +108,9 @@ loader = DataLoader(
     Stream() if stream else Noisy(), batch_size=BATCH, shuffle=None if stream else True
 )
 model, optimizer, scheduler, loader = acc.prepare(model, optimizer, scheduler, loader)
+if loading == "hooks":
+    acc.register_save_state_pre_hook(save_model)
+    acc.register_load_state_pre_hook(load_model)
 tally = Tally()
 acc.register_for_checkpointing(tally)
 set_seed(100 + acc.process_index)
@@ -127,7 +143,8 @@ while step < int(steps):
         if step % EVERY == 0:
             if saved is not None:
                 saved.wait()  # a kill in this save leaves the one before
-            saved = acc.save_state() if ckpt is None else ckpt.save(step)
+            name = f"{run}-{step}" if loading == "hooks" else None
+            saved = acc.save_state(name) if ckpt is None else ckpt.save(step)
         if step == int(steps):
             break
 if ckpt is not None:

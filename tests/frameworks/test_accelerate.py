@@ -39,6 +39,7 @@ NEEDS = {"stateful": "torchdata", "deepspeed": "deepspeed"}
         ("items", "stream", "none", 1),
         ("attach", "plain", "ddp", 2),
         ("items", "dispatched", "ddp", 2),
+        ("attach", "hooks", "ddp", 2),
         ("attach", "seedable", "fsdp2", 2),
         ("items", "plain", "fsdp1", 2),
         ("attach", "plain", "deepspeed", 2),
@@ -153,38 +154,103 @@ def test_automatic_names_count_on_and_no_more_than_the_limit_stay(tmp_path: Path
     assert newest["names"] == [str(tmp_path / "checkpoints" / "checkpoint_3")]
 
 
-def test_hooks_are_refused_since_they_would_not_be_called(tmp_path: Path) -> None:
-    def export(*_: object) -> None: ...
+def test_hooks_write_where_they_did_and_what_they_save_is_not_saved_twice(tmp_path: Path) -> None:
+    def save(models: list[object], weights: list[object], folder: str) -> None:
+        torch.save(weights.pop(), Path(folder) / "own.pt")
 
+    def load(models: list[torch.nn.Module], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder) / "own.pt"))
+
+    out = str(tmp_path / "out")
     loop = Loop(tmp_path)
-    loop.train(1)
-    loop.acc.save_state().result(60)
-    handle = loop.acc.register_save_state_pre_hook(export)
-    with raises(laststep.UsageError, found="export"):
-        loop.acc.save_state()
-    handle.remove()
-    loop.acc.save_state().result(60)
+    loop.acc.register_save_state_pre_hook(save)
+    loop.train(2)
+    loop.acc.save_state(out)
+    weight = loop.weight()
+    loop.acc.end_training()
+    assert "model" not in laststep.open(loop.run).latest().items()
     again = Loop(tmp_path)
-    again.acc.register_load_state_pre_hook(export)
-    with raises(laststep.UsageError, found="export"):
-        again.acc.load_state()
+    again.acc.register_load_state_pre_hook(load)
+    assert again.acc.load_state().step == 2
+    assert torch.equal(again.weight(), weight)
+    again.acc.end_training()
 
 
-def test_where_the_newest_is_damaged_the_one_before_is_loaded(
+def test_where_the_newest_is_damaged_hooks_get_the_folder_of_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(tmp_path)
     for name in ("first", "second"):
         loop.train(1)
-        loop.acc.save_state(name)
+        loop.acc.save_state(str(tmp_path / name))
     loop.acc.end_training()
     for file in loop.run.glob("step-00000002.*/model*.safetensors"):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert Loop(tmp_path).acc.load_state().step == 1
-    assert warned(caplog, "step 2", "step 1")
-    with pytest.raises(laststep.CorruptError):
-        Loop(tmp_path).acc.load_state("second")
+    folders = []
+    for name, expected in ((None, ["second", "first"]), (str(tmp_path / "second"), ["second"])):
+        again = Loop(tmp_path)
+        again.acc.register_load_state_pre_hook(lambda _, at: folders.append(Path(at).name))
+        if name is None:
+            assert again.acc.load_state().step == 1
+            assert warned(caplog, "step 2", "step 1")
+        else:
+            with pytest.raises(laststep.CorruptError):
+                again.acc.load_state(name)
+        assert folders == expected
+        folders.clear()
+
+
+def test_hooks_without_a_folder_are_told(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.acc.register_save_state_pre_hook(lambda *_: None)
+    with raises(laststep.UsageError, "register_save_state_pre_hook"):
+        loop.acc.save_state()
+
+
+def test_hooks_that_save_a_model_save_it_each_time(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    loop = Loop(tmp_path)
+    loop.acc.register_load_state_pre_hook(lambda models, _: models.clear())
+    assert loop.acc.load_state().step is None
+    handle = loop.acc.register_save_state_pre_hook(lambda _, weights, __: weights.clear())
+    loop.train(1)
+    loop.acc.save_state(out).result(60)
+    assert "model" not in laststep.open(loop.run).latest().items()
+    handle.remove()
+    with raises(laststep.UsageError, found="Linear"):
+        loop.acc.save_state(out)
+    loop.acc.end_training()
+
+
+def test_hooks_get_the_folder_that_is_loaded(tmp_path: Path) -> None:
+    names, folders = [str(tmp_path / name) for name in ("epoch", "last")], []
+    loop = Loop(tmp_path)
+    loop.train(1)
+    for name in names:  # two names of one checkpoint
+        loop.acc.save_state(name)
+    loop.acc.end_training()
+    for name in (*names, None):
+        again = Loop(tmp_path)
+        again.acc.register_load_state_pre_hook(lambda _, at: folders.append(at))
+        again.acc.load_state(name)
+        again.acc.end_training()
+    assert folders == [*names, names[1]]
+
+
+def test_models_whose_weights_a_hook_replaces_are_saved(tmp_path: Path) -> None:
+    def only_the_bias(models: object, weights: list[dict[str, object]], folder: object) -> None:
+        weights[:] = [{"bias": weights[0]["bias"]}]
+
+    loop = Loop(tmp_path)
+    loop.acc.register_save_state_pre_hook(only_the_bias)
+    loop.train(1)
+    loop.acc.save_state(str(tmp_path / "out"))
+    loop.acc.end_training()
+    again = Loop(tmp_path)
+    again.acc.load_state()
+    assert torch.equal(again.weight(), loop.weight())
+    again.acc.end_training()
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -24,12 +24,14 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in, skip_in_place
 from laststep.adapters.framework import Framework
+from laststep.browse import Checkpoint
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from laststep.flush.saves import SaveHandle
-    from laststep.restoring.restore import Restored
+    from laststep.restoring.restore import Peeked, Restored
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,8 @@ class Attached:
         """The step of the last save or load, and the names of its checkpoint."""
         self._made_for: list[Any] = []
         """The objects that were prepared when the Checkpointer was created."""
+        self._by_hooks: list[Any] = []
+        """The models that hooks save and load themselves."""
         count = weakref.WeakMethod(self._count)  # the hook outlives an Accelerator that is dropped
         self._counting = register_optimizer_step_post_hook(
             lambda *stepped: None if (method := count()) is None else method(*stepped)
@@ -181,8 +185,8 @@ class Attached:
         if project.automatic_checkpoint_naming:
             folder = Path(self._accelerator.project_dir or ".", "checkpoints")
             output_dir = folder / f"checkpoint_{project.iteration}"
-        checkpointer = self._checkpointer or self._make()
-        self._refuse_unsaved()
+        by_hooks = self._after_save_hooks(output_dir)
+        checkpointer = self._ready(by_hooks)
         engines = _engines_of(self._accelerator)
         if not engines and self._others_stepped and self._steps == self._names[0]:
             self._steps += 1
@@ -207,8 +211,9 @@ class Attached:
         """
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        named = None if input_dir is None else self._find(Path(input_dir))
-        if input_dir is not None and named is None:
+        hooks = self._accelerator._load_model_state_pre_hook
+        found = self._find(input_dir) if input_dir is not None or hooks else None
+        if input_dir is not None and found is None:
             if not Path(input_dir).expanduser().is_dir():
                 raise NotFoundError(
                     f"there is no checkpoint {os.fspath(input_dir)!r}",
@@ -218,12 +223,20 @@ class Attached:
             log.info("%s is not a checkpoint of this run: Accelerate loads it", input_dir)
             self._before["load_state"](input_dir)
             return None
-        checkpointer = self._checkpointer or self._make()
-        if named is None:
-            newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
-            restored = newest or checkpointer.restore()
+        by_hooks = self._after_load_hooks(found, input_dir) if found is not None else []
+        checkpointer = self._ready(by_hooks)
+        if input_dir is None or found is None:
+
+            def restore(peeked: Peeked, _: object) -> Restored:
+                if hooks and (found is None or peeked.folder != found.folder):
+                    self._after_load_hooks(peeked)
+                return checkpointer.restore()
+
+            restored = FRAMEWORK.resume(checkpointer, restore) or checkpointer.restore()
         else:
-            restored = checkpointer.restore(named)
+            restored = checkpointer.restore(found.step)
+        if restored.step is None and hooks:
+            self._close()  # the first save tells which models hooks save
         if restored.step is not None:
             metadata: Any = restored.metadata
             self._others_stepped = False
@@ -252,13 +265,60 @@ class Attached:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _make(self) -> Checkpointer:
+    @property
+    def _has_shards(self) -> bool:
+        """True if Accelerate passes no models or weights to hooks, since no rank has all of one."""
+        return bool(_engines_of(self._accelerator)) or self._accelerator.distributed_type == "FSDP"
+
+    def _after_save_hooks(self, folder: str | os.PathLike[str] | None) -> list[Any]:
+        """Run the save hooks and return the models whose weights they have removed."""
+        models = self._accelerator._models
+        hooks = [*self._accelerator._save_model_state_pre_hook.values()]
+        if not hooks:
+            return []
+        if folder is None:
+            raise UsageError(
+                "hooks of register_save_state_pre_hook need a folder, but there is none",
+                remedy="name it: save_state(folder), or turn on automatic_checkpoint_naming",
+            )
+        at = Path(folder).expanduser()
+        at.mkdir(parents=True, exist_ok=True)
+        given = [] if self._has_shards else [*models]
+        weights = [self._accelerator.get_state_dict(model, unwrap=False) for model in given]
+        before = [*weights]
+        for hook in hooks:
+            hook(models, weights, str(at))
+        gone = [all(of is not left for left in weights) for of in before]
+        if sum(gone) != len(before) - len(weights):  # some were replaced
+            gone = [False] * len(before)
+        if gone:
+            broadcast_object_list(gone)  # many hooks remove weights on the main process only
+        return [*itertools.compress(given, gone)]
+
+    def _after_load_hooks(
+        self, checkpoint: Checkpoint | Peeked, name: str | os.PathLike[str] | None = None
+    ) -> list[Any]:
+        """Run the load hooks for this name or the last one, and return the models that they have
+        removed."""
+        folder = f"{self.home}/{checkpoint.folder}"
+        metadata: Any = FRAMEWORK.own(checkpoint.metadata, folder)
+        names = metadata["names"] if name is None else [name]
+        folder = str(Path(names[-1]).expanduser()) if names else folder
+        models = [] if self._has_shards else [*self._accelerator._models]
+        left = [*models]
+        for hook in self._accelerator._load_model_state_pre_hook.values():
+            hook(left, folder)
+        return [model for model in models if all(model is not one for one in left)]
+
+    def _make(self, by_hooks: list[Any]) -> Checkpointer:
         project, settings = self._accelerator.project_configuration, {**self._settings}
         if project.automatic_checkpoint_naming and project.total_limit is not None:
             settings.setdefault("keep", Keep(last=project.total_limit))
-        self._made_for = self._prepared()
-        self._refuse_unsaved()
+        self._made_for, self._by_hooks = self._prepared(), by_hooks
         chosen = items(self._accelerator)
+        for name, model in _numbered("model", self._accelerator._models).items():
+            if any(model is one for one in by_hooks):
+                del chosen[name]
         self._checkpointer = Checkpointer(self._run, items=chosen, **settings)
         return self._checkpointer
 
@@ -267,16 +327,16 @@ class Attached:
         kinds = acc._models, acc._optimizers, acc._schedulers, acc._dataloaders, acc._custom_objects
         return [*itertools.chain.from_iterable(kinds)]
 
-    def _refuse_unsaved(self) -> None:
-        """Raise UsageError for hooks, and for objects that were prepared too late."""
-        acc = self._accelerator
-        hooks = [*acc._save_model_state_pre_hook.values(), *acc._load_model_state_pre_hook.values()]
-        if hooks:
+    def _ready(self, by_hooks: list[Any]) -> Checkpointer:
+        """Return the Checkpointer. Raise UsageError for objects that were prepared too late, and
+        for models that hooks have saved or loaded before but not now."""
+        checkpointer = self._checkpointer or self._make(by_hooks)
+        left = [one for one in self._by_hooks if all(one is not other for other in by_hooks)]
+        if left:
             raise UsageError(
-                "laststep.accelerate does not call hooks before a save_state or load_state",
-                found=", ".join(getattr(hook, "__name__", repr(hook)) for hook in hooks),
-                remedy="leave them out, since laststep saves the models itself; export weights in "
-                "another format separately",
+                "hooks saved or loaded a model themselves before, and leave it to laststep now",
+                found=", ".join(type(one).__name__ for one in left),
+                remedy="remove it from the list in the hooks of each save_state and load_state",
             )
         new = [one for one in self._prepared() if all(one is not old for old in self._made_for)]
         if new:
@@ -288,6 +348,7 @@ class Attached:
                     "first to start another training"
                 ),
             )
+        return checkpointer
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -301,14 +362,15 @@ class Attached:
         self._steps += is_first
         self._others_stepped |= not is_first
 
-    def _find(self, name: Path) -> int | None:
+    def _find(self, name: str | os.PathLike[str] | None) -> Checkpoint | None:
+        """Return the newest checkpoint, or the newest with this name."""
         try:
-            catalog = open_run(self.home)
+            checkpoints: list[Checkpoint] = [*open_run(self.home)]
         except NotFoundError:
             return None
-        for checkpoint in reversed([*catalog]):
+        for checkpoint in reversed(checkpoints):
             where = f"{self.home}, step {checkpoint.step}"
             stamp: Any = FRAMEWORK.own(checkpoint.metadata, where)
-            if name in map(Path, stamp["names"]):
-                return int(checkpoint.step)
+            if name is None or Path(name) in map(Path, stamp["names"]):
+                return checkpoint
         return None
