@@ -255,7 +255,7 @@ class DcpContent:
         item, where = str(entry.location[0]), f"{self._where}, {entry.fqn}"
         value = rebuild(
             node,
-            leaf=lambda ref: self._whole(item, ref.name),
+            leaf=lambda name: self._whole(item, name),
             revive=lambda tag: revive(tag, where=where, allow_pickle=self._allow_pickle),
         )
         if entry.kind == "raw" and isinstance(value, bytes):

@@ -113,7 +113,7 @@ def _collected(value: object, location: Path, kind: Literal["value", "raw"]) -> 
         return f"{above}/{name}" if above and name else above or name
 
     tree = rebuild(
-        collected.tree, leaf=lambda ref: TensorRef(name_in_item(ref.name)), revive=lambda tag: tag
+        collected.tree, leaf=lambda name: TensorRef(name_in_item(name)), revive=lambda tag: tag
     )
     # Tensors that share memory within a value are each stored in full.
     tensors = {name_in_item(name): tensor for name, tensor in collected.tensors.items()}

@@ -6,6 +6,7 @@ the memory that each stored tensor is read into, and the copies to make from the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -156,9 +157,9 @@ class Match:
             tree = _pruned(tree, gone, plain=True)
         value = rebuild(
             tree,
-            leaf=lambda ref: self.values[ref.name],
-            revive=lambda tagged: tensors.revive(
-                tagged, where=self.item.name, allow_pickle=allow_pickle
+            leaf=self.values.__getitem__,
+            revive=functools.partial(
+                tensors.revive, where=self.item.name, allow_pickle=allow_pickle
             ),
         )
         if not self.exact:
@@ -197,7 +198,8 @@ def match_item(
     if selected is not None:
         match.mismatched.clear()
         match.aliases = [pair for pair in match.aliases if selected(pair[0])]
-    outline = _outline(item)
+    # The tree with specs in place of tensors, for the provider to check.
+    outline = rebuild(item.tree, leaf=item.spec_of, revive=_outlined)
     if selected is None:
         _refuse_foreign(match, provider, state, live)
         if () in match.foreign:
@@ -383,11 +385,11 @@ def _place_live(
     memory, and copy from there to the other targets. A rank that holds a part reads only that."""
     first, target = targets[0]
     layout = live.layouts.get(first)
-    if any(name in live.layouts for name, _ in targets):
-        for name, _ in targets:
-            if live.layouts.get(name) != layout or match.item.view_of(name) is not None:
-                match.mismatched.append(f"{name}: is sharded differently than {first}")
-                return
+    for name, _ in targets:
+        is_view = match.item.view_of(name) is not None
+        if live.layouts.get(name) != layout or (layout is not None and is_view):
+            match.mismatched.append(f"{name}: is sharded differently than {first}")
+            return
     for name, other in targets:
         if match.item.view_of(name) is None and other.is_contiguous():
             buffers = other
@@ -477,10 +479,5 @@ def _name(path: Path) -> str:
         return show_path(path)
 
 
-def _outline(item: StoredItem) -> object:
-    """Return the tree with specs in place of tensors, for a provider to check."""
-
-    def see(tagged: Tagged) -> object:
-        return owned(tagged).state if tagged.tag == OWNED else tagged.tag
-
-    return rebuild(item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=see)
+def _outlined(tagged: Tagged) -> object:
+    return owned(tagged).state if tagged.tag == OWNED else tagged.tag

@@ -136,10 +136,9 @@ class _Renaming:
         below = len(self._path) + 2
         moved: dict[str, str] = {}
 
-        def move(ref: TensorRef) -> object:
-            new = name_of((*self._path, "state", to, *path_of(ref.name)[below:]))
-            moved[ref.name] = new
-            return TensorRef(new)
+        def move(old: str) -> object:
+            moved[old] = name_of((*self._path, "state", to, *path_of(old)[below:]))
+            return TensorRef(moved[old])
 
         return rebuild(self._state[name], leaf=move, revive=lambda tagged: tagged), moved
 

@@ -111,14 +111,15 @@ OWNED: Final = "owned"
 
 
 def rebuild(
-    tree: object, *, leaf: Callable[[TensorRef], object], revive: Callable[[Tagged], object]
+    tree: object, *, leaf: Callable[[str], object], revive: Callable[[Tagged], object]
 ) -> object:
-    """Rebuild a state: replace every TensorRef by `leaf` of it, every Tagged by `revive` of it."""
+    """Rebuild a state: replace every TensorRef by `leaf` of its name, every Tagged by `revive` of
+    it."""
 
     def build(node: object) -> object:
         kind = type(node)
         if kind is TensorRef:
-            return leaf(node)  # type: ignore[arg-type]
+            return leaf(node.name)  # type: ignore[attr-defined]
         if kind is dict or kind is OrderedDict:
             return kind(zip(node, map(build, node.values()), strict=True))  # type: ignore[attr-defined,call-overload]
         if kind is list or kind is tuple:

@@ -169,7 +169,7 @@ def _torch_form(tree: object) -> object:
         groups = [{**group["options"], "params": [*group["params"]]} for group in state["groups"]]
         return {"state": state["state"], "param_groups": groups}
 
-    return rebuild(tree, leaf=lambda ref: ref, revive=open_tag)
+    return rebuild(tree, leaf=TensorRef, revive=open_tag)
 
 
 def _write_item(
@@ -192,7 +192,7 @@ def _write_item(
             try:
                 value = rebuild(
                     leaf.node,
-                    leaf=lambda ref: tensors.whole(ref.name),
+                    leaf=tensors.whole,
                     revive=functools.partial(_revived, where=leaf.name),
                 )
                 add_value(metadata, leaf.name, append(value))
