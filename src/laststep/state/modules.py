@@ -102,17 +102,19 @@ class ModuleProvider(StateProvider):
 
     def _is_standard(self, nodes: dict[str, tuple[str, nn.Module]]) -> bool:
         """Return True if state_dict() returns just the parameters and persistent buffers."""
-        by_kind: dict[type, nn.Module] = {}
+        known: set[type] = set()
         for _, node in nodes.values():
+            kind = type(node)
             if self._hooks and (node._state_dict_hooks or node._state_dict_pre_hooks):
                 return False
-            by_kind[type(node)] = node
-        return all(
-            kind.__module__ in _VERSIONED
-            or _SAVING(kind) == _SAVING(nn.Module)
-            or _WRAPPERS.get(kind.__name__) in node._modules
-            for kind, node in by_kind.items()
-        )
+            if kind not in known and not (
+                kind.__module__ in _VERSIONED
+                or _SAVING(kind) == _SAVING(nn.Module)
+                or _WRAPPERS.get(kind.__name__) in node._modules
+            ):
+                return False
+            known.add(kind)
+        return True
 
     def check(self, stored: object) -> list[str]:
         return [] if isinstance(stored, dict) else ["is not the state of a module"]
