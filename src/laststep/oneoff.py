@@ -212,7 +212,6 @@ def load(
     store = open_store(path)
 
     def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
-        where = f"{store.url}/{checkpoint.folder}" if is_run else store.url
         me = this_rank()
         alone = Ranks(me)
         own = me.number if me.number < checkpoint.ranks else 0
@@ -245,7 +244,6 @@ def load(
                 providers,
                 None,
                 strict=strict,
-                where=where,
                 remedy=(
                     "pass strict=False to load what fits, rank=… for the state of another rank, or "
                     "leave `into` out to see what is stored"
@@ -257,7 +255,8 @@ def load(
                 taken = [match for match in found.matches if match.item.name not in found.derived]
                 _tell_whose(seen, taken, own, me)
             Transfer(content, found.matches, alone).run(room, _READERS)
-            compare_aliases(found, alone)
+            if found.have_aliases:
+                compare_aliases(found, alone, content.where)
             hand_over(content, found, providers, room, me, allow_pickle=allow_pickle)
             return into
 

@@ -312,6 +312,8 @@ else may look like it."""
 def collective(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on every rank. If it fails on any rank, raise on all ranks an error of the kind
     that is the cause (`_weight`), so that all continue alike."""
+    if ranks.size == 1:
+        return work()
     error: LaststepError | None = None
     result: T | None = None
     try:

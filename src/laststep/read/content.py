@@ -86,14 +86,17 @@ class Content:
         `by_rank`: read the indexes of other ranks on demand, if the checkpoint has layout
         groups."""
         self.folder = folder
+        self.where = f"{store.url}/{folder}"
         self.commit = commit
-        self.per_rank = {record.name for record in commit.items if record.per_rank}
+        self.per_rank: set[str] = set()
+        """Names of the per-rank items."""
+        self.items: dict[str, StoredItem] = {}
         self.files: list[LayoutBlocks] = []
         self.global_layout: GlobalLayout | None = None
         """Layouts of the ranks that wrote it, if known and not all indexes have been read."""
         self._store = store
         self._rank = rank if rank < commit.ranks else 0
-        self._specs: dict[str, dict[str, TensorSpec]] = {item.name: {} for item in commit.items}
+        self._specs: dict[str, dict[str, TensorSpec]] = {}
         """Specs of all tensors, by item."""
         self._indexes: dict[int, Index] = {}
         """Indexes that have been read, by rank."""
@@ -101,13 +104,18 @@ class Content:
         """Numbers of the files of each rank whose index is in use."""
         self._places: dict[Key, tuple[Place, ...]] = {}
         """Places of all tensors; only of per-rank items while there is a global layout."""
+        for record in commit.items:
+            self._specs[record.name] = {}
+            if record.per_rank:
+                self.per_rank.add(record.name)
         try:
             with self._seen_whole():
                 if by_rank and commit.layout_groups:
                     self._read_local_layouts()
                 else:
                     self._read_all()
-                self.items = {item.name: self._item(item) for item in commit.items}
+                for record in commit.items:
+                    self.items[record.name] = self._item(record)
         except BaseException:
             self.close()
             raise

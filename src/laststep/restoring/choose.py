@@ -34,7 +34,7 @@ from laststep.catalog.terms import shares_pids, trainer_is_gone
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
 from laststep.events import Bus, PassedOver
 from laststep.format import manifest
-from laststep.format.manifest import Commit
+from laststep.format.manifest import Abort, Commit
 from laststep.process import signals
 from laststep.ranks.group import collective
 from laststep.read.content import Content
@@ -50,10 +50,9 @@ if TYPE_CHECKING:
     from laststep.catalog.run import LiveWriter
     from laststep.catalog.terms import Seen
     from laststep.flush.saves import SaveHandle
-    from laststep.ranks.group import Ranks
+    from laststep.ranks.group import Rank, Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
-    from laststep.tiers.snapshots import Readers
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """The checkpoint that rank 0 chose."""
 
     manifest: bytes
-    """The encoded manifest; empty if rank 0 cannot read it."""
+    """The encoded manifest for the other ranks; empty if rank 0 cannot read it."""
     lineage_steps: tuple[int, ...]
     """Steps of the lineage up to and including this checkpoint."""
 
@@ -118,9 +117,11 @@ def wait_for_others(who: object, run: str) -> None:
                 handle.committed.over_within(None)
 
 
-def _wait_for_writers(store: Store) -> None:
-    """Wait until other processes have finished their saves, with one time limit for all; warn if
-    one keeps saving to the run."""
+def _wait_for_writers(store: Store, rank: Rank) -> None:
+    """On rank 0, wait until other processes have finished their saves, with one time limit for all;
+    warn if one keeps saving to the run."""
+    if not rank.is_first:
+        return
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
     # Saves with a pending marker first: nothing of them may be in the run yet.
     for announced in coming(store):
@@ -199,7 +200,7 @@ def choosing_of(
         _check_same_call(ranks, call, wanted, in_memory=in_memory)
     is_first, replicas = ranks.rank.is_first, list[ReplicaHas]()
     primary = store if near is None else near.primary
-    collective(ranks, lambda: _wait_for_writers(primary) if is_first else None)
+    collective(ranks, functools.partial(_wait_for_writers, primary, ranks.rank))
     if near is not None:
         if wanted.tiers:
             replicas = _look_at_replicas(near, wanted, ranks)
@@ -209,7 +210,7 @@ def choosing_of(
     def open_run() -> Run:
         if not is_first:
             return Run(store, None)
-        saw(newest_point(_without_tiers(store)))
+        saw(newest_point(store if near is None else near.without_tiers()))
         return Run.open(store)
 
     try:
@@ -220,10 +221,6 @@ def choosing_of(
             raise
         return None
     return Choosing(store, near, run, wanted, ranks, bus, saw, replicas)
-
-
-def _without_tiers(store: Store) -> Store:
-    return store.without_tiers() if isinstance(store, NearestStore) else store
 
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
@@ -334,7 +331,8 @@ class Choosing:
     ) -> None:
         """`near` is `store` if the run has tiers. Raise `NotFoundError` if the run lacks what is
         wanted. `replicas` is empty on other ranks than 0."""
-        self._store, self._near, self._run = store, near, run
+        self._store, self._run = store, run
+        self.near = near
         self._wanted = wanted
         self._is_named = wanted.step is not None or wanted.peeked is not None
         """True if no other checkpoint may replace the requested one."""
@@ -383,7 +381,7 @@ class Choosing:
         """Decide what to try next: the same checkpoint again, one of a new listing, or an older
         one. Raise the error if no other may replace a requested checkpoint."""
         why = error.without_remedy()
-        if self._near is not None and self._near.spoil(chosen.folder, why):
+        if self.near is not None and self.near.spoil(chosen.folder, why):
             # The snapshot in memory is dropped: try the stored copy, or a replica's.
             self._try_again(chosen)
             left = {listed.folder for listed in self._left}
@@ -418,7 +416,7 @@ class Choosing:
         self._unseen_s = None
         if not self._ranks.rank.is_first:
             return
-        self._saw(newest_point(_without_tiers(self._store)))
+        self._saw(newest_point(self._store if self.near is None else self.near.without_tiers()))
         listed = self._run.checkpoints()
         requested = self._requested(listed) if self._is_named else None
         self._lineage, self._left = [], []
@@ -467,47 +465,46 @@ class Choosing:
             place = self._place_of(listed.folder)
             if place is not self._store:
                 log.warning("%s is read at %s", listed.folder, place.url)
-            folders = [earlier.folder for earlier in self._lineage]
-            steps = [listed.step]
-            if listed.folder in folders:
-                end = folders.index(listed.folder) + 1
-                steps = [earlier.step for earlier in self._lineage[:end]]
+            steps: list[int] = []
+            for earlier in self._lineage:
+                steps.append(earlier.step)
+                if earlier.folder == listed.folder:
+                    break
+            else:
+                steps = [listed.step]  # it is not on the lineage
+            encoded = b""
+            if listed.commit is not None and self._ranks.size > 1:
+                encoded = manifest.encode(listed.commit)
             chosen = Chosen(
                 step=listed.step,
                 term=listed.term,
                 attempt=listed.attempt,
-                manifest=b"" if listed.commit is None else manifest.encode(listed.commit),
+                manifest=encoded,
                 lineage_steps=tuple(steps),
             )
+        if self._ranks.size == 1:
+            return chosen
         told = self._ranks.broadcast(0, msgspec.msgpack.encode(chosen))
         return msgspec.msgpack.decode(told, type=Chosen | None)
 
     def _place_of(self, folder: str) -> Store:
         """Return the store to read a checkpoint from; damage is reported with its URL."""
-        return self._store if self._near is None else self._near.place_of(folder)
-
-    def readers(self, folder: str) -> Readers | None:
-        """Return the ranks that can read each part of a snapshot that is spread over nodes."""
-        return None if self._near is None else self._near.readers(folder)
-
-    def is_in_primary(self, folder: str) -> bool:
-        return self._near is None or self._near.is_in_primary(folder)
-
-    def where(self, chosen: Chosen) -> str:
-        """Return the URL that a checkpoint is read from, for messages."""
-        return f"{self._place_of(chosen.folder).url}/{chosen.folder}"
+        return self._store if self.near is None else self.near.place_of(folder)
 
     def open(self, chosen: Chosen) -> Content:
         """Open the checkpoint as this rank sees it; raise on all ranks if any rank fails."""
 
         def work() -> Content:
-            where = self.where(chosen)
-            if not chosen.manifest:
-                error = self._left[-1].error if self._left else None
-                raise error or CorruptError("the manifest cannot be read", where=where)
-            commit = manifest.decode(chosen.manifest, where=where)
-            assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
             store, number = self._place_of(chosen.folder), self._ranks.rank.number
+            where = f"{store.url}/{chosen.folder}"
+            commit: Commit | Abort | None = None
+            error: LaststepError | None = None
+            if number == 0:
+                commit, error = self._left[-1].commit, self._left[-1].error
+            elif chosen.manifest:
+                commit = manifest.decode(chosen.manifest, where=where)
+            if not isinstance(commit, Commit):
+                raise error or CorruptError("the manifest cannot be read", where=where)
             by_rank = self._ranks.size > 1
             return Content(store, chosen.folder, commit, rank=number, by_rank=by_rank)
 
@@ -531,8 +528,8 @@ class Choosing:
         url = self._ranks.broadcast(0, url.encode()).decode()
         if not url:
             return False
-        assert self._near is not None  # noqa: S101 (there are replicas)
-        self._near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
+        assert self.near is not None  # noqa: S101 (there are replicas)
+        self.near.stand_in(chosen.folder, collective(self._ranks, lambda: open_store(url)))
         self._try_again(chosen)
         return True
 
@@ -565,7 +562,7 @@ class Choosing:
         if self._ranks.all_max(self._ranks.rank.is_first and late):
             raise StorageError(
                 "a rank sees a different checkpoint than rank 0",
-                where=self.where(chosen),
+                where=f"{self._place_of(chosen.folder).url}/{chosen.folder}",
                 found=self._ranks.broadcast(0, error.without_remedy().encode()).decode(),
                 remedy=(
                     "all ranks must see the same folder: check the mount on that rank's machine, "

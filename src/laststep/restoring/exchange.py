@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _DEVICE = operator.attrgetter("device")
 _INTO = operator.attrgetter("into")
+_TENSOR_BYTES = operator.attrgetter("layout.tensor_bytes")
 MANY = 16
 """With more small parts than this, a chunk is copied to the device whole and scattered there."""
 
@@ -89,13 +90,12 @@ def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy
         by_device.setdefault(copy.into.device, []).append(copy)
     for device, onto in by_device.items():
         into = list(map(_INTO, onto))
-        if memory.is_cuda:  # a message, received on the stream that copies it
+        # The host has no streams, and a message is received on the stream that copies it.
+        if device.type != "cuda" or memory.is_cuda:
             copy_each(into, [copy.source(memory) for copy in onto], non_blocking=True)
             continue
         with streams.copying(device):
-            source = memory
-            if device.type == "cuda" and len(onto) > MANY:
-                source = memory.to(device, non_blocking=True)
+            source = memory.to(device, non_blocking=True) if len(onto) > MANY else memory
             copy_each(into, [copy.source(source) for copy in onto], non_blocking=True)
 
 
@@ -239,16 +239,12 @@ class Transfer:
         if layouts is not None:
             stored = {source.writer: self._stored_by(source.writer) for source in sources}
         chunks: list[Chunk] = []
-        sizes = self._sizes()
+        sizes = dict(enumerate(map(_TENSOR_BYTES, content.files)))
         for source in sources:
             chunks += chunks_of(rank, source, stored[source.writer], requests, sizes)
         # Not earlier: other ranks may read everything that this rank needs from a file.
         content.open_files({chunk.file for chunk in chunks})
         return chunks
-
-    def _sizes(self) -> dict[int, int]:
-        files = enumerate(self._content.files)
-        return {number: file.layout.tensor_bytes for number, file in files}
 
     def _stored_by(self, writer: int) -> list[FileBox]:
         return [
@@ -260,19 +256,22 @@ class Transfer:
     def run(self, room: Room, threads: int) -> int:
         """Read, send and receive, then make the matches' copies; return the bytes read."""
         read = functools.partial(read_all, self._content.files, room=room, threads=threads)
-        read_bytes = collective(self._ranks, lambda: self._read_own(read, room))
+        read_bytes = collective(self._ranks, functools.partial(self._read_own, read, room))
         if self._ranks.size > 1:
             read_bytes += self._exchange(read, room)
         else:
             self._streams.lead()
-        pairs = [pair for match in self._matches for pair in match.copies]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for match in self._matches:
+            pairs += match.copies
         collective(self._ranks, functools.partial(copy_tensors, pairs))
         return read_bytes
 
     def _read_own(self, read: _Read, room: Room) -> int:
         memories = [box.memory for held in self._targets.values() for box in held]
         self._streams = CopyStreams(map(_DEVICE, memories))
-        own = plan_chunks(self._own, self._sizes(), room.slot_bytes)
+        sizes = dict(enumerate(map(_TENSOR_BYTES, self._content.files)))
+        own = plan_chunks(self._own, sizes, room.slot_bytes)
         return read(own, deliver=self._deliver_own)
 
     def _exchange(self, read: _Read, room: Room) -> int:

@@ -27,7 +27,6 @@ from laststep.state.modules import TrainableProvider
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from laststep.format.manifest import Commit
     from laststep.ranks.group import Rank, Ranks
     from laststep.read.content import Content
     from laststep.restoring.renaming import Modules
@@ -73,7 +72,6 @@ class RestorePlan:
     """The restore of a checkpoint into the live state of one rank, and every mismatch."""
 
     strict: bool
-    where: str
     matches: list[Match] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -107,26 +105,27 @@ def plan_restore(
     only: Sequence[str] | None,
     *,
     strict: bool,
-    where: str,
     remedy: str,
     ranks: Ranks,
 ) -> RestorePlan:
     """Plan the restore of all selected items. If `strict`, raise one `MismatchError` that lists
-    every problem; else raise it only if nothing fits. A stored tensor is unexpected only if no rank
-    needs it. `where` (the checkpoint's folder) and `remedy` are for its message."""
-    plan = RestorePlan(strict, where)
+    every problem, with this remedy; else raise it only if nothing fits. A stored tensor is
+    unexpected only if no rank needs it."""
+    plan = RestorePlan(strict)
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
-    aliases = any(match.aliases for match in plan.matches)
+    plan.have_aliases = any(match.aliases for match in plan.matches)
     lacks = bool(plan.missing or plan.mismatched)
     takes = bool(plan.merged) or any(m.reads or not m.item.names() for m in plan.matches)
-    note = msgspec.msgpack.encode((plan.unexpected, aliases, lacks, takes))
-    notes = [_decode_note(data) for data in ranks.all_gather(note)]
-    common = set(plan.unexpected).intersection(*(unexpected for unexpected, *_ in notes))
-    plan.have_aliases, lacks, takes = (any(flags) for flags in list(zip(*notes, strict=True))[1:])
+    unexpected = plan.unexpected
+    if ranks.size > 1:
+        note = msgspec.msgpack.encode((unexpected, plan.have_aliases, lacks, takes))
+        notes = [_decode_note(data) for data in ranks.all_gather(note)]
+        of_ranks, *flags = zip(*notes, strict=True)
+        common = set(unexpected).intersection(*of_ranks)
+        unexpected = list(filter(common.__contains__, unexpected))
+        plan.have_aliases, lacks, takes = map(any, flags)
     plan.problems = problems = Problems(
-        missing=tuple(plan.missing),
-        unexpected=tuple(filter(common.__contains__, plan.unexpected)),
-        mismatched=tuple(plan.mismatched),
+        missing=tuple(plan.missing), unexpected=tuple(unexpected), mismatched=tuple(plan.mismatched)
     )
     # Restoring nothing is only a problem if something is missing or mismatched.
     is_useless = lacks and not takes
@@ -136,9 +135,9 @@ def plan_restore(
             what = "the checkpoint does not fit the live state"
             if not strict:
                 what = "no part of the checkpoint fits the live state, which differs"
-            raise MismatchError.of(problems, where=where, what=what, remedy=remedy)
+            raise MismatchError.of(problems, where=content.where, what=what, remedy=remedy)
 
-    if is_useless or (strict and (common or lacks)):
+    if is_useless or (strict and (unexpected or lacks)):
         collective(ranks, judge)
     if problems.missing or problems.mismatched:
         _warn_of_problems(problems)
@@ -152,11 +151,9 @@ def plan_restore(
     return plan
 
 
-def compare_aliases(plan: RestorePlan, ranks: Ranks) -> None:
+def compare_aliases(plan: RestorePlan, ranks: Ranks, where: str) -> None:
     """Compare aliases after the reads. If any differ, raise `MismatchError` when strict; else keep
     the first and add them to the plan's problems."""
-    if not plan.have_aliases:
-        return
     mine = collective(
         ranks, lambda: [f"{m.item.name}/{text}" for m in plan.matches for text in m.differing()]
     )
@@ -165,7 +162,7 @@ def compare_aliases(plan: RestorePlan, ranks: Ranks) -> None:
     if texts and plan.strict:
         raise MismatchError.of(
             Problems(mismatched=texts),
-            where=plan.where,
+            where=where,
             remedy="restore into separate tensors, or pass strict=False to take the first",
         )
     plan.problems = msgspec.structs.replace(
@@ -211,7 +208,7 @@ def _look(
         if name not in content.items:
             plan.missing.append(name)
             continue
-        item = content.item(name)
+        item = content.items[name]
         _, selected = selection(only, name, item.names())
         with naming(name):
             inner = make_deferred(provider)
@@ -230,7 +227,7 @@ def _look(
     if only is None:
         plan.unexpected += itertools.filterfalse(providers.__contains__, content.items)
     else:
-        _check_all_used(only, content, providers, plan.where)
+        _check_all_used(only, content, providers)
 
 
 def _takes_over(
@@ -271,7 +268,7 @@ def _warn_of_problems(problems: Problems) -> None:
 
 
 def _check_all_used(
-    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
+    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider]
 ) -> None:
     """Raise `NotFoundError` for a pattern in `only` that picks nothing, such as a misspelt name."""
     for pattern in only:
@@ -286,7 +283,7 @@ def _check_all_used(
             stored = ", ".join(sorted(content.items))
             raise NotFoundError(
                 "no part of the checkpoint, or no live item, matches",
-                where=where,
+                where=content.where,
                 expected=pattern,
                 found=f"live items {', '.join(sorted(providers))}, and items {stored} in the "
                 "checkpoint",
@@ -294,7 +291,7 @@ def _check_all_used(
             )
 
 
-def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> None:
+def refuse_rounded(content: Content, matches: Iterable[Match]) -> None:
     """Raise `MismatchError` if a tensor to restore was rounded when it was saved."""
     if not content.commit.written.lossy:
         return
@@ -305,23 +302,23 @@ def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> No
                 if entry.start == place.start and entry.name in stored.lossy:
                     raise MismatchError(
                         "the checkpoint is not exact",
-                        where=where,
+                        where=content.where,
                         expected="no tensor that was rounded, with exact=True",
                         found=f"{item}/{name}, rounded to {stored.lossy[entry.name]}",
                         remedy="restore(exact=False) takes it as it is",
                     )
 
 
-def refuse_partial(commit: Commit, only: Sequence[str] | None, where: str) -> None:
+def refuse_partial(content: Content, only: Sequence[str] | None) -> None:
     """Raise `MismatchError` if a selected item is omitted from a partial checkpoint."""
-    if not commit.omitted_items:
+    if not content.commit.omitted_items:
         return
-    lacking = [item for item in commit.omitted_items if selection(only, item)[0]]
+    lacking = [item for item in content.commit.omitted_items if selection(only, item)[0]]
     if lacking:
-        here = [record.name for record in commit.items]
+        here = [record.name for record in content.commit.items]
         error = MismatchError(
             "the checkpoint is partial, without " + ", ".join(lacking),
-            where=where,
+            where=content.where,
             expected="all items" if only is None else f"what only={list(only)} names",
             found=", ".join(here),
             remedy=f"restore(only={here}) restores the items that are here",

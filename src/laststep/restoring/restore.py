@@ -116,29 +116,25 @@ def restore_into(
     choosing = choosing_of(store, bus, wanted, saw, ranks, "restore()")
     if choosing is None:
         return None
+    near = choosing.near
     changed: set[str] = set()  # checkpoints that may have changed live state
 
     def restore(chosen: Chosen) -> Outcome:
         began = time.perf_counter()
-        where = choosing.where(chosen)
         with closing(choosing.open(chosen)) as content:
-            planning.refuse_partial(content.commit, wanted.only, where)
+            planning.refuse_partial(content, wanted.only)
             plan = planning.plan_restore(
-                content,
-                providers,
-                wanted.only,
-                strict=wanted.strict,
-                where=where,
-                remedy=_REMEDY,
-                ranks=ranks,
+                content, providers, wanted.only, strict=wanted.strict, remedy=_REMEDY, ranks=ranks
             )
             if wanted.exact:
-                collective(ranks, lambda: planning.refuse_rounded(content, plan.matches, where))
-            transfer = Transfer(content, plan.matches, ranks, choosing.readers(chosen.folder))
+                collective(ranks, lambda: planning.refuse_rounded(content, plan.matches))
+            readers = None if near is None else near.readers(chosen.folder)
+            transfer = Transfer(content, plan.matches, ranks, readers)
             touched()
             changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
-            planning.compare_aliases(plan, ranks)
+            if plan.have_aliases:
+                planning.compare_aliases(plan, ranks, content.where)
             give = functools.partial(hand_over, content, plan, providers, room, ranks.rank)
             collective(ranks, functools.partial(give, allow_pickle=wanted.allow_pickle))
         bus.emit(
@@ -158,10 +154,11 @@ def restore_into(
             metrics=content.commit.metrics,
             metadata=content.commit.metadata,
         )
+        is_in_primary = near is None or near.is_in_primary(chosen.folder)
         return Outcome(
             restored=restored,
             chosen=chosen,
-            was_in_primary=choosing.is_in_primary(chosen.folder) and not plan.problems,
+            was_in_primary=is_in_primary and not plan.problems,
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),
@@ -181,7 +178,7 @@ def peek_into(
 
     def look(chosen: Chosen) -> Peeked:
         with closing(choosing.open(chosen)) as content:
-            planning.refuse_partial(content.commit, None, choosing.where(chosen))
+            planning.refuse_partial(content, None)
             return Peeked(
                 step=chosen.step,
                 next_step=chosen.step + 1,
