@@ -101,7 +101,7 @@ class FileSource(Protocol):
     @property
     def url(self) -> str: ...
 
-    def open_reader(self, name: str, *, cached: bool = False) -> FileReading: ...
+    def open_reader(self, name: str) -> FileReading: ...
 
 
 class OpenFile(NamedTuple):
@@ -131,14 +131,11 @@ class _NoFile:
 class BlockReader:
     """Reads the data that one rank wrote for a checkpoint. Close it when done."""
 
-    def __init__(
-        self, store: FileSource, folder: str, index: Index, *, cached: bool = False
-    ) -> None:
-        """`cached`: bytes may come from the system's page cache."""
+    def __init__(self, store: FileSource, folder: str, index: Index) -> None:
         self.index = index
         self.where = f"{store.url}/{folder}"
         self.layouts = [LayoutBlocks(self, stored) for stored in index.layouts]
-        self._store, self._folder, self._cached = store, folder, cached
+        self._store, self._folder = store, folder
         self._files: dict[int, OpenFile] = {}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -181,7 +178,7 @@ class BlockReader:
         where, path = f"{self.where}/{file.name}", f"{self._folder}/{file.name}"
         due = f"{file.size_bytes} bytes"
         try:
-            reader = self._store.open_reader(path, cached=self._cached)
+            reader = self._store.open_reader(path)
         except NotFoundError:
             error = CorruptError(
                 "a data file is missing", where=where, expected=due, found="no such file"
