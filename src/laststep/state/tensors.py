@@ -75,10 +75,6 @@ def handler_for(kind: type) -> TensorHandler | None:
     return next((_HANDLERS[base] for base in kind.__mro__ if base in _HANDLERS), None)
 
 
-def is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def needed_bytes(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the start of its storage to the end of a tensor."""
     if tensor.numel() == 0:
