@@ -27,7 +27,6 @@ from laststep.ranks.transports import HOST, DeviceTransport, Transit, Transport,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
 
 log = logging.getLogger(__name__)
@@ -109,20 +108,6 @@ class Ranks:
     def all_max(self, number: int) -> int:
         return number
 
-    def carrying(
-        self, device: torch.device, most_bytes: int
-    ) -> AbstractContextManager[torch.device]:
-        """Prepare exchanges in which this rank, with its state on `device`, sends up to
-        `most_bytes`; yield the device on which all its messages must lie."""
-        return contextlib.nullcontext(HOST)
-
-    def exchange(
-        self, each: Mapping[int, RankMessage], to_all: RankMessage | None
-    ) -> Iterator[RankMessage]:
-        """Send one message to each of some ranks and one to all others; yield the messages
-        received, each to be used before the next."""
-        return iter(())
-
 
 class RankGroup(Ranks):
     """All ranks of a job; constructed by all of them at once."""
@@ -183,6 +168,8 @@ class RankGroup(Ranks):
 
     @contextlib.contextmanager
     def carrying(self, device: torch.device, most_bytes: int) -> Iterator[torch.device]:
+        """Prepare exchanges in which this rank, with its state on `device`, sends up to
+        `most_bytes`; yield the device on which all its messages must lie."""
         on_device = device.type == "cuda" and has_nccl()
         if self.all_max(not on_device) or self.all_max(most_bytes) < WORTH_BYTES:
             yield HOST
@@ -220,6 +207,8 @@ class RankGroup(Ranks):
     def exchange(
         self, each: Mapping[int, RankMessage], to_all: RankMessage | None
     ) -> Iterator[RankMessage]:
+        """Send one message to each of some ranks and one to all others; yield the messages
+        received, each to be used before the next."""
         head, data = to_all or (b"", _NOTHING)
         mine = torch.tensor([len(each), len(head), data.numel()])
         announced = self._gather_rows(mine).tolist()

@@ -17,7 +17,7 @@ from laststep.catalog.attempt import deleted, read_index
 from laststep.codecs.digests import digest
 from laststep.errors import CorruptError, NotFoundError
 from laststep.plan.files import LAYOUT_NAME
-from laststep.plan.layouts import GlobalLayout, global_layout_of
+from laststep.plan.layouts import GlobalLayout, Key, global_layout_of
 from laststep.read.blocks import MANY_LAYOUTS, BlockReader, LayoutBlocks, close_files
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import StoredItem, TensorSpec, decode_item
@@ -72,8 +72,6 @@ class Place(NamedTuple):
 
 
 _BOX = operator.attrgetter("box")
-Key = tuple[str, str]
-"""An item and the name of a tensor of it."""
 
 
 class Content:

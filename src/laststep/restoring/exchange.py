@@ -31,7 +31,7 @@ from laststep.constants import align_up
 from laststep.errors import CorruptError
 from laststep.plan import who_reads
 from laststep.plan.reads import FileBox, chunks_of, plan_chunks, requested_ranges
-from laststep.ranks.group import Rank, Ranks, collective
+from laststep.ranks.group import Rank, RankGroup, Ranks, collective
 from laststep.read.reader import read_all
 from laststep.restoring.match import load_item
 from laststep.state.boxes import Box, whole
@@ -40,9 +40,10 @@ from laststep.state.tensors import TORCH_DTYPES, LocalBox, LocalShard, box_of, c
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from laststep.plan.layouts import Key
     from laststep.plan.reads import Chunk, Wanted
     from laststep.ranks.group import RankMessage
-    from laststep.read.content import Content, Key
+    from laststep.read.content import Content
     from laststep.read.reader import Room
     from laststep.restoring.match import Match
     from laststep.state.layouts import Layout
@@ -68,19 +69,19 @@ def tensor_over(chunk: memoryview) -> torch.Tensor:
 
 
 class _Copy(NamedTuple):
-    """A copy of a box of this shape, or of the part `taken` of it, into a tensor."""
+    """A copy of `part` of a box, which begins at byte `at` of the memory, into a tensor."""
 
     into: torch.Tensor
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    taken: Box | None
+    at: int
+    box: Box
+    part: Box
 
     def source(self, memory: torch.Tensor) -> torch.Tensor:
-        stored = memory[self.start : self.stop]
-        if self.into.dtype != torch.uint8 or len(self.shape) != 1:
-            stored = stored.view(self.into.dtype).view(self.shape)
-        return stored if self.taken is None else box_of(stored, self.taken)
+        stored = memory[self.at : self.at + self.box.volume * self.into.itemsize]
+        shape = self.box.shape
+        if self.into.dtype != torch.uint8 or len(shape) != 1:
+            stored = stored.view(self.into.dtype).view(shape)
+        return stored if self.part == self.box else box_of(stored, self.part.within(self.box))
 
 
 def _copy_all(streams: CopyStreams, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
@@ -257,8 +258,8 @@ class Transfer:
         """Read, send and receive, then make the matches' copies; return the bytes read."""
         read = functools.partial(read_all, self._content.files, room=room, threads=threads)
         read_bytes = collective(self._ranks, functools.partial(self._read_own, read, room))
-        if self._ranks.size > 1:
-            read_bytes += self._exchange(read, room)
+        if isinstance(self._ranks, RankGroup):
+            read_bytes += self._exchange(self._ranks, read, room)
         else:
             self._streams.lead()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -274,9 +275,9 @@ class Transfer:
         own = plan_chunks(self._own, sizes, room.slot_bytes)
         return read(own, deliver=self._deliver_own)
 
-    def _exchange(self, read: _Read, room: Room) -> int:
+    def _exchange(self, ranks: RankGroup, read: _Read, room: Room) -> int:
         """Read this rank's share of the shared tensors, and send and receive the rest."""
-        ranks, read_bytes = self._ranks, 0
+        read_bytes = 0
         turns, passed_on_bytes = collective(ranks, lambda: self._prepare(room))
         error: Exception | None = None
         with ranks.carrying(self._device(), passed_on_bytes) as device:
@@ -375,7 +376,7 @@ class Transfer:
             if message is not None:
                 dtype = self._dtypes[move.tensor]
                 into = message[at : at + move.size_bytes].view(dtype).view(move.common.shape)
-                copies.append(self._copy(into, move.at, move.box, move.common))
+                copies.append(_Copy(into, move.at, move.box, move.common))
         _copy_all(self._streams, tensor_over(data)[: chunk.stop - chunk.start], copies)
 
     def _unpack(self, message: RankMessage) -> None:
@@ -421,14 +422,10 @@ class Transfer:
                 if common_here is None:
                     continue
                 here, into = common_here, box_of(into, common_here.within(held.box))
-            yield self._copy(into, at, box, here)
+            yield _Copy(into, at, box, here)
             placed += here.volume
         with self._lock:
             self._placed[tensor] += placed
-
-    def _copy(self, into: torch.Tensor, at: int, box: Box, part: Box) -> _Copy:
-        taken = None if part == box else part.within(box)
-        return _Copy(into, at, at + box.volume * into.itemsize, box.shape, taken)
 
 
 def state_of_rank(content: Content, item: str, room: Room, *, allow_pickle: bool) -> object:
