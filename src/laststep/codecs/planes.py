@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     Part = bytes | memoryview
     Elements = NDArray[unsignedinteger]
 
-_of_thread = threading.local()
-"""Working memory and contexts of zstandard, which no two threads may use at once."""
 _BY_ARITHMETIC = (1, 2, 4)
 """Element sizes whose planes are made by shifts and casts, for which numpy has vector instructions.
 Splitting and merging run at 16 and 11 GB/s for 2 bytes, and at 6 and 4 GB/s for 4 bytes; strided
@@ -244,7 +242,7 @@ def _scratch(use: str, count: int, width: int = 1) -> Elements:
     system: with 250 page faults for each of two arrays, splitting a block into planes took six
     times as long.
     """
-    kept: dict[str, NDArray[uint8]] = _of_thread.__dict__.setdefault("arrays", {})
+    kept = _of_thread.arrays
     if use not in kept:
         kept[use] = np.empty(BLOCK_BYTES, np.uint8)
     return kept[use][: count * width].view(f"<u{width}")
@@ -252,7 +250,7 @@ def _scratch(use: str, count: int, width: int = 1) -> Elements:
 
 def _pack(data: Part) -> Part:
     """Return a zstandard frame, or `data` itself if the frame is not shorter."""
-    frame = _compressor().compress(data)
+    frame = _of_thread.compressor.compress(data)
     return frame if len(frame) < len(data) else data
 
 
@@ -266,7 +264,7 @@ def _unpack(stored: memoryview, size_bytes: int) -> Part:
         content_bytes = zstandard.frame_content_size(stored)
         if content_bytes != size_bytes:
             raise _broken(f"a frame of {size_bytes} bytes", f"one of {content_bytes}")
-        content = _decompressor().decompress(stored, allow_extra_data=False)
+        content = _of_thread.decompressor.decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise _broken("a frame of zstandard", str(error)) from None
     if len(content) != size_bytes:
@@ -274,10 +272,10 @@ def _unpack(stored: memoryview, size_bytes: int) -> Part:
     return content
 
 
-def _compressor() -> zstandard.ZstdCompressor:
-    try:
-        mine: zstandard.ZstdCompressor = _of_thread.compressor
-    except AttributeError:
+class _OfThread(threading.local):
+    """Contexts of zstandard and working memory, which no two threads may use at once."""
+
+    def __init__(self) -> None:
         parameters = zstandard.ZstdCompressionParameters(
             compression_level=1,
             strategy=zstandard.STRATEGY_FAST,
@@ -289,16 +287,12 @@ def _compressor() -> zstandard.ZstdCompressor:
             write_checksum=False,  # blocks have digests
             write_dict_id=False,
         )
-        mine = _of_thread.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    return mine
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
+        self.arrays: dict[str, NDArray[uint8]] = {}
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-    try:
-        mine: zstandard.ZstdDecompressor = _of_thread.decompressor
-    except AttributeError:
-        mine = _of_thread.decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
-    return mine
+_of_thread = _OfThread()
 
 
 def _fold(differences: Elements) -> Elements:
