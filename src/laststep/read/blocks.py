@@ -460,18 +460,15 @@ class Extent:
                 if any(a <= data[0] < b for a, b in (damage.data for damage in lost)):
                     continue
                 part, expected = image[at:image_stop], self._digest(at // BLOCK_BYTES)
-                if digest(part) != expected:
-                    file = self._reader.file(piece.ref.file)
-                    what = f"block {data[0] // BLOCK_BYTES}"
-                    wrong += self._causes(piece, data) or [
-                        _changed(file, what, (start, stop), expected, part, data)
-                    ]
+                if digest(part) == expected:
+                    continue
+                number = data[0] // BLOCK_BYTES
+                base = None if piece.ref.base is None else self._layout.base(number)
+                causes = base.read(memoryview(bytearray(base.size_bytes))) if base else []
+                file = self._reader.file(piece.ref.file)
+                changed = _changed(file, f"block {number}", (start, stop), expected, part, data)
+                wrong += causes or [changed]
         return wrong
-
-    def _causes(self, piece: StoredPiece, place: tuple[int, int]) -> list[Damage]:
-        """Return the damage to the base of a block."""
-        base = None if piece.ref.base is None else self._layout.base(place[0] // BLOCK_BYTES)
-        return [] if base is None else base.read(memoryview(bytearray(base.size_bytes)))
 
 
 def _changed(

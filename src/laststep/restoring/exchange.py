@@ -142,8 +142,7 @@ class Transfer:
         self._ranks = ranks
         self._rank = ranks.rank.number
         self._keys: list[Key] = []
-        """Tensors by number. The first ones are `_shared`, with the same numbers on all ranks."""
-        self._shared = range(0)
+        """Tensors by number. Shared ones come first, with the same numbers on all ranks."""
         self._targets: dict[int, list[LocalBox]] = {}
         """This rank's memory for each tensor."""
         self._own: list[Wanted] = []
@@ -157,7 +156,6 @@ class Transfer:
             self._request()
             return
         self._keys = content.keys()
-        self._shared = range(len(self._keys))
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         specs = [content.items[item].tensors[name] for item, name in self._keys]
         self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
@@ -312,7 +310,8 @@ class Transfer:
         in_turn = passed_on = 0
         cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
         for chunk in cut:
-            need = self._passed_on_bytes(chunk)
+            # A box for all ranks counts once.
+            need = sum(move.size_bytes for move in self._moves_of(chunk) if move.who != self._rank)
             if in_turn + need > _PARCEL_BYTES and turns[-1]:
                 turns.append([])
                 in_turn = 0
@@ -323,15 +322,11 @@ class Transfer:
     def _device(self) -> torch.device:
         """Return the device of all shared tensors of this rank; the CPU if they are on several.
         Without any, return the current CUDA device if there is one."""
-        shared = [held for number, held in self._targets.items() if number in self._shared]
+        shared = map(self._targets.__getitem__, self._requests.tensors(self._rank))
         devices = {box.memory.device for held in shared for box in held}
         if not devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
-
-    def _passed_on_bytes(self, chunk: Chunk) -> int:
-        """Return the bytes sent to other ranks; a box for all ranks counts once."""
-        return sum(move.size_bytes for move in self._moves_of(chunk) if move.who != self._rank)
 
     def expect(
         self, chunks: Sequence[Chunk], device: torch.device

@@ -518,7 +518,12 @@ def _sharing(
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in named.items()}
     if len(set(storages.values())) == len(storages):
         return {}, {}, {}
-    extents = [_extent(name, tensor, storages[name]) for name, tensor in named.items()]
+    extents: list[MemoryRange] = []
+    for name, tensor in named.items():
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        stop = tensors.needed_bytes(tensor) or start
+        window = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start)
+        extents.append(MemoryRange(name, storages[name], start, stop, window))
     ties = find_ties(extents)
     views: dict[str, View] = {}
     bases: dict[str, torch.Tensor] = {}
@@ -542,9 +547,3 @@ def _sharing(
                 offset_bytes=int(tensor.storage_offset()) * tensor.element_size() - start,
             )
     return ties, views, bases
-
-
-def _extent(name: str, tensor: torch.Tensor, storage: int) -> MemoryRange:
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    window = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start)
-    return MemoryRange(name, storage, start, tensors.needed_bytes(tensor) or start, window)
