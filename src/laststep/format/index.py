@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import struct
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,12 +22,17 @@ from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
 from laststep.constants import BLOCK_BYTES, FORMAT_VERSION
 from laststep.errors import CorruptError, UsageError
 from laststep.format.layout import FileLayout
-from laststep.format.manifest import WrittenIndexes, is_file_name, is_plain_name, refuse_later
+from laststep.format.manifest import (
+    Count,
+    WrittenIndexes,
+    is_file_name,
+    is_plain_name,
+    refuse_later,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 RAW = 0
 """Number of the encoding of blocks that are stored raw."""
 MAX_FILES = 4096
@@ -125,7 +130,6 @@ class StoredLayout(
         return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     def refs(self) -> list[BlockRef]:
-        """Return the reference of each block."""
         return list(refs_of(self.runs, self.layout))
 
 
@@ -369,10 +373,8 @@ def folder_of(rank: int, ranks: int) -> str:
 
 
 def index_name(rank: int, ranks: int = 1) -> str:
-    """Return the name of a rank's index."""
     return f"{folder_of(rank, ranks)}index-r{rank:05d}"
 
 
 def pack_name(rank: int, ranks: int = 1) -> str:
-    """Return the name of a rank's pack file."""
     return f"{folder_of(rank, ranks)}blocks-r{rank:05d}.pack"

@@ -180,7 +180,6 @@ class FileLayout(
         return min(BLOCK_BYTES, self.tensor_bytes - number * BLOCK_BYTES)
 
     def header(self) -> bytes:
-        """Return the header region of the file."""
         text = _json_of(self.tensors)
         length = self.header_bytes - LENGTH_BYTES
         return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)

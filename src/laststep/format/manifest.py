@@ -217,7 +217,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return len(self.written.indexes) // DIGEST_BYTES
 
     def index_digest(self, number: int) -> bytes:
-        """Return the digest of a rank's index."""
         return self.written.indexes[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 

@@ -248,7 +248,6 @@ class Ledger:
         self._common: dict[int, frozenset[RanksWanting] | None] = {}
 
     def sources(self, rank: int) -> Iterator[WriterSource]:
-        """Yield the sources that a rank reads."""
         for shared_range, pieces in self._pieces_for(rank):
             for piece, readers in self._turns_of(rank, shared_range, pieces):
                 writer = shared_range.writer(piece)

@@ -90,7 +90,6 @@ class ReplicatedRange:
         return None
 
     def writer(self, piece: int) -> int:
-        """Return the rank that writes a piece."""
         place = (piece + self.entries[0].tensor) % self.holders
         for holders in self.copies:
             if place < holders.size:

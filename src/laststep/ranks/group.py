@@ -82,7 +82,6 @@ def ranks_on_this_node(rank: Rank) -> int:
 
 
 def leaves_cores(rank: Rank) -> bool:
-    """Return whether this node has more cores than ranks."""
     return rank.ranks == 1 or ranks_on_this_node(rank) < (os.cpu_count() or 1)
 
 
