@@ -168,7 +168,7 @@ class Checkpoint(OnlyOne):
     def tensors(self) -> list[str]:
         """Return the full names of all tensors, `item/name`, including those that share bytes."""
         content = self.content()
-        return [f"{item.name}/{name}" for item in content.items.values() for name in item.names()]
+        return [f"{item.name}/{name}" for item in content.items.values() for name in item.names]
 
     def tensor(self, full_name: str) -> StoredTensor:
         """Return a tensor by its full name. No data is read before it is sliced. Raises

@@ -345,7 +345,7 @@ def test_an_items_tree_is_encoded_and_decoded_to_itself() -> None:
     assert item.tree == collected.tree
     assert item.ties == collected.ties
     assert item.views == collected.views
-    assert set(item.names()) == {"a", "b", "c/#1/#0"}
+    assert set(item.names) == {"a", "b", "c/#1/#0"}
     assert isinstance(collected.pieces[0], Piece)
 
 

@@ -147,7 +147,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
 
     @property
     def size_bytes(self) -> int:
-        """Size of all its data files."""
         return sum(file.size_bytes for file in self.files)
 
     def encoding(self, number: int) -> Encoding | None:

@@ -192,7 +192,7 @@ def match_item(
 ) -> None:
     """Match an item; `selected` picks tensors of a partial restore, None takes all."""
     item = match.item
-    stored = item.names()
+    stored = item.names
     match.fresh = state.fresh
     match.values = dict.fromkeys(stored, ABSENT)
     if selected is not None:
@@ -251,8 +251,8 @@ def _leave_alone(
 def load_item(item: StoredItem, device: str) -> Match:
     """Match an item as stored, into new memory."""
     match = Match(item=item, whole=True)
-    match.values = dict.fromkeys(item.names(), ABSENT)
-    for name in item.names():
+    match.values = dict.fromkeys(item.names, ABSENT)
+    for name in item.names:
         _place_fresh(match, name, device)
     return match
 

@@ -115,7 +115,7 @@ def plan_restore(
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
     plan.have_aliases = any(match.aliases for match in plan.matches)
     lacks = bool(plan.missing or plan.mismatched)
-    takes = bool(plan.merged) or any(m.reads or not m.item.names() for m in plan.matches)
+    takes = bool(plan.merged) or any(m.reads or not m.item.names for m in plan.matches)
     unexpected = plan.unexpected
     if ranks.size > 1:
         note = msgspec.msgpack.encode((unexpected, plan.have_aliases, lacks, takes))
@@ -209,14 +209,14 @@ def _look(
             plan.missing.append(name)
             continue
         item = content.items[name]
-        _, selected = selection(only, name, item.names())
+        _, selected = selection(only, name, item.names)
         with naming(name):
             inner = make_deferred(provider)
         if isinstance(inner, TrainableProvider):
-            inner.expect(item.names())
+            inner.expect(item.names)
         if not _takes_over(content, name, provider, rank, plan):
             continue
-        if selected is not None and not any(map(selected, item.names())):
+        if selected is not None and not any(map(selected, item.names)):
             continue
         state, live = live_item(name)
         match = Match(item=item, whole=selected is None)
@@ -275,7 +275,7 @@ def _check_all_used(
         if pattern in providers:
             continue
         for name in providers.keys() & content.items.keys():
-            names = content.items[name].names()
+            names = content.items[name].names
             takes_part, picks = selection([pattern], name, names)
             if takes_part and (picks is None or any(map(picks, names))):
                 break

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.state.optimizers import group_of, is_optimizer_state
-from laststep.state.tree import OWNED, Path, name_of, owned, owners, path_of, rebuild
+from laststep.state.tree import OWNED, Path, name_of, owned, owners, path_of, rebuild, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -68,8 +68,6 @@ def rename(
 
 
 class _Renaming:
-    """Renames the state of one stored optimizer."""
-
     def __init__(self, match: Match, path: Path, stored: dict[str, Any]) -> None:
         self._match = match
         self._path = path
@@ -98,7 +96,8 @@ class _Renaming:
         ]
         state, item = {**self._stored, "state": self._state, "groups": groups}, self._match.item
         tree = _with_state(item.tree, self._path, state)
-        self._match.item = replace(item, tree=tree, ties=item.ties | self._ties)
+        names, ties = tensor_names(tree), item.ties | self._ties
+        self._match.item = replace(item, tree=tree, names=names, ties=ties)
 
     def _copy(self, name: str, to: str) -> None:
         """Add the state of a stored parameter under another name."""

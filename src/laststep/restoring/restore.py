@@ -79,8 +79,6 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """The arguments of a restore."""
-
     step: int | None
     """Restore exactly this step; None: the newest that verifies."""
     only: Sequence[str] | None

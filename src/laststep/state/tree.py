@@ -267,11 +267,11 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredItem:
-    """An item of a checkpoint."""
-
     name: str
     kind: str
     tree: object
+    names: list[str]
+    """All names in the tree, of tensors with and without bytes of their own."""
     ties: dict[str, str]
     views: dict[str, View]
     tensors: dict[str, TensorSpec]
@@ -294,9 +294,6 @@ class StoredItem:
         if view is not None:
             return TensorSpec(view.dtype, view.shape)
         return self.tensors[self.ties.get(name, name)]
-
-    def names(self) -> list[str]:
-        return tensor_names(self.tree)
 
 
 def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
@@ -333,8 +330,16 @@ def decode_item(
         owners(tree)
     except CorruptError as error:
         raise error.amended(where=where) from None
-    item = StoredItem(name=name, kind=kind, tree=tree, ties=ties, views=views, tensors=tensors)
-    for leaf in item.names():
+    item = StoredItem(
+        name=name,
+        kind=kind,
+        tree=tree,
+        names=tensor_names(tree),
+        ties=ties,
+        views=views,
+        tensors=tensors,
+    )
+    for leaf in item.names:
         source = item.source_of(leaf)
         if source not in tensors:
             raise CorruptError(
