@@ -207,7 +207,7 @@ class Scanner(msgspec.Struct, eq=False):
                 item = self.look(name, entry, deep=deep)
                 if item.decided is None:
                     scanned.append(item)
-        return self._still_there(tuple(scanned))
+        return self._still_there(tuple(scanned)) if scanned else ()
 
     def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
         """Leave out attempts that are being deleted: they have no manifest, and by now no name."""

@@ -303,8 +303,9 @@ class Terms(msgspec.Struct, eq=False):
         else raise `AbortedError`. `orphan` is True if `writer`, the trainer, is dead."""
         make_folder(self._store)
         newest = max((seen, *self.numbers()))
-        with contextlib.suppress(CorruptError):
-            self.read(newest)  # raises `UsageError` for a later format: do not continue that run
+        if newest:
+            with contextlib.suppress(CorruptError):
+                self.read(newest)  # raises `UsageError` for a later format: do not continue
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
