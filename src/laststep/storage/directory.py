@@ -105,20 +105,22 @@ class DirectoryStore(Store):
     # Unlike in `list`, only a link costs a system call, where the filesystem tells types.
 
     def file_names(self, folder: str) -> tuple[str, ...]:
+        names = []
         with self._listing(folder) as items:
-            return tuple(
-                item.name
-                for item in items
-                if (os.path.isfile(item.path) if item.is_symlink() else item.is_file())
-            )
+            for item in items:
+                is_file = os.path.isfile(item.path) if item.is_symlink() else item.is_file()
+                if is_file:
+                    names.append(item.name)
+        return tuple(names)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
+        names = []
         with self._listing(folder) as items:
-            return tuple(
-                item.name
-                for item in items
-                if (os.path.isdir(item.path) if item.is_symlink() else item.is_dir())
-            )
+            for item in items:
+                is_folder = os.path.isdir(item.path) if item.is_symlink() else item.is_dir()
+                if is_folder:
+                    names.append(item.name)
+        return tuple(names)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
