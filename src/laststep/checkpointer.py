@@ -190,49 +190,45 @@ class Checkpointer(single.OnlyOne):
             if self._team is None:  # else ranks learn of it at different saves, but must all save
                 self._saves.raise_failed()
             asked = arguments.save_request(step, metrics, metadata, overwrite, streams)
-            handle = self._begin_save(asked, began)
-        if self._ending is not None and self._team is not None:
-            self._ending.reached(handle.step, self._meet_to_stop)
-        return handle
-
-    def _begin_save(self, asked: arguments.SaveRequest, began: float) -> SaveHandle:
-        if self._saves.refusal is not None:
-            self._work.revive(self._context.settings)
-        overwrite = self._saves.check_new(asked.step, self.path, overwrite=asked.overwrite)
-        role: Role = (
-            "alone" if self._team is None else "first" if self._context.rank.is_first else "member"
-        )
-        save = Save(self._client, asked.step, overwrite=overwrite, role=role)
-        last = self._preparer.last
-        short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
-        obstacle = self._saves.obstacle(short_of_room=short)
-        is_last = self._ending is not None and self._ending.is_last
-        if obstacle is None or self._context.settings.on_busy is OnBusy.WAIT or is_last:
-            waited = 0.0 if obstacle is None else self._saves.wait_for_turn()
-            with without_collection():
-                job = self._capture(save, asked)
-            job.timing.stall_s = time.perf_counter() - began
-            job.timing.waited_s += waited
-            self._schedule.began(save.handle)
-        else:
-            save.skip(obstacle)
-            self._context.bus.emit(SaveSkipped(step=save.step, reason=obstacle))
+            if self._saves.refusal is not None:
+                self._work.revive(self._context.settings)
+            overwrite = self._saves.check_new(asked.step, self.path, overwrite=asked.overwrite)
+            role: Role = "alone"
             if self._team is not None:
-                self._team.stay_out(save.step, f"skipped the save: {obstacle}")
-        self._saves.raise_failed()
+                role = "first" if self._context.rank.is_first else "member"
+            save = Save(self._client, asked.step, overwrite=overwrite, role=role)
+            last = self._preparer.last
+            short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
+            obstacle = self._saves.obstacle(short_of_room=short)
+            is_last = self._ending is not None and self._ending.is_last
+            if obstacle is None or self._context.settings.on_busy is OnBusy.WAIT or is_last:
+                waited = 0.0 if obstacle is None else self._saves.wait_for_turn()
+                with without_collection():
+                    job = self._capture(save, asked)
+                job.timing.stall_s = time.perf_counter() - began
+                job.timing.waited_s += waited
+                self._schedule.began(save.handle)
+            else:
+                save.skip(obstacle)
+                self._context.bus.emit(SaveSkipped(step=save.step, reason=obstacle))
+                if self._team is not None:
+                    self._team.stay_out(save.step, f"skipped the save: {obstacle}")
+            self._saves.raise_failed()
+        if self._ending is not None and self._team is not None:
+            self._ending.reached(save.step, self._meet_to_stop)
         return save.handle
 
     def _capture(self, save: Save, asked: arguments.SaveRequest) -> Job:
         """Take the state and hand it to the capture thread."""
         self._capturer.join(asked.streams)
         early, last = None, self._preparer.last
-        passive = all(provider.passive for provider in self._context.providers.values())
-        if last is not None and passive:
+        providers = self._context.providers
+        if last is not None and all(provider.passive for provider in providers.values()):
             early = self._capturer.start_early(last.copies)
         try:
             self._resuming.saves()
             if self._team is not None:
-                teaming.refuse_mixed(self._context.providers)
+                teaming.refuse_mixed(providers)
             taken = self._take(asked.metrics, asked.metadata)
             if self._deferred:
                 self._look_at_late()
