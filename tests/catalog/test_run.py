@@ -18,7 +18,7 @@ import attempts
 from disks import Kind, RecordingDisk
 from expect import raises
 from laststep.catalog import terms
-from laststep.catalog.attempt import Attempt, parse_folder
+from laststep.catalog.attempt import Attempt, AttemptName, parse_folder
 from laststep.catalog.retention import Keep, RemovalReason, plan_prune
 from laststep.catalog.run import Run
 from laststep.catalog.terms import this_writer
@@ -164,7 +164,7 @@ def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(
     saved(10, 20, 30)
     second = run.claim_term((1, 1))
     assert _steps(run) == [10, 20, 30]  # until it has a commit
-    run.check_step_free(20, term=second)
+    run.check_step_free(20, own=AttemptName(step=20, term=second, attempt=1))
     with pytest.raises(AlreadyExistsError, match="step 20"):
         run.check_step_free(20)
     save(run, 20, second, 1)

@@ -13,6 +13,7 @@ import pytest
 
 import attempts
 from expect import raises, warned
+from laststep.catalog.attempt import AttemptName
 from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.catalog.terms import Seen, Trainer, new_start
@@ -114,7 +115,7 @@ def test_a_start_that_continues_what_is_gone_and_has_no_commit_hides_no_other(
     second = run.claim_term((term, 1))
     run.store.delete_folder(gone)
     assert [one.folder for one in run.lineage()] == [kept]
-    run.check_step_free(2, term=second)
+    run.check_step_free(2, own=AttemptName(step=2, term=second, attempt=1))
     own = save(run, 2, second, 1)
     assert [one.folder for one in run.lineage()] == [own]
 

@@ -352,18 +352,19 @@ class Run:
         """Lock a term, to show that its writer is alive."""
         return self.store.lock(terms.term_lock_name(number))
 
-    def check_step_free(self, step: int, *, term: int | None = None) -> None:
+    def check_step_free(self, step: int, *, own: AttemptName | None = None) -> None:
         """Raise `AlreadyExistsError` if the step is committed and complete on the lineage of the
-        run, or of `term` if given (a writer's term, which may have no commit yet)."""
-        # Only commits count: an undecided attempt may belong to the calling save. The full scan
-        # runs only if there is one, because every save calls this and a run may have thousands.
+        run. The `own` attempt of a writer does not count; the lineage is then that of its term,
+        which may have no commit yet."""
+        # The full scan runs only if there is a commit, because every save calls this and a run may
+        # have thousands.
         for name in self._scanner.names():
-            if name.step == step and _is_committed(self.store, name):
+            if name.step == step and name != own and _is_committed(self.store, name):
                 break
         else:
             return
         scanned = self._scanner.scan(deep=True)
-        for item in self._listed(scanned, term):
+        for item in self._listed(scanned, None if own is None else own.term):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise AlreadyExistsError(
                     f"step {step} has already been saved",

@@ -259,7 +259,7 @@ class Flusher:
             )
             if at is None and not begin.overwrite:
                 # Checked last: a fenced-off writer must get that error, not "step already saved".
-                self._run_writer.run.check_step_free(begin.step, term=attempt.name.term)
+                self._run_writer.run.check_step_free(begin.step, own=attempt.name)
         except (LaststepError, OSError) as error:
             save.error = error
         self._handle_early(save)
