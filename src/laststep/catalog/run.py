@@ -522,7 +522,7 @@ class RunWriter:
                 continues, seen=self._seen, writer=self._trainer, orphan=orphan
             )
             self._attempts = 0
-            self._to_clean = True
+            self._to_clean = self.term > 1  # before the first term nobody left anything behind
         if self._lock is None:  # else its attempts would look dead
             self._lock = run.lock_term(self.term)
         self._attempts += 1
