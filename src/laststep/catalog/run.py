@@ -477,6 +477,8 @@ class RunWriter:
         self.last_folder: str | None = None
         """The checkpoint that the next commit follows. Only rank 0 claims terms and commits, but
         every rank knows the checkpoint that it restored."""
+        self.resumed_from: str | None = None
+        """The checkpoint that the trainer restored, which retention keeps."""
 
     @property
     def run(self) -> Run:
@@ -495,12 +497,14 @@ class RunWriter:
         run = msgspec.json.encode(self.run.record)
         return (attempts.RUN_NAME, run), (name, terms.encode(record))
 
-    def continue_from(self, after: AttemptName | None, seen: terms.Seen) -> None:
+    def continue_from(
+        self, after: AttemptName | None, seen: terms.Seen, resumed_from: str | None = None
+    ) -> None:
         """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
         the run when this was decided."""
-        self._after, self._seen = after, seen
+        self.term = None  # first: whoever reads the others for the old term then sees its end
+        self._after, self._seen, self.resumed_from = after, seen, resumed_from
         self.last_folder = None if after is None else after.folder
-        self.term = None
 
     def begin(self, step: int, *, needs_trainer: bool = False) -> Attempt:
         """Begin the next attempt, after claiming a term if there is none. Raise `AbortedError` if

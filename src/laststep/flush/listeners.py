@@ -102,9 +102,6 @@ class Listener:
     def started(self) -> None:
         """The flusher is running and has received nothing yet."""
 
-    def continued(self, continues: protocol.Continue) -> None:
-        """Saves from now on continue this checkpoint, or none."""
-
     def begun(self, save: FlusherSave) -> None:
         """A save was announced; its attempt may not be known yet."""
 
@@ -222,23 +219,19 @@ class Retention(Listener, msgspec.Struct, eq=False):
     keep: Keep | None
     in_use: Callable[[], frozenset[str]]
     send: Callable[[protocol.ToTrainer], None]
-    _continues: protocol.Continue | None = None
     _unranked: int = 0
     """Number of commits in a row after which no checkpoint had the metric of a best-k rule."""
     _lacking: str | None = None
-
-    def continued(self, continues: protocol.Continue) -> None:
-        self._continues = continues
 
     def committed(self, save: FlusherSave) -> None:
         if save.begin.role == "member" or (self.keep is None and not save.begin.overwrite):
             return
         assert save.attempt is not None  # noqa: S101 (it is committed)
-        run, term, continues = self.run_writer.run, save.attempt.name.term, self._continues
+        run, term = self.run_writer.run, save.attempt.name.term
 
         def check() -> None:
             run.check_newest(term)  # a successor with a newer term decides instead
-            if self._continues is not continues:
+            if self.run_writer.term != term:
                 raise AbortedError("the run has since continued from another checkpoint")
 
         def tell(gone: str) -> None:
@@ -249,7 +242,7 @@ class Retention(Listener, msgspec.Struct, eq=False):
             plan = plan_prune(
                 run,
                 self.keep or Keep(),
-                resumed_from=None if continues is None else continues.resumed_from,
+                resumed_from=self.run_writer.resumed_from,
                 in_use=self.in_use(),
             )
             self._lacking = plan.lacking

@@ -49,7 +49,7 @@ from laststep.storage.registry import open_store, register_store
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from laststep.catalog.attempt import AttemptName
     from laststep.flush.base import Base
@@ -184,7 +184,11 @@ class Flusher:
             self._slots.hold(map(attrgetter("slot"), message.filled))
             with self._changed:
                 save.pending += len(message.filled)
-            self._queue(save, message.filled)
+            for chunk in message.filled:
+                if self._digesters is None:
+                    self._writers.put(self._write, save, chunk, None)
+                else:
+                    self._digesters.put(self._digest_ahead, save, chunk)
         elif isinstance(message, protocol.Unchanged):
             self._reuse(save, message)
         elif isinstance(message, protocol.Begun):
@@ -211,8 +215,7 @@ class Flusher:
             self._base = (0, None)
             unread = None if continues.was_read else continues.after
             self._unread = None if unread is None else unread.folder
-            self._run_writer.continue_from(continues.after, continues.seen)
-            self._tell(Listener.continued, continues)
+            self._run_writer.continue_from(continues.after, continues.seen, continues.resumed_from)
         if message.pool_slots is not None and self._memory is not None:
             self._memory.limit(message.pool_slots)
         if message.replicate is not None and self._replication is not None:
@@ -294,15 +297,8 @@ class Flusher:
 
     # Digest and write
 
-    def _queue(self, save: FlusherSave, filled: Iterable[Filled]) -> None:
-        """Queue chunks for the writing threads; with a memory tier, once they are digested."""
-        for chunk in filled:
-            if self._digesters is None:
-                self._writers.put(self._write, save, chunk, None)
-            else:
-                self._digesters.put(self._digest_ahead, save, chunk)
-
     def _digest_ahead(self, save: FlusherSave, chunk: Filled) -> None:
+        """Queue a chunk for the writing threads once it is digested, with a memory tier."""
         self._writers.put(self._write, save, chunk, self._digest(save, chunk))
 
     def _digest(self, save: FlusherSave, chunk: Filled) -> bytes:
@@ -361,10 +357,7 @@ class Flusher:
             drop_tracebacks(error)  # their frames hold the save, which holds the error
         if save.writer is not None:
             save.writer.close()
-        if committed:
-            self._tell(Listener.committed, save)
-        else:
-            self._tell(Listener.failed, save)
+        self._tell(Listener.committed if committed else Listener.failed, save)
         with self._changed:
             del self._saves[save.begin.save]
             is_idle = not self._saves
@@ -382,7 +375,7 @@ class Flusher:
         assert attempt is not None  # noqa: S101 (as above)
         written = writer.finish(captured.values)
         self._connection.send(
-            protocol.Flushed(save=save.begin.save, written=written, coding=tuple(writer.coding()))
+            protocol.Flushed(save=save.begin.save, written=written, coding=writer.coding())
         )
         decision = protocol.Decide(save=save.begin.save, items=captured.items, written=written)
         if save.begin.role != "alone":

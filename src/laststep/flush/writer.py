@@ -430,9 +430,12 @@ class SaveWriter:
             values=dict(values),
         )
 
-    def coding(self) -> list[CodingReport]:
+    def coding(self) -> tuple[CodingReport, ...]:
         """Return reports on layouts with compression."""
-        return [one.encoder.report() for one in self._layouts if one.encoder is not None]
+        if self._compressor is None:
+            return ()
+        encoders = (target.encoder for target in self._layouts)
+        return tuple(encoder.report() for encoder in encoders if encoder is not None)
 
     def close(self) -> None:
         """Close open files; does nothing to finished files."""
