@@ -358,8 +358,6 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """Prepares the saves of one Checkpointer."""
-
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.last: Prepared | None = None
@@ -373,29 +371,27 @@ class Preparer:
         described = taken.described
         last = self.last if self.last and self.last.described == described else None
         if agree is None and not any(layouts for _, layouts in described):
-            if last is None:
-                plan = plan_save(tuple(spec for spec, _ in described))
-                last = self.last = _prepared(described, plan, None)
-            return last, taken.sources
-        known = last and last.write_shard
-        local_layout = known.local_layout if known else local_layout_of(taken)
-        if agree is not None:
-            global_layout = agree(local_layout)
-        elif known:
-            global_layout = known.global_layout
-        else:  # `MismatchError` if other ranks hold the other shards of a tensor
-            name = digest_of(encode_local_layout(local_layout))
-            global_layout = agree_of([name], {name: local_layout})
-        if last and known and known.global_layout is global_layout:
-            sources = known.sources(taken)
-            if sources is not None:
-                return last, sources
-        write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
-        rank = None if agree is None else self._rank
-        plan = plan_save(write_shard.specs, rank=rank, values=write_shard.values)
-        self.last = _prepared(described, plan, write_shard)
+            if last is not None:
+                return last, taken.sources
+            write_shard, sources = None, taken.sources
+            plan = plan_save(tuple(spec for spec, _ in described))
+        else:
+            known = last and last.write_shard
+            local_layout = known.local_layout if known else local_layout_of(taken)
+            if agree is not None:
+                global_layout = agree(local_layout)
+            elif known:
+                global_layout = known.global_layout
+            else:  # `MismatchError` if other ranks hold the other shards of a tensor
+                name = digest_of(encode_local_layout(local_layout))
+                global_layout = agree_of([name], {name: local_layout})
+            if last and known and known.global_layout is global_layout:
+                same = known.sources(taken)
+                if same is not None:
+                    return last, same
+            write_shard, sources = work_out(taken, global_layout, local_layout, self._rank.number)
+            rank = None if agree is None else self._rank
+            plan = plan_save(write_shard.specs, rank=rank, values=write_shard.values)
+        trees = defaultdict[str, EncodedDicts](EncodedDicts)
+        self.last = Prepared(described, plan, write_shard, Copies(plan), trees)
         return self.last, sources
-
-
-def _prepared(described: Described, plan: SavePlan, write_shard: WriteShard | None) -> Prepared:
-    return Prepared(described, plan, write_shard, Copies(plan), defaultdict(EncodedDicts))
