@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from laststep.capture.capture import Capturer
 from laststep.catalog.attempt import parse_folder
 from laststep.catalog.instances import Start
+from laststep.catalog.run import newest_point
 from laststep.catalog.terms import Seen
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES, MEMORY
@@ -493,7 +494,7 @@ class Resuming:
         self._peek = None
         self._origins = {}
         if not self._knows_lineage:
-            seen = self._work.client.instance.newest_point()
+            seen = newest_point(self._store)
             newest = newest_of(self._store)
             if newest is not None:
                 raise UsageError(
@@ -511,7 +512,7 @@ class Resuming:
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        seen = self._work.client.instance.newest_point()
+        seen = newest_point(self._store)
         newest = newest_of(self._store)
         after = None if newest is None else parse_folder(newest.folder)
         self._work.client.continue_from(Continue(after=after, seen=seen))

@@ -289,6 +289,16 @@ def read_manifest(store: Store, folder: str) -> bytes:
     return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
 
 
+def unknown_decision(at: AttemptName, found: str) -> StorageError:
+    """Return the error for a save of which nobody can read whether it is committed."""
+    return StorageError(
+        f"unknown whether step {at.step} is committed",
+        where=at.folder,
+        found=found,
+        remedy="`laststep ls` shows it if it is",
+    )
+
+
 def is_checkpoint(store: Store) -> bool:
     """Return True if the store's root is the folder of a checkpoint."""
     try:

@@ -26,7 +26,6 @@ import msgspec
 
 from laststep.catalog import terms
 from laststep.catalog.attempt import read_decision
-from laststep.catalog.run import newest_point
 from laststep.catalog.terms import TERMS_FOLDER
 from laststep.errors import LaststepError, NotFoundError
 from laststep.format.manifest import Commit
@@ -44,8 +43,6 @@ UNPROVEN_S = 7 * 24 * 3600.0
 
 
 class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
-    """The pending saves of one job instance."""
-
     liveness: str
     pid: int
     """The process id of the trainer, on whichever machine it runs."""
@@ -58,29 +55,25 @@ class Start:
     def __init__(self, store: Store) -> None:
         self.writer = terms.new_start()
         self.liveness_lock_name = terms.liveness_lock_name(self.writer.start, self.writer.pid)
+        self.store = store
         self.url = store.url
         """The URL of the run."""
-        self._store = store
         self._began_s = time.monotonic()
         self._mutex = threading.Lock()
         self._liveness: Lock | None = None
         self._told = False
         """True once a failed marker was logged: without such locks every one fails."""
 
-    def newest_point(self) -> terms.Seen:
-        """Return the state of the run, for a job instance that has not restored."""
-        return newest_point(self._store)
-
     def announce(self, save: int) -> int | None:
         """Set the pending marker of a save and return the lock's descriptor, to be sent along. None
         if it cannot be set: a restore may then miss the save if the trainer dies."""
-        if not self._store.has_marks:
+        if not self.store.has_marks:
             return None
         with self._mutex:
             try:
                 if self._liveness is None:
-                    terms.make_folder(self._store)
-                    self._liveness = self._store.lock(self.liveness_lock_name)
+                    terms.make_folder(self.store)
+                    self._liveness = self.store.lock(self.liveness_lock_name)
                 self._liveness.mark(save)
             except LaststepError as error:
                 if not self._told:
@@ -103,13 +96,13 @@ class Start:
     def has_committed(self, folder: str) -> bool:
         """Return True if this attempt is committed, and make the commit durable. No process may
         still be deciding about the attempt."""
-        if not isinstance(read_decision(self._store, folder), Commit):
+        if not isinstance(read_decision(self.store, folder), Commit):
             return False
-        self._store.sync_folder(folder)
+        self.store.sync_folder(folder)
         return True
 
     def past(self) -> Past:
-        return past_of(self._store, self.writer.start)
+        return past_of(self.store, self.writer.start)
 
     def ended_well(self) -> None:
         """Record for later job instances that this one did not fail. Does nothing if it never saved
@@ -117,7 +110,7 @@ class Start:
         ran_s = time.monotonic() - self._began_s
         note = msgspec.json.encode(Ending(ended_s=time.time(), ran_s=ran_s))
         try:
-            self._store.create(ending_name(self.writer.start), note)
+            self.store.create(ending_name(self.writer.start), note)
         except NotFoundError:
             pass  # no job has saved to the run
         except LaststepError as error:
@@ -127,7 +120,7 @@ class Start:
         """Remove the liveness lock. No save may follow."""
         with self._mutex:
             if self._liveness is not None:
-                forget(self._store, self.liveness_lock_name, self._liveness)
+                forget(self.store, self.liveness_lock_name, self._liveness)
 
 
 def forget(store: Store, liveness: str, lock: Lock) -> None:

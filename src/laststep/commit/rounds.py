@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.attempt import abort
+from laststep.catalog.attempt import abort, unknown_decision
 from laststep.codecs.digests import digest
 from laststep.commit import differences
 from laststep.commit.layouts import ABSENT, SAME_STEPS, CurrentRound, EndedRound, margin_s
@@ -176,11 +176,7 @@ class Participant:
         try:
             stands = abort(self.store, place.folder, str(failure))
         except LaststepError as second:
-            return StorageError(
-                f"unknown whether step {place.step} is committed",
-                found=f"{failure}; then {second}",
-                remedy="`laststep ls` shows it if it is",
-            )
+            return unknown_decision(place, f"{failure}; then {second}")
         if isinstance(stands, Commit):
             return None
         if stands.reason == str(failure) or not isinstance(failure, AbortedError):

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from laststep.catalog.attempt import unknown_decision
+from laststep.catalog.run import newest_point
 from laststep.catalog.terms import Seen
 from laststep.errors import StorageError
 from laststep.events import Bus, Preflight, Pruned, TierHolds, TierLags
@@ -190,7 +192,6 @@ class TierNews:
         self.settled.set()
 
     def committed(self, at: AttemptName, save: Save) -> None:
-        """Record a commit on the primary."""
         with self._lock:
             self._saves.append((at, save))
             self._owing = {order.url for order in self.orders if order.is_due(at)}
@@ -207,7 +208,6 @@ class TierNews:
             return at
 
     def hear(self, message: TierStatus) -> None:
-        """Process the flusher's message about a replication."""
         at, tier, self.heard_s = message.at, message.tier, time.perf_counter()
         if message.state == "copying":
             return
@@ -367,7 +367,7 @@ class Client:
     def begin(self, save: Save, plan: SavePlan, seal: Seal) -> None:
         """Register a save and start its capture. Raise if the flusher is gone or cannot start."""
         if self._continues is None and save.role != "member":
-            self.continue_from(protocol.Continue(seen=self.instance.newest_point()))
+            self.continue_from(protocol.Continue(seen=newest_point(self.instance.store)))
         self.start()
         save.plan, save.seal = plan, seal
         self.saves.enter(save)
@@ -460,7 +460,6 @@ class Client:
             self._heard_all.set()
 
     def _hear(self) -> None:
-        """Process messages until the flusher hangs up."""
         while (message := self._connection.receive(protocol.in_trainer)) is not None:
             if isinstance(message, protocol.Freed):
                 self._pool.slots.release(*message.slots)
@@ -515,10 +514,5 @@ class Client:
         except Exception as second:  # noqa: BLE001 (nobody else would end the save)
             doubt = str(second) or repr(second)
         if doubt is not None:
-            error = StorageError(
-                f"unknown whether step {save.step} is committed",
-                where=at.folder,
-                found=f"{error.without_remedy()}; then {doubt}",
-                remedy="`laststep ls` shows it if it is",
-            )
+            error = unknown_decision(at, f"{error.without_remedy()}; then {doubt}")
         save.fail(error)

@@ -355,8 +355,6 @@ class Flusher:
         except Exception as error:  # noqa: BLE001 (reported to the trainer and logged)
             committed = self._give_up(save, error)
             drop_tracebacks(error)  # their frames hold the save, which holds the error
-        if save.writer is not None:
-            save.writer.close()
         self._tell(Listener.committed if committed else Listener.failed, save)
         with self._changed:
             del self._saves[save.begin.save]
@@ -427,12 +425,7 @@ class Flusher:
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
                 if save.begin.role == "member":
-                    error = StorageError(
-                        f"unknown whether step {save.begin.step} is committed",
-                        where=attempt.folder,
-                        found=f"{error}; then {second}",
-                        remedy="`laststep ls` shows it if it is",
-                    )
+                    error = attempts.unknown_decision(attempt.name, f"{error}; then {second}")
         self._send_failed(save.begin.save, error)
         return False
 
