@@ -39,7 +39,7 @@ from laststep.codecs.digests import digest_text
 from laststep.constants import FORMAT_VERSION
 from laststep.errors import AbortedError, AlreadyExistsError, CorruptError, NotFoundError
 from laststep.format.manifest import Versioned, refuse_later
-from laststep.process.system import boot, pid_namespace, process_started
+from laststep.process.system import boot, has_died, own_birth
 from laststep.storage.store import Store
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def new_start() -> Trainer:
 
 def this_writer() -> Trainer:
     return Trainer(
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        boot=boot(),
-        process_started=f"{process_started(os.getpid())}@{pid_namespace()}",
+        host=socket.gethostname(), pid=os.getpid(), boot=boot(), process_started=own_birth()
     )
 
 
@@ -151,13 +148,7 @@ def shares_pids(record: TermRecord) -> bool:
 
 def trainer_is_gone(record: TermRecord) -> bool:
     """Return True if the trainer is known to be dead; nothing is known of other machines."""
-    started, _, namespace = record.process_started.partition("@")
-    return (
-        shares_pids(record)
-        and "" not in (started, namespace)
-        and namespace == pid_namespace()  # containers may share a host's name
-        and process_started(record.pid) != started
-    )
+    return shares_pids(record) and has_died(record.pid, record.process_started)
 
 
 def encode(record: TermRecord) -> bytes:
@@ -200,8 +191,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """The terms of the lineage."""
-
     limits: dict[int, int | None]
     """The last attempt that counts in each of these terms; None in the newest, where all count.
     Empty without any record."""

@@ -35,7 +35,8 @@ import msgspec
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import CorruptError, StorageError
 from laststep.process import system
-from laststep.process.system import pid_namespace, process_started, warn_once
+from laststep.process.system import has_died, own_birth, warn_once
+from laststep.storage.files import failed
 from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
 
 if TYPE_CHECKING:
@@ -178,8 +179,6 @@ _SMALL_BYTES = 64 << 20
 
 
 class SegmentOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that owns a segment."""
-
     run: str
     """Location of the run that its saves are written to, with links resolved."""
     rank: int
@@ -226,9 +225,7 @@ class Segment:
 
     def is_ending(self) -> bool:
         """Return True if its flusher is alive but its trainer is dead: no more saves will come."""
-        started, _, namespace = self.owner.started.partition("@")
-        told = "" not in (started, namespace) and namespace == pid_namespace()
-        return told and process_started(self.owner.pid) != started and self.is_alive()
+        return has_died(self.owner.pid, self.owner.started) and self.is_alive()
 
     @property
     def size_bytes(self) -> int:
@@ -267,7 +264,7 @@ class Segment:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
-            raise _failed("cannot record a snapshot in shared memory", path, error) from error
+            raise failed("record a snapshot in shared memory", path, error) from error
 
     def read(self, name: str) -> bytes | None:
         """Return a record; None if it is gone. Raise `CorruptError` if it has changed."""
@@ -277,7 +274,7 @@ class Segment:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise _failed("cannot read a record in shared memory", path, error) from error
+            raise failed("read a record in shared memory", path, error) from error
         said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
         if digest(data) != said:
             raise CorruptError(
@@ -322,7 +319,7 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
         pid=os.getpid(),
         host=socket.gethostname(),
         created_s=time.time(),
-        started=f"{process_started(os.getpid())}@{pid_namespace()}",
+        started=own_birth(),
     )
     name = f"{digest(run.encode()).hex()[:16]}-{rank}-{os.urandom(6).hex()}"
     unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"
@@ -341,7 +338,7 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
                 os.close(fd)
                 raise
     except OSError as error:
-        raise _failed("cannot make a segment of shared memory", place, error) from error
+        raise failed("make a segment of shared memory", place, error) from error
     return Segment(folder, owner), fd
 
 
@@ -374,7 +371,7 @@ def found(base: str = BASE, run: str | None = None) -> list[Segment]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise _failed("cannot list shared memory", base, error) from error
+        raise failed("list shared memory", base, error) from error
     owners = {f"{place}/{name}": _owner_of(f"{place}/{name}") for name in names if name != RUNS}
     segments = [
         Segment(folder, owner)
@@ -405,7 +402,7 @@ def remove_debris(base: str = BASE) -> list[str]:
     except (FileNotFoundError, BlockingIOError):
         return []
     except OSError as error:
-        raise _failed("cannot list shared memory", base, error) from error
+        raise failed("list shared memory", base, error) from error
 
 
 def _remove(folder: str) -> bool:
@@ -489,7 +486,3 @@ def _owner_of(folder: str) -> SegmentOwner | None:
         return None
     warn_once(log, f"skipped {folder}, which is not a folder of this user")
     return None
-
-
-def _failed(what: str, where: str, error: OSError) -> StorageError:
-    return StorageError(what, where=where, found=error.strerror or str(error))

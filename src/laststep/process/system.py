@@ -82,6 +82,19 @@ def process_started(pid: int) -> str:
     return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
 
 
+def own_birth() -> str:
+    """Return the start time of this process and its pid namespace, because pids are reused."""
+    return f"{process_started(os.getpid())}@{pid_namespace()}"
+
+
+def has_died(pid: int, birth: str) -> bool:
+    """Return True if the process with that `own_birth`, of this boot, is known to be dead. Nothing
+    is known of other namespaces: containers number their processes alike."""
+    started, _, namespace = birth.partition("@")
+    is_known = "" not in (started, namespace) and namespace == pid_namespace()
+    return is_known and process_started(pid) != started
+
+
 _OF_A_DEVICE = ("torch", "OutOfMemoryError")
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 """Part of the message of the plain `RuntimeError` that torch raises if the host is out of

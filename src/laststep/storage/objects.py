@@ -118,9 +118,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     def is_gone(self) -> bool:
         """True if the process is known to be dead; False for one on another machine or in another
         PID namespace, which cannot be checked."""
-        known = self.boot and self.pids and self.started
-        same = (self.boot, self.pids) == (system.boot(), system.pid_namespace())
-        return bool(known) and same and system.process_started(self.pid) != self.started
+        same_boot = self.boot != "" and self.boot == system.boot()
+        return same_boot and system.has_died(self.pid, f"{self.started}@{self.pids}")
 
 
 class Lease(Lock):
@@ -170,8 +169,6 @@ class Lease(Lock):
 
 
 class Leases:
-    """The leases of one bucket."""
-
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._ahead_s = 0.0
