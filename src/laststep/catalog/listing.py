@@ -151,7 +151,6 @@ class Scanner(msgspec.Struct, eq=False):
         return list(filter(None, map(attempts.parse_folder, self._store.folder_names(""))))
 
     def folders(self) -> dict[AttemptName, StoreEntry]:
-        """Return the folders of all attempts."""
         # Object stores list names in order, and `run.json` sorts after the markers of folders: its
         # presence also shows that no later page of the listing is missing.
         found = {}

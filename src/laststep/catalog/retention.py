@@ -147,7 +147,6 @@ def decide(
 
 
 def _by_rule(good: Sequence[Listed], keep: Keep) -> Iterator[tuple[Sequence[Listed], str]]:
-    """Yield the checkpoints that each rule keeps."""
     if keep.last is None and keep.every is None and keep.best is None:
         yield good, "no retention rule"
     if keep.last is not None:

@@ -533,7 +533,6 @@ class RunWriter:
         return run.begin(step=step, term=self.term, attempt=self._attempts)
 
     def commit(self, attempt: Attempt, commit: Commit) -> None:
-        """Commit an attempt of this writer."""
         attempt.commit(commit)
         self.last_folder = attempt.folder
 

@@ -209,8 +209,6 @@ learning rates, differences between such narrow elements are few and small."""
 
 
 class EncodedBlock(NamedTuple):
-    """A block in the form in which it is stored."""
-
     data: bytes | memoryview
     encoding: Encoding | None = None
     """None if it is stored raw."""
@@ -375,7 +373,6 @@ class LayoutEncoder:
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
     def report(self) -> CodingReport:
-        """Return a report on all blocks seen so far."""
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
             return structs.replace(

@@ -204,7 +204,6 @@ class MemoryTier(Listener):
         self._drop_older()
 
     def _give_up(self, kept: ResidentSave) -> None:
-        """Stop keeping an incomplete save."""
         kept.is_given_up = True
         self._release(kept)
 
@@ -213,7 +212,6 @@ class MemoryTier(Listener):
         self._slots.release(slots)
 
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
-        """Keep a chunk, if its save is being kept."""
         with self._lock:
             mine = self._coming.get(save.begin.save)
             if mine is None or mine.is_given_up:

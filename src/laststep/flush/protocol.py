@@ -36,8 +36,6 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
 
 
 class OfSave(_Message, frozen=True, kw_only=True):
-    """A message about a save."""
-
     save: int = 0
     """Its number; 0 for none."""
 

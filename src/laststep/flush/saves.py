@@ -393,7 +393,6 @@ class Save:
         self._news.clear()
 
     def hear(self, message: protocol.OfSave | TierStatus) -> None:
-        """Process a message of the flusher about this save."""
         if isinstance(message, protocol.Begun):
             self.at = message.at
             self._news.set()

@@ -294,7 +294,6 @@ class Pool:
         return self.memory[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def tensor(self, slot: int) -> torch.Tensor:
-        """Return a slot as a tensor of bytes."""
         import torch
 
         start = slot * CHUNK_BYTES

@@ -54,8 +54,6 @@ class _Beside(NamedTuple):
 
 
 class _EndedSave(NamedTuple):
-    """The measured cost of one save."""
-
     stall_s: float
     device_s: float
     """Time that its copies took on the device."""

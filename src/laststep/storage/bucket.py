@@ -133,8 +133,6 @@ class _Refused(Exception):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata of an object."""
-
     size_bytes: int
     modified_s: float
     version: tuple[str | None, str | None]

@@ -55,8 +55,6 @@ def is_hidden(name: str) -> bool:
 
 
 class ObjectLinks:
-    """The links in one bucket."""
-
     def __init__(self, bucket: Bucket, is_there: Callable[[str], bool]) -> None:
         """`is_there` returns whether the folder of a key exists."""
         self._bucket = bucket
@@ -132,7 +130,6 @@ class ObjectLinks:
         self._bucket.delete([own])
 
     def _backs(self, target: str) -> list[str]:
-        """Return the back links of an object."""
         folder, _, name = target.rpartition("/")
         listed = [meta["path"] for meta in self._bucket.names(folder)]
         found = [(key, _BACK.fullmatch(key.rpartition("/")[2])) for key in listed]

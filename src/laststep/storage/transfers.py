@@ -126,7 +126,6 @@ class ObjectWriter:
             self._send(bytes(flat))
 
     def _send(self, data: bytes) -> None:
-        """Send `data` and the early writes that follow it."""
         piece: bytes | None = data
         while piece is not None:
             self._send_one(piece)

@@ -212,8 +212,6 @@ class NearestStore(Store):
 
 
 class ReplicaHas(NamedTuple):
-    """The checkpoints of a replica."""
-
     url: str
     """The URL as the user passed it."""
     store: Store

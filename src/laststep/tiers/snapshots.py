@@ -296,8 +296,6 @@ class _PoolReader:
 
 
 class _BytesReader:
-    """Bytes as a file."""
-
     alignment_bytes = 1
 
     def __init__(self, data: bytes) -> None:
