@@ -31,9 +31,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, checked(name, getattr(self, name), kind))
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out") -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f"did you mean '{near[0]}'?" if near else otherwise
+    return f"did you mean '{near[0]}'?" if near else "leave it out"
 
 
 def plain(value: object) -> object:

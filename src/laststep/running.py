@@ -175,8 +175,8 @@ class RunningParts:
         pool: Pool,
         capturer: Capturer,
         client: Client,
-        segment: Segment | None = None,
-        team: CommitThread | None = None,
+        segment: Segment | None,
+        team: CommitThread | None,
     ) -> None:
         self._run = run
         self._pid = os.getpid()

@@ -187,7 +187,7 @@ class Settings(Options, frozen=True, kw_only=True):
     new_lineage: bool = False
     host_memory_bytes: Annotated[int, Meta(ge=MIN_SLOTS * CHUNK_BYTES)] | None = None
 
-    def readers(self, ranks_here: int = 1, *, remote: bool = False) -> int:
+    def readers(self, ranks_here: int, *, remote: bool = False) -> int:
         """Return the number of reader threads of a restore; the ranks of one machine share them.
         Threads that read from a `remote` server mostly wait and may exceed the cores."""
         cores = max(os.cpu_count() or 1, _READERS_OF_SERVERS if remote else 1)

@@ -144,7 +144,7 @@ class Attempt:
             write_aligned(writer, 0, data)
             writer.finish(len(data))
 
-    def sync(self, names: Iterable[str] = ()) -> None:
+    def sync(self, names: Iterable[str]) -> None:
         """Make the names of these finished files durable, and all names in the folder itself."""
         for inner in (*inner_folders(names), ""):
             self.store.sync_folder(f"{self.folder}/{inner}".rstrip("/"))

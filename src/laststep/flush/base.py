@@ -44,7 +44,7 @@ LEAST_BYTES = 64 << 10
 class BaseLayout:
     """A layout of the last checkpoint whose blocks a save may reuse."""
 
-    def __init__(self, stored: StoredLayout, changed: frozenset[int] | None = None) -> None:
+    def __init__(self, stored: StoredLayout, changed: frozenset[int] | None) -> None:
         """`changed` are the blocks that had changed when it was written; None if unknown."""
         self.stored = stored
         self._changed = changed

@@ -386,7 +386,7 @@ def of_dead_processes(base: str, run: str) -> list[Segment]:
     return [segment for segment in found(base, run) if not segment.is_alive()]
 
 
-def remove_debris(base: str = BASE) -> list[str]:
+def remove_debris(base: str) -> list[str]:
     """Remove and return folders that are half made or half removed. Does nothing while another
     process is making a segment."""
     try:

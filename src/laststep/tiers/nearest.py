@@ -44,7 +44,7 @@ BRIEF_S = 30.0
 class NearestStore(Store):
     """The store of a run, with in-memory snapshots and replicas. Close it when done."""
 
-    def __init__(self, store: Store, base: str | None, own: Segment | None = None) -> None:
+    def __init__(self, store: Store, base: str | None, own: Segment | None) -> None:
         self.primary = store
         self.in_memory = base is not None
         """True if shared memory is searched."""
