@@ -38,11 +38,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "storage"), str(HERE.parent.parent 
 
 import weed  # noqa: E402
 from gate import Gate, Trouble  # noqa: E402
-from soak_trainer import is_of, state_of  # noqa: E402
+from soak_trainer import children_of, is_of, state_of  # noqa: E402
 
 import laststep  # noqa: E402
 from laststep.memory import segments  # noqa: E402
-from laststep.testing.processes import children_of  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,6 +6,7 @@ It prints one line per thing that happened: `restored STEP`, `holds TIER STEP`, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,7 +20,6 @@ import torch
 
 import laststep
 from laststep.memory import segments
-from laststep.testing.processes import children_of
 
 MB = 1 << 20
 LOOKS_S = 5.0
@@ -48,6 +48,17 @@ def tell(event: object) -> None:
             say("holds", event.tier, event.step)
         case laststep.events.Committed():
             say("holds", "primary", event.step)
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes whose parent is `parent`, zombies too."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            # The second field is the command in parentheses, which may contain anything.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                children.append(int(stat.parent.name))
+    return children
 
 
 def look(primary: str) -> None:

@@ -18,7 +18,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from processes import wait_until_dead
+from processes import children_of, wait_until_dead
 from tally import Tally, Violation
 
 import laststep
@@ -27,7 +27,6 @@ from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from pathlib import Path

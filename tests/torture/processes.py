@@ -22,12 +22,21 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-from laststep.testing.processes import children_of
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     Say = Callable[..., None]
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes whose parent is `parent`, zombies too."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            # The second field is the command in parentheses, which may contain anything.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                children.append(int(stat.parent.name))
+    return children
 
 
 def descendants(pid: int) -> list[int]:

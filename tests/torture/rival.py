@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from forms import Live
 from ledger import Rules
-from processes import command_of, descendants, lives, wait_until_dead
+from processes import children_of, command_of, descendants, lives, wait_until_dead
 from subject import PATIENCE_S, Pending, as_keep
 from tally import Violation
 
@@ -19,7 +19,6 @@ import laststep
 from laststep.catalog.terms import Terms
 from laststep.errors import LaststepError
 from laststep.storage.registry import open_store
-from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from processes import Child, Nursery, Say

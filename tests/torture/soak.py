@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from processes import Child, wait_until_dead
+from processes import Child, children_of, wait_until_dead
 from tally import Violation
 
 import laststep
@@ -26,7 +26,6 @@ from laststep.catalog.retention import Keep, plan_prune
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
-from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from processes import Say

@@ -14,14 +14,13 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from processes import wait_until_dead
+from processes import children_of, wait_until_dead
 from scene import PATIENCE_S
 from system_faults import fault
 from system_process import send
 
 import laststep
 import state
-from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

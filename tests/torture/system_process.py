@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from processes import wait_until_dead
+from processes import children_of, wait_until_dead
 from scene import PATIENCE_S, Impossible, pause
 from system_faults import fault
 
 import laststep
 import state
-from laststep.testing.processes import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
