@@ -116,9 +116,8 @@ def _status(item: Listed) -> str:
     place = "●" if item.on_lineage else lineage_of(item)
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
-    place += (
-        f" rounded to {', '.join(item.commit.written.lossy)}" if item.commit.written.lossy else ""
-    )
+    if item.commit.written.lossy:
+        place += f" rounded to {', '.join(item.commit.written.lossy)}"
     if item.commit.omitted_items:
         place += f" only {', '.join(record.name for record in item.commit.items)}"
     return place if item.incomplete is None else f"{place} incomplete"

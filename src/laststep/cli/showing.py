@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from laststep.format.index import Index, StoredFile
     from laststep.format.manifest import Commit
-    from laststep.state.boxes import Box
-    from laststep.state.tree import TensorSpec
+    from laststep.state.tree import Shape, TensorSpec
 
 _SHOWN = 20
 _COMMIT_FIELDS = (
@@ -82,29 +81,32 @@ def show(
         say(f"damaged, so the tensors of its rank are not listed: {error}")
 
 
-class ShownPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ShownPart:
     """A box of a tensor, and the data file that it belongs to."""
 
-    box: Box
+    start: Shape
+    shape: Shape
     size_bytes: int
     file: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShownTensor:
     """A whole tensor, with all of its known parts."""
 
     name: str
     rank: int | None
     """The rank that it belongs to, for per-rank items."""
-    spec: TensorSpec
-    lossy: str | None = None
+    dtype: str
+    shape: Shape
+    lossy: str | None
     """The rounding applied to it."""
     parts: list[ShownPart] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.spec.shape) * DTYPES[self.spec.dtype].size_bytes
+        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
 
     @property
     def missing_bytes(self) -> int:
@@ -135,7 +137,7 @@ class ShownCheckpoint(NamedTuple):
     def tensors(self) -> list[ShownTensor]:
         """Return the tensors, ordered by item; those of one name are adjacent."""
         commit = self.commit
-        found: dict[tuple[str, str], dict[object, ShownTensor]] = {}
+        found: dict[tuple[str, str], dict[tuple[int | None, TensorSpec], ShownTensor]] = {}
         per_rank = {item.name for item in commit.items if item.per_rank and commit.ranks > 1}
         for index in self.indexes:
             for layout in index.layouts:
@@ -146,10 +148,10 @@ class ShownCheckpoint(NamedTuple):
                     rank = index.rank if stored.item in per_rank else None
                     lossy = layout.lossy.get(entry.name)
                     tensor = found.setdefault((stored.item, stored.tensor), {}).setdefault(
-                        (rank, stored.spec),
-                        ShownTensor(name=stored.name, rank=rank, spec=stored.spec, lossy=lossy),
+                        (rank, stored.spec), ShownTensor(stored.name, rank, *stored.spec, lossy)
                     )
-                    part = ShownPart(stored.box, entry.stop - entry.start, layout.layout.name)
+                    box, size_bytes = stored.box, entry.stop - entry.start
+                    part = ShownPart(box.start, box.shape, size_bytes, layout.layout.name)
                     tensor.parts.append(part)
         items = {item.name: at for at, item in enumerate(commit.items)}
         keys = sorted(found, key=lambda key: items.get(key[0], len(items)))
@@ -187,14 +189,7 @@ def _document(shown: ShownCheckpoint) -> dict[str, object]:
             for rank, file in shown.files()
         ],
         "tensors": [
-            fields(tensor, "name rank size_bytes missing_bytes lossy")
-            | fields(tensor.spec, "dtype shape")
-            | {
-                "parts": [
-                    fields(part.box, "start shape") | fields(part, "size_bytes file")
-                    for part in tensor.parts
-                ]
-            }
+            fields(tensor, "name rank dtype shape size_bytes missing_bytes lossy parts")
             for tensor in shown.tensors()
         ],
         "values": [
@@ -254,8 +249,8 @@ def _row(tensor: ShownTensor) -> dict[str, str]:
         notes.append(f"{tensor.missing_bytes:,} bytes of it are of a damaged index")
     return {
         "tensor": tensor.name,
-        "dtype": tensor.spec.dtype,
-        "shape": "×".join(map(str, tensor.spec.shape)) or "scalar",  # noqa: RUF001 (for sizes)
+        "dtype": tensor.dtype,
+        "shape": "×".join(map(str, tensor.shape)) or "scalar",  # noqa: RUF001 (for sizes)
         "bytes": f"{tensor.size_bytes:,}",
         "parts": f"{len(tensor.parts):,}",
         "": ", ".join(notes),
