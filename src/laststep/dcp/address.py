@@ -25,8 +25,6 @@ _RANK = "rank-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A path, as a URL, and optionally a step there."""
-
     path: str
     step: int | None
 

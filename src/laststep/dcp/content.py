@@ -157,7 +157,6 @@ class DcpContent:
         self._values = {entry.fqn: (entry, node) for entry, node in self._entries}
 
     def metadata(self) -> Metadata:
-        """Return the metadata for DCP's planners."""
         metadata = new_metadata(self._planner_data)
         for entry, node in self._entries:
             item = str(entry.location[0])

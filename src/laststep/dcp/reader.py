@@ -96,7 +96,6 @@ class Reader(StorageReader):
     # No `**kwargs`: DCP would take them as a sign that each rank may have its own metadata, and
     # would ask for that if the checkpoint is damaged. The rank is known without them.
     def read_metadata(self) -> Metadata:
-        """Find the checkpoint, open it and return its metadata."""
         self._close()
         self._found = self._find()
         content = self._opened()
@@ -155,8 +154,6 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_address(checkpoint_id)
-
-    # Helpers
 
     def _find(self) -> _FoundCheckpoint:
         path = self._address.path

@@ -45,20 +45,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-_CACHES = (
-    "_cached_save_plan",
-    "_cached_final_save_plan",
-    "_cached_all_plans",
-    "_cached_global_plan",
-    "_cached_metadata",
-)
-
-
 def _forget_plans() -> None:
     """Remove the plans that planners have cached: an earlier plan names an earlier attempt, or
     another storage. All ranks MUST do so at the same points of a save."""
-    for cache in _CACHES:
-        getattr(SavePlanner, cache, {}).clear()
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.clear()
 
 
 T = TypeVar("T")
@@ -143,9 +135,10 @@ class Writer(StorageWriter):
         """Begin the attempt and add its location to each rank's plan."""
         locations = locate(*paths_of(plans))
         sole = self._address.step is None
-        overwrite = sole if self._overwrite is None else self._overwrite
         save = writer_of(self._path, self._trainer).begin_save(
-            self._step, overwrite=overwrite, sole=sole
+            SOLE_STEP if self._address.step is None else self._address.step,
+            overwrite=sole if self._overwrite is None else self._overwrite,
+            sole=sole,
         )
         self._save, self._ranks = save, len(plans)
         # DCP does not report the failure of another rank: it just drops this object.
@@ -214,15 +207,9 @@ class Writer(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
-    # Helpers
-
     @property
     def _path(self) -> str:
         return own_path(self._address.path, this_rank()) if self._own else self._address.path
-
-    @property
-    def _step(self) -> int:
-        return SOLE_STEP if self._address.step is None else self._address.step
 
     def _give_up(self, attempt: Attempt, reason: str) -> None:
         """Abort an attempt, which any rank may do. Other ranks may still be writing, so its files
