@@ -18,7 +18,7 @@ from laststep import browse
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
-from laststep.lightning.package import FRAMEWORK, pl
+from laststep.lightning import FRAMEWORK, pl
 from laststep.lightning.position import Position
 from laststep.lightning.state import TrainerState, as_lightning, items_of
 from laststep.oneoff import load
@@ -62,9 +62,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         if mode not in ("min", "max"):
             raise UsageError("invalid mode", expected="'min' or 'max'", found=repr(mode))
         if top_k is not None:
-            keep = settings.get("keep") or Keep(last=1)
-            best = {"best": top_k, "metric": monitor, "mode": mode}
-            settings["keep"] = msgspec.structs.replace(keep, **best)
+            settings["keep"] = msgspec.structs.replace(
+                settings.get("keep") or Keep(last=1), best=top_k, metric=monitor, mode=mode
+            )
         if resume is False:
             settings["new_lineage"] = True
         self._run, self._every, self._settings = run, every, settings

@@ -19,19 +19,13 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from laststep.lightning.package import LOADER_MODES, CombinedLoader, SigTerm, pl
+from laststep.lightning import LOADER_MODES, CombinedLoader, SigTerm, pl
 from laststep.state.provider import RNG, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-
-class Rests(Protocol):
-    """`ends`: training ends here. `epoch`: an epoch has just ended."""
-
-    def __call__(self, *, ends: bool, epoch: bool) -> None: ...
 
 
 class KeptRNG(RNG):
@@ -88,8 +82,9 @@ class Restarting:
 class Position:
     """Position of one `fit()`: tells when to save, describes the position and resumes from it."""
 
-    def __init__(self, trainer: Any, rests: Rests) -> None:
-        """Call `rests` whenever nothing is half done."""
+    def __init__(self, trainer: Any, rests: Callable[..., None]) -> None:
+        """Call `rests` whenever nothing is half done. Its keyword arguments say if training `ends`
+        there and if an `epoch` has just ended."""
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests

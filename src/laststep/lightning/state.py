@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laststep.errors import MismatchError
-from laststep.lightning.package import pl, torchmetrics
+from laststep.lightning import pl, torchmetrics
 from laststep.state.provider import State, StateProvider
 from laststep.state.tree import name_of
 
