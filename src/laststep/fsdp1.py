@@ -62,12 +62,6 @@ class _Unit(NamedTuple):
             member.memory = shard if member.parameter is None else shard[place]
         return self.members
 
-    def is_gathered(self) -> bool:
-        """Return True if a pass has left the unsharded flat parameter in memory."""
-        handle = self.handle
-        ready = hasattr(handle.flat_param, "_local_shard") and handle.uses_sharded_strategy
-        return ready and not handle.needs_unshard()
-
 
 class _Fsdp1Module(FlatModule):
     def __init__(self, module: torch.nn.Module) -> None:
@@ -76,11 +70,13 @@ class _Fsdp1Module(FlatModule):
 
     def restore(self, value: object) -> None:
         super().restore(value)
-        for unit in self._units:
-            if unit.is_gathered():
-                # Free the unsharded copy: the next pass would compute with the old weights.
-                unit.handle.reshard(free_unsharded_flat_param=True)
-                unit.handle.post_reshard()
+        for handle, _, _ in self._units:
+            is_ready = hasattr(handle.flat_param, "_local_shard") and handle.uses_sharded_strategy
+            if is_ready and not handle.needs_unshard():
+                # A pass has left the unsharded flat parameter in memory. Free it: the next pass
+                # would compute with the old weights.
+                handle.reshard(free_unsharded_flat_param=True)
+                handle.post_reshard()
 
     def _flat(self) -> list[FlatMember]:
         self._units = self._units or _units(self._module, {})

@@ -60,15 +60,13 @@ class Checkpointer(core.Checkpointer):
         if newest is None or not self._context.rank.is_first:
             ray.train.report(self._metrics)
             return
-        told, folder = (
-            {**self._metrics, "checkpoint_step": newest.step},
-            Path(self.path, newest.folder),
-        )
-        checkpoint = None
+        folder, checkpoint = Path(self.path, newest.folder), None
         if self._experiment is not None and folder.is_relative_to(self._experiment):
             checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report(
-            told, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+            {**self._metrics, "checkpoint_step": newest.step},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
     def close(self) -> None:

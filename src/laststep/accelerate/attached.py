@@ -149,8 +149,6 @@ def attach(accelerator: Any, run: str | os.PathLike[str] | None = None, /, **set
 
 
 class Attached:
-    """An Accelerator and the run that it is attached to."""
-
     def __init__(self, accelerator: Any, run: Any, settings: dict[str, Any]) -> None:
         self._accelerator, self._run, self._settings = accelerator, run, settings
         self.home = arranged(run, settings.get("tiers", ()), None).primary
@@ -262,8 +260,6 @@ class Attached:
         """Wait for all saves before freeing memory, since they refer to the freed objects."""
         self._close()
         return self._before["free_memory"](*objects)
-
-    # -- inside -----------------------------------------------------------------------------------
 
     @property
     def _has_shards(self) -> bool:

@@ -46,7 +46,7 @@ class LoaderProgress(StateProvider):
 
     def __init__(self, loader: Any, place: PlacedLoader) -> None:
         self._loader, self._place = loader, place
-        self.when_ranks_change = "refuse" if self._place.inner_state else _first_of
+        self.when_ranks_change = "refuse" if place.inner_state else lambda states, *_: states[0]
 
     def describe(self) -> State:
         value = {
@@ -87,10 +87,6 @@ class LoaderProgress(StateProvider):
         if same and batches == place["batches"]:
             return place
         return {**place, "batches": batches, "fetch": None}
-
-
-def _first_of(states: list[Any], _rank: int, _ranks: int) -> Any:
-    return states[0]
 
 
 class PlacedLoader:
@@ -195,8 +191,6 @@ class PlacedLoader:
             place = {"batches": 0, "start": None, "workers": self.has_workers}
         if place is not None and place["batches"] != batches:
             self._to_come = {**place, "batches": batches, "inner": None, "fetch": None}
-
-    # -- inside -----------------------------------------------------------------------------------
 
     def _ours(self) -> dict[str, Any]:
         if self._batches % self.at_once == 0:  # else in the middle of one round

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework and the release that its adapter supports."""
-
     package: str
     """The framework's name for pip."""
     extra: str

@@ -44,7 +44,6 @@ _SHARD_BYTES = 50 * 10**9
 
 
 def path_of(output: Path, step: object) -> Path:
-    """Return the path of a step's folder, named as the Trainer names it."""
     return output / f"checkpoint-{step}"
 
 

@@ -289,13 +289,10 @@ class TrainCall(contextlib.ExitStack):
         if resume is not None:
             steps, state = open_run(self._ckpt.path).steps(), self._trainer.state
             best = state.best_global_step if state.best_global_step in steps else None
-            state.best_model_checkpoint = None if best is None else str(self._folder_of(best))
+            state.best_model_checkpoint = None if best is None else str(path_of(self._output, best))
             if self._folders is not None:
                 for step in {resume.step, best or resume.step}:
                     self._folders.make(step, again=False)
-
-    def _folder_of(self, step: int) -> Path:
-        return path_of(self._output, step)
 
     # -- position in the data ---------------------------------------------------------------------
 
@@ -335,7 +332,7 @@ class TrainCall(contextlib.ExitStack):
         """Load the best model if it is a checkpoint of the run; return False if it is not."""
         state = self._trainer.state
         folder = Path(state.best_model_checkpoint)
-        if folder != self._folder_of(state.best_global_step) or not _is_ours(folder):
+        if folder != path_of(self._output, state.best_global_step) or not _is_ours(folder):
             return False
         self._ckpt.restore(state.best_global_step, only="model")
         return True
@@ -344,7 +341,7 @@ class TrainCall(contextlib.ExitStack):
         state, handler = self._trainer.state, self._trainer.callback_handler
         is_best = state.best_global_step == state.global_step
         if is_best:
-            state.best_model_checkpoint = str(self._folder_of(state.global_step))
+            state.best_model_checkpoint = str(path_of(self._output, state.global_step))
         stateful = [
             one
             for one in [*handler.callbacks, self._trainer.control]

@@ -152,12 +152,10 @@ class Manager(CheckpointManager):  # type: ignore[misc]
     def _restore(self, number: int, step: int | None = None) -> Restored:
         """Restore `step`, or by default the checkpoint that was peeked at. `number` is its step; at
         step 0 only the model is restored."""
-        return self._ckpt.restore(step, only=self._wanted(model_only=number == 0))
-
-    def _wanted(self, *, model_only: bool) -> list[str]:
-        if model_only:
-            return [MODEL]
+        if number == 0:
+            return self._ckpt.restore(step, only=[MODEL])
         excluded = set(self.exclude_from_loading)
         if unknown := excluded - self._items.keys():
             raise UsageError("exclude_from_loading names no part of the state", found=str(unknown))
-        return [name for name in self._items if name not in excluded]
+        wanted = [name for name in self._items if name not in excluded]
+        return self._ckpt.restore(step, only=wanted)

@@ -61,7 +61,6 @@ class Leaf(NamedTuple):
 def export_dcp(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, items: Sequence[str]
 ) -> Exported:
-    """Write items to a new folder."""
     sources = [ItemTensors(checkpoint, item) for item in items]
     leaves = leaves_by_item(
         {tensors.item: tensors.tree for tensors in sources},

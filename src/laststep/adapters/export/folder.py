@@ -171,7 +171,6 @@ class ItemTensors:
             yield start, stored[()] if rows is None else stored[rows.start : rows.stop]
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return the whole tensor at once."""
         [(_, tensor)] = self.pieces(name, limit_bytes=sys.maxsize)
         return tensor
 
@@ -192,5 +191,4 @@ class ItemTensors:
 
 
 def size_bytes(dtype: str, shape: Shape) -> int:
-    """Return the size of a dense tensor."""
     return math.prod(shape) * DTYPES[dtype].size_bytes

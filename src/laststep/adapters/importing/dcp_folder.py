@@ -52,7 +52,6 @@ def read_metadata(folder: Path, rank: int | None = None) -> tuple[MetadataEntry,
 
 
 def read_folder(folder: Path) -> dict[str, object]:
-    """Return the nested state that the folder holds."""
     where = str(folder)
     entries = read_metadata(folder)
     parts = list(chain.from_iterable(entry.parts for entry in entries))

@@ -24,7 +24,6 @@ _REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 
 
 def read_file(path: Path) -> object:
-    """Return the content of a safetensors file or a torch.save file."""
     with path.open("rb") as file:
         head = file.read(9)
         # Safetensors begin with the length of a header and its JSON, as no torch file does.
