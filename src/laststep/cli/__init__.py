@@ -25,7 +25,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="laststep",
-    help="Look after the checkpoints of PyTorch training runs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -46,15 +46,11 @@ class Value(NamedTuple):
 def take_apart(data: bytes, location: Path, *, fqn: str, allow_pickle: bool) -> Value:
     """Convert the planner's bytes; `location` is where the value will be stored. Raise `UsageError`
     if the value must be pickled, unless that is allowed."""
-    with contextlib.suppress(LaststepError, _NotPlain):
+    with contextlib.suppress(LaststepError, pickle.UnpicklingError):
         return _collected(_plain_value(data), location, "value")
     if not allow_pickle:
         _loaded_safely(data, what=f"cannot save {fqn}")
     return _collected(data, location, "raw")
-
-
-class _NotPlain(Exception):
-    """Raised for a value that a tree could not reproduce exactly."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -71,7 +67,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _made_tensor(make: Callable[..., object], *parts: object) -> object:
     """Create a tensor from storage, offset, size, stride, requires_grad, and more."""
     if parts[4]:
-        raise _NotPlain  # a tree would lose requires_grad
+        raise pickle.UnpicklingError("a tree would lose requires_grad")
     return make(*parts)
 
 
@@ -102,7 +98,7 @@ def _plain_value(data: bytes) -> object:
     except MemoryError:
         raise
     except Exception as error:  # a planner may give any bytes
-        raise _NotPlain from error
+        raise pickle.UnpicklingError from error
 
 
 def _collected(value: object, location: Path, kind: Literal["value", "raw"]) -> Value:

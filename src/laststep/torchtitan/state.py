@@ -66,23 +66,6 @@ def _canonical(names: tuple[str, ...]) -> tuple[str, ...]:
 _LISTED = ("params", "param_names")
 
 
-class _States(dict[torch.Tensor, dict[str, Any]]):
-    """The state of each parameter: the same dicts as in its own optimizer."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self._owners: dict[int, torch.optim.Optimizer] = {}
-        for optimizer in optimizers:
-            self.update(optimizer.state)
-            for group in optimizer.param_groups:
-                self._owners |= dict.fromkeys(map(id, group["params"]), optimizer)
-
-    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._owners[id(parameter)].state[parameter]
-        self[parameter] = state
-        return state
-
-
 class Optimizers(OptimizerProvider):
     """The optimizers of all parts, joined into the one that the whole model would have. Each has
     one group per rule of the configuration, with the parameters of its part."""
@@ -101,17 +84,23 @@ class Optimizers(OptimizerProvider):
             | {key: list(chain.from_iterable(group[key] for group in alike)) for key in _LISTED}
             for alike in self._alike()
         ]
-        self._joined.state = _States(self._all)
+        self._joined.state = {}
+        for optimizer in self._all:
+            self._joined.state.update(optimizer.state)
         state = super().describe()
         assert isinstance(state.value, Owned)  # noqa: S101 (always so for an optimizer)
         kind = "+".join(sorted({type(optimizer).__name__ for optimizer in self._all}))
         return replace(state, value=Owned(kind, state.value.state))
 
     def restore(self, value: object) -> None:
+        joined = self._joined.state
+        for optimizer in self._all:  # each makes the state that its parameters do not have yet
+            for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+                joined[parameter] = optimizer.state[parameter]
         super().restore(value)
-        for optimizer in self._all:  # `_joined.state` has lost what was not stored
-            for parameter in optimizer.state.keys() - self._joined.state.keys():
-                del optimizer.state[parameter]
+        for optimizer in self._all:
+            for parameter in [each for each in optimizer.state if not joined.get(each)]:
+                del optimizer.state[parameter]  # it was not stored
         for group, alike in zip(self._joined.param_groups, self._alike(), strict=True):
             for own in alike:
                 own.update((key, group[key]) for key in group if key not in _LISTED)
