@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import weakref
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from laststep.adapters.export.dcp import add_chunks, add_value, leaves_by_item, new_metadata
+from laststep.adapters.export.folder import ItemTensors
 from laststep.adapters.importing import dcp_folder
-from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.constants import CHUNK_BYTES, DTYPES
 from laststep.dcp import record as dcp_record
@@ -31,12 +30,11 @@ from laststep.dcp.record import RecordEntry, tensor_name
 from laststep.errors import CorruptError, UsageError
 from laststep.memory.pool import SLOT_BYTES
 from laststep.plan.reads import FileBox, Wanted, plan_chunks, requested_ranges
-from laststep.read.blocks import close_files, refuse
-from laststep.read.content import Content, Place
+from laststep.read.blocks import refuse
 from laststep.read.reader import read_ahead
 from laststep.state.boxes import Box, whole
 from laststep.state.provider import ABSENT
-from laststep.state.tensors import PLAIN_TENSORS, TORCH_DTYPES, box_of, open_view, revive
+from laststep.state.tensors import PLAIN_TENSORS, TORCH_DTYPES, box_of, revive
 from laststep.state.tree import rebuild
 from laststep.storage.registry import local_path
 
@@ -48,9 +46,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from laststep.adapters.importing.dcp_metadata import StoredPart
-    from laststep.format.manifest import Commit
+    from laststep.browse import Checkpoint
     from laststep.read.blocks import LayoutBlocks
-    from laststep.storage.store import Store
+    from laststep.read.content import Place
 
 
 class _ChunkRead(NamedTuple):
@@ -141,14 +139,12 @@ class DcpStorageInfo(NamedTuple):
 class DcpContent:
     """A checkpoint, open for reading. `close` closes its files."""
 
-    def __init__(
-        self, store: Store, folder: str, commit: Commit, *, rank: int, allow_pickle: bool
-    ) -> None:
-        """Open a checkpoint. Of per-rank items, those of `rank` are shown."""
-        self._where = f"{store.url}/{folder}"
+    def __init__(self, checkpoint: Checkpoint, *, where: str, allow_pickle: bool) -> None:
+        self._checkpoint = checkpoint
+        self._content = checkpoint.content()
+        self._where = where
         self._allow_pickle = allow_pickle
-        self._content = Content(store, folder, commit, rank=rank)
-        self.close = weakref.finalize(self, close_files, self._content.files)
+        self.close = checkpoint.close
         self._planner_data: object = None
         self.save_id: str | None = None
         """DCP's id of the save, if DCP saved the checkpoint."""
@@ -263,12 +259,7 @@ class DcpContent:
 
     def _whole(self, item: str, name: str) -> torch.Tensor:
         """Return a tensor that is inside a value or is a view of another tensor."""
-        stored = self._content.item(item)
-        view, source = stored.view_of(name), stored.source_of(name)
-        places = self._content.places(item, source)
-        full_name = f"{item}/{name}"
-        tensor = StoredTensor(self._content, full_name, stored.tensors[source], places)[()]
-        return tensor if view is None else open_view(tensor, view)
+        return ItemTensors(self._checkpoint, item).whole(name)
 
 
 class StockFolder:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 
-from laststep.browse import Catalog
+from laststep.browse import Catalog, Checkpoint
 from laststep.catalog.attempt import parse_folder, read_decision
 from laststep.catalog.run import Run
 from laststep.dcp.address import (
@@ -194,13 +194,9 @@ class Reader(StorageReader):
                 remedy="load it with torch's FileSystemReader; or delete its "
                 ".metadata to load what laststep has saved",
             )
-        self._content = DcpContent(
-            store,
-            found.folder,
-            decided,
-            rank=0 if found.own else rank,
-            allow_pickle=self._allow_pickle,
-        )
+        checkpoint = Checkpoint(store, found.folder, decided, 0 if found.own else rank)
+        where = f"{store.url}/{found.folder}"
+        self._content = DcpContent(checkpoint, where=where, allow_pickle=self._allow_pickle)
         return self._content
 
     def _close(self) -> None:
