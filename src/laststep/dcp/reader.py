@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 
-from laststep.browse import Catalog, Checkpoint
-from laststep.catalog.attempt import parse_folder, read_decision
+from laststep.browse import Catalog, Checkpoint, read_commit
+from laststep.catalog.attempt import parse_folder
 from laststep.catalog.run import Run
 from laststep.dcp.address import (
     SOLE_STEP,
@@ -28,7 +28,6 @@ from laststep.dcp.address import (
 from laststep.dcp.content import DcpContent, StockFolder
 from laststep.dcp.writer import done
 from laststep.errors import AbortedError, NotFoundError, UsageError
-from laststep.format.manifest import Commit
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
@@ -183,10 +182,8 @@ class Reader(StorageReader):
             self._content = StockFolder(found.path, rank=rank, allow_pickle=self._allow_pickle)
             return self._content
         store = open_store(found.path)
-        decided = read_decision(store, found.folder)
-        if not isinstance(decided, Commit):
-            raise NotFoundError("there is no such checkpoint", where=f"{store.url}/{found.folder}")
-        if (stock_saved_s(found.path) or 0.0) > decided.created_s:
+        commit = read_commit(store, found.folder)
+        if (stock_saved_s(found.path) or 0.0) > commit.created_s:
             raise UsageError(
                 "two storages have saved to one path, torch's own last",
                 where=found.path,
@@ -194,7 +191,7 @@ class Reader(StorageReader):
                 remedy="load it with torch's FileSystemReader; or delete its "
                 ".metadata to load what laststep has saved",
             )
-        checkpoint = Checkpoint(store, found.folder, decided, 0 if found.own else rank)
+        checkpoint = Checkpoint(store, found.folder, commit, 0 if found.own else rank)
         where = f"{store.url}/{found.folder}"
         self._content = DcpContent(checkpoint, where=where, allow_pickle=self._allow_pickle)
         return self._content
