@@ -103,8 +103,7 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[F
                     shape=tuple(parameter.shape),
                     layout=None,
                     memory=parameter,
-                    first=0,
-                    last=parameter.numel(),
+                    elements=slice(0, parameter.numel()),
                     holder=parameter,
                 )
             )
@@ -169,8 +168,7 @@ def _unit(handle: Any, prefix: str, group_of: Mapping[int, int]) -> _Unit:
                 shape=shape,
                 layout=layout,
                 memory=flat,
-                first=first,
-                last=first + place.stop - place.start,
+                elements=slice(first, first + place.stop - place.start),
                 holder=holder,
                 numbers=numbers,
             )

@@ -76,9 +76,8 @@ class FlatMember:
     """Sharding over the ranks; None if this rank has the whole parameter."""
     memory: torch.Tensor
     """The flat memory that the weights are in."""
-    first: int
-    last: int
-    """`first` to `last` are the parameter's elements in `memory` and in the holder's state."""
+    elements: slice
+    """The parameter's elements in `memory` and in the holder's state."""
     holder: torch.Tensor
     """The tensor that the optimizer keeps state for, which several parameters may share."""
     numbers: Layout | None = None
@@ -92,12 +91,9 @@ class FlatMember:
     def size(self) -> int:
         return self.memory.numel()
 
-    def weight(self) -> LocalShard | torch.Tensor:
-        """Return this rank's elements as they are stored, as a view of `memory`."""
-        return self.part_of(self.memory)
-
     def part_of(self, flat: torch.Tensor) -> LocalShard | torch.Tensor:
-        part = flat.detach().view(-1)[self.first : self.last]
+        """Return this rank's elements as they are stored, as a view of `flat`."""
+        part = flat.detach().view(-1)[self.elements]
         return part.view(self.shape) if self.layout is None else LocalShard(part, self.layout)
 
 
@@ -263,7 +259,8 @@ def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
     (member,) = members
     if member.numbers is None:
         return [entry]
-    return [LocalShard(entry if member.last > member.first else entry.new_zeros(0), member.numbers)]
+    is_held = member.elements.stop > member.elements.start
+    return [LocalShard(entry if is_held else entry.new_zeros(0), member.numbers)]
 
 
 def _joined(
@@ -274,7 +271,7 @@ def _joined(
         # Restored in place.
         for member in members:
             if all(member is not restored for restored, _ in parts):
-                live.view(-1)[member.first : member.last].zero_()
+                live.view(-1)[member.elements].zero_()
         return live
     member, value = parts[0]
     if live is ABSENT and isinstance(value, torch.Tensor) and value.dim():
@@ -318,7 +315,7 @@ class FlatModule(StateProvider):
         replaced = self._replaced(members)
         flat: dict[str, object] = {}
         for member in members:
-            flat |= dict.fromkeys(member.names, member.weight())
+            flat |= dict.fromkeys(member.names, member.part_of(member.memory))
         value = dict(flat)
         volatile: set[Path] = set()
         fresh: list[Path] = []

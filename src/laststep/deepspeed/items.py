@@ -142,7 +142,7 @@ def _round_weights(optimizer: Any) -> None:
         optimizer.update_lp_params()
     else:
         for member in _of_copies(optimizer):
-            weight = member.weight()
+            weight = member.part_of(member.memory)
             if isinstance(weight, torch.Tensor) and member.memory is not member.parameter:
                 member.parameter.data.copy_(weight)
 
@@ -191,8 +191,7 @@ def _place(
         shape=shape,
         layout=layout,
         memory=own,
-        first=at + first,
-        last=at + last,
+        elements=slice(at + first, at + last),
         holder=own,
     )
 

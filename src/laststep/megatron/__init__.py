@@ -166,22 +166,17 @@ def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMemb
                     shape=layout.shape,
                     layout=layout,
                     memory=shard,
-                    first=0,
-                    last=shard.numel(),
+                    elements=slice(0, shard.numel()),
                     holder=shard,
                 )
 
 
-class _Cut(NamedTuple):
-    """Sharding of a parameter by tensor parallelism: along dimension `dim`, in each of `blocks`
-    blocks."""
-
-    dim: int
-    blocks: int
-
-
 def _layout(
-    buffer: Any, parameter: torch.Tensor, cut: _Cut | None, parts: list[int], ranges: list[int]
+    buffer: Any,
+    parameter: torch.Tensor,
+    cut: tuple[int, int] | None,
+    parts: list[int],
+    ranges: list[int],
 ) -> Flat:
     """Return the layout of a parameter over the ranks that have part of it."""
     start, stop, number = buffer.param_index_map[parameter]
@@ -197,13 +192,14 @@ def _layout(
     shape = list(parameter.shape)
     if cut is None:
         return Flat(tuple(shape), mesh, *place)
-    shape[cut.dim] *= len(parts)
-    return Flat(tuple(shape), mesh, *place, (Shard(cut.dim), Replicate()), cut.blocks)
+    dim, blocks = cut
+    shape[dim] *= len(parts)
+    return Flat(tuple(shape), mesh, *place, (Shard(dim), Replicate()), blocks)
 
 
-def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
-    """Return the sharding that a parameter's attributes describe; None if every tensor-parallel
-    rank has it whole. Raise UsageError if it cannot be determined."""
+def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> tuple[int, int] | None:
+    """Return how tensor parallelism shards a parameter: along which dimension, in each of how many
+    blocks; None if every rank has it whole. Raise UsageError if it cannot be determined."""
     if parts == 1 or id(parameter) not in model.cut:
         return None
     name = model.names[id(parameter)][0]
@@ -213,7 +209,7 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
     # every Megatron version sets its stride to 2: without it, it looks like any other layer.
     known = _is_part(parameter) and 0 <= dim < parameter.dim() and (stride == 1 or dim == 0)
     if known and not (model.gated and stride == 1 and "linear_fc1" in name.split(".")):
-        return _Cut(dim, stride)
+        return dim, stride
     raise UsageError(
         "cannot determine how tensor parallelism shards a parameter",
         where=name,
