@@ -57,14 +57,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""Time that a rank is given to see the files that rank 0 sees: network filesystems cache the
-contents of a directory for up to a minute."""
+"""Time a rank is given to see what rank 0 sees: network filesystems cache folders for a minute."""
 PAUSE_S = 0.5
 _DELETED = "it was deleted in the meantime"
 _LOOK_S = 0.05
 _RECORDS_BYTES = 64 << 20
-"""Limit on the snapshot records that nodes broadcast to each other. Above it, with very many ranks,
-a job on several nodes uses no in-memory snapshots."""
+"""Limit on the snapshot records that nodes exchange; above it, a job on several nodes uses none."""
 
 _Found = TypeVar("_Found")
 
@@ -79,8 +77,6 @@ class Skipped:
 
 
 class Chosen(AttemptName, frozen=True, kw_only=True):
-    """The checkpoint that rank 0 chose."""
-
     manifest: bytes
     """The encoded manifest for the other ranks; empty if rank 0 cannot read it."""
     lineage_steps: tuple[int, ...]
@@ -118,8 +114,7 @@ def wait_for_others(who: object, run: str) -> None:
 
 
 def _wait_for_writers(store: Store, rank: Rank) -> None:
-    """On rank 0, wait until other processes have finished their saves, with one time limit for all;
-    warn if one keeps saving to the run."""
+    """On rank 0, wait until other processes have finished their saves; warn if one keeps saving."""
     if not rank.is_first:
         return
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
@@ -192,8 +187,7 @@ def choosing_of(
     ranks: Ranks,
     call: str,
 ) -> Choosing | None:
-    """Return the checkpoints to try, as all ranks see them; None if there is no run. `saw`: see
-    `restore_into`."""
+    """Return the checkpoints to try, or None if there is no run. `saw` is as in `restore_into`."""
     near = store if isinstance(store, NearestStore) else None
     in_memory = near is not None and near.in_memory
     if ranks.size > 1:
@@ -290,8 +284,7 @@ def _look_into_memory(near: NearestStore, ranks: Ranks) -> None:
 
 
 def _refuse_hidden_run(store: Store, ranks: Ranks) -> None:
-    """Raise `StorageError` if a rank sees a run that rank 0 does not: starting a new run would
-    abandon that one."""
+    """Raise `StorageError` if only another rank sees a run: a new run would abandon that one."""
     if ranks.size == 1 or store.same_everywhere:
         return
 
@@ -350,7 +343,6 @@ class Choosing:
         collective(ranks, self._list)
 
     def skipped(self, chosen: Chosen) -> tuple[Skipped, ...]:
-        """Return the newer checkpoints that could not be restored."""
         return tuple(skipped for skipped in self._skipped if skipped.step > chosen.step)
 
     def until_one_succeeds(self, attempt: Callable[[Chosen], _Found]) -> _Found | None:
@@ -378,8 +370,7 @@ class Choosing:
         return None
 
     def _go_on_after(self, chosen: Chosen, error: CorruptError | NotFoundError) -> None:
-        """Decide what to try next: the same checkpoint again, one of a new listing, or an older
-        one. Raise the error if no other may replace a requested checkpoint."""
+        """Decide what to try next; raise the error if no other checkpoint may replace this one."""
         why = error.without_remedy()
         if self.near is not None and self.near.spoil(chosen.folder, why):
             # The snapshot in memory is dropped: try the stored copy, or a replica's.

@@ -135,8 +135,7 @@ class Transfer:
         ranks: Ranks,
         readers: Readers | None = None,
     ) -> None:
-        """Assign reads to ranks and open the files; the live state is not touched yet. Pass
-        `readers` if not every rank can read every file."""
+        """Assign reads and open files; live state is not touched. `readers`: who can read what."""
         self._content = content
         self._matches = matches
         self._ranks = ranks
@@ -215,8 +214,7 @@ class Transfer:
         return who_reads.ReadRequests(list(map(who_reads.decode_request, notes)), of_rank, shapes)
 
     def _chunks_to_read(self, readers: Readers | None) -> list[Chunk]:
-        """Return the chunks that this rank reads, and open their files. Raise `CorruptError` if no
-        rank can read some block."""
+        """Return this rank's chunks, files open. Raise `CorruptError` if none can read a block."""
         content, requests, rank = self._content, self._requests, self._rank
         layouts = content.global_layout
         if layouts is None:
@@ -304,8 +302,7 @@ class Transfer:
         return read_bytes
 
     def _prepare(self, room: Room) -> tuple[list[list[Chunk]], int]:
-        """Return the chunks that this rank reads in each turn, after which messages are exchanged,
-        and the bytes that it sends."""
+        """Return this rank's chunks by turn (messages follow each), and the bytes that it sends."""
         turns: list[list[Chunk]] = [[]]
         in_turn = passed_on = 0
         cut = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]

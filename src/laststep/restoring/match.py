@@ -434,8 +434,7 @@ def _place_fresh(match: Match, name: str, to: object) -> None:
 
 
 def _replaced(tree: object) -> set[str]:
-    """Return the tensors of values whose size may change, which are replaced rather than
-    overwritten: long bytes and sparse tensors."""
+    """Return the tensors of values that may change size, so are replaced: bytes, sparse tensors."""
     names: set[str] = set()
     stack = [tree]
     while stack:

@@ -45,8 +45,7 @@ VALUE = "state"
 def selection(
     only: Sequence[str] | None, item: str, names: Collection[str] = ()
 ) -> tuple[bool, Callable[[str], bool] | None]:
-    """Return whether an item takes part in a restore, and a predicate for its tensors (None: all of
-    them). `names` are the stored names."""
+    """Return whether an item is restored, and a predicate for its stored `names` (None: all)."""
     if only is None or item in only:
         return True, None
     patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
@@ -57,8 +56,7 @@ def selection(
 
 
 def _picks(pattern: str, item: str, names: Collection[str]) -> Callable[[str], bool]:
-    """Return a predicate for the tensors that a pattern picks. The exact name of a stored tensor,
-    which may contain brackets, is no glob."""
+    """Return a predicate for a pattern; a stored tensor's exact name, even `a[0]`, is no glob."""
     whose, slash, tensor = pattern.partition("/")
     if not slash:
         return lambda _name: True
@@ -108,9 +106,8 @@ def plan_restore(
     remedy: str,
     ranks: Ranks,
 ) -> RestorePlan:
-    """Plan the restore of all selected items. If `strict`, raise one `MismatchError` that lists
-    every problem, with this remedy; else raise it only if nothing fits. A stored tensor is
-    unexpected only if no rank needs it."""
+    """Plan the restore of all selected items. Raise `MismatchError` with every problem if `strict`,
+    or if nothing fits. A stored tensor is unexpected only if no rank needs it."""
     plan = RestorePlan(strict)
     collective(ranks, functools.partial(_look, plan, content, providers, only, ranks.rank))
     plan.have_aliases = any(match.aliases for match in plan.matches)
@@ -152,8 +149,7 @@ def plan_restore(
 
 
 def compare_aliases(plan: RestorePlan, ranks: Ranks, where: str) -> None:
-    """Compare aliases after the reads. If any differ, raise `MismatchError` when strict; else keep
-    the first and add them to the plan's problems."""
+    """Compare aliases after the reads; if any differ, raise when strict, else add problems."""
     mine = collective(
         ranks, lambda: [f"{m.item.name}/{text}" for m in plan.matches for text in m.differing()]
     )
@@ -186,8 +182,7 @@ def _look(
             return state, collect(state.value, volatile=state.volatile, allow_pickle=True)
 
     def live_modules() -> Modules:
-        """Return the live modules, whose ties show which names belong to one parameter. Groups that
-        take no part are left out: describing them may be expensive."""
+        """Return the live modules; describing groups that take no part may be expensive."""
         modules: Modules = {}
         for name, provider in providers.items():
             takes_part, _ = selection(only, name)
@@ -257,8 +252,7 @@ def _takes_over(
 
 
 def _warn_of_problems(problems: Problems) -> None:
-    """Warn about live state that is not restored. Unexpected stored tensors are not reported: a
-    user who leaves them out knows it."""
+    """Warn about live state that is not restored; a user knows of stored tensors left out."""
     problems = msgspec.structs.replace(problems, unexpected=())
     shown = "; ".join(problems.lines()[:3])
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

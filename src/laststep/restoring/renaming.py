@@ -110,8 +110,7 @@ class _Renaming:
             self._match.apart.update(moved, moved.values())
 
     def _drop(self, name: str, alias: str) -> None:
-        """Remove a stored parameter that the live optimizer knows by the name `alias`. Record a
-        difference if their states do not have the same form."""
+        """Remove a stored parameter that is `alias` here; record if their states differ."""
         del self._params[self._group_of.pop(name)][name]
         if name not in self._state and alias not in self._state:
             return  # the optimizer has stepped neither yet
@@ -143,9 +142,8 @@ class _Renaming:
 
 
 def _names_of_same(name: str, modules: Modules) -> list[str]:
-    """Return the other names of the parameter that an optimizer knows by `name`. An optimizer of
-    several modules uses `item:name`. The name in an optimizer of one module does not identify that
-    module, so all modules that have both names must agree."""
+    """Return the other names of the parameter that an optimizer knows by `name`: `item:name` in an
+    optimizer of several modules; otherwise all modules that have both names must agree."""
     item, _, rest = name.partition(":")
     if item in modules:
         return [f"{item}:{other}" for other in modules[item].alike.get(rest, ()) if other != rest]
