@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 _GAP_BYTES = 64 << 10
 """Maximum gap between blocks that are fetched together."""
 MANY_LAYOUTS = 256
-"""For checkpoints with more layouts, written by many ranks, files are closed once they have been
-read: a process is often limited to 1,024 open files."""
+"""With more layouts, files are closed once read: a process may be limited to 1,024 open files."""
 _of_thread = threading.local()
 _FILE = operator.attrgetter("file")
 
@@ -358,8 +357,7 @@ class Extent:
         return block_digests(image[: self.size_bytes]) == self._digests
 
     def verify_stored(self, stored: memoryview, reader: FileReading) -> list[Damage]:
-        """Check the stored bytes of its only piece. If they are wrong, fill `stored` again from
-        `reader`, and return the damage that remains."""
+        """Check the only piece as stored; return the damage that remains after a second read."""
         (piece,) = self.pieces
         wrong = self._wrong(memoryview(self._decoded(piece, stored)), [])
         if wrong and reader.read_into(piece.ref.offset, stored) == len(stored):
@@ -569,8 +567,7 @@ def headers(reader: BlockReader) -> Iterator[tuple[int, Header]]:
 
 
 def file_ranges(reader: BlockReader) -> list[FileRanges]:
-    """Return the files of an index with their verifiable ranges, for copying them as stored. Bytes
-    between ranges are blocks of shared files that the checkpoint does not need."""
+    """Return the files of an index and the ranges to verify; bytes in between are not needed."""
     heads = dict(headers(reader))
     found = []
     for number, (file, opened, where, _) in enumerate(reader.files()):

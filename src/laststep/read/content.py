@@ -80,14 +80,12 @@ class Content:
     def __init__(
         self, store: Store, folder: str, commit: Commit, *, rank: int = 0, by_rank: bool = False
     ) -> None:
-        """Per-rank items are seen as of `rank`, or as of rank 0 if the checkpoint has no such rank.
-        `by_rank`: read the indexes of other ranks on demand, if the checkpoint has layout
-        groups."""
+        """See per-rank items as of `rank`, or rank 0 if it has no such rank. `by_rank`: read other
+        ranks' indexes on demand, if the checkpoint has layout groups."""
         self.folder = folder
         self.where = f"{store.url}/{folder}"
         self.commit = commit
         self.per_rank: set[str] = set()
-        """Names of the per-rank items."""
         self.items: dict[str, StoredItem] = {}
         self.files: list[LayoutBlocks] = []
         self.global_layout: GlobalLayout | None = None
@@ -97,7 +95,6 @@ class Content:
         self._specs: dict[str, dict[str, TensorSpec]] = {}
         """Specs of all tensors, by item."""
         self._indexes: dict[int, Index] = {}
-        """Indexes that have been read, by rank."""
         self._known_files: dict[int, range] = {}
         """Numbers of the files of each rank whose index is in use."""
         self._places: dict[Key, tuple[Place, ...]] = {}
@@ -205,8 +202,7 @@ class Content:
             self._places[key] = tuple(places)
 
     def _read_local_layouts(self) -> None:
-        """Read the local layouts, which describe all ranks, and this rank's index if it has tensors
-        of per-rank items."""
+        """Read the local layouts, and this rank's index if it has tensors of per-rank items."""
         groups = self.commit.layout_groups
         known = list(filter(None, map(self._local_layout, groups)))
         if len(known) < len(groups):  # written by a version with another form of description

@@ -63,9 +63,8 @@ def read_all(
     *,
     threads: int,
 ) -> int:
-    """Carry out all reads, `threads` at a time, and return the number of bytes read. `deliver(read,
-    data)` is called on the reading threads with verified bytes, which are valid only until it
-    returns. Raises the first error."""
+    """Read with `threads`, return the bytes read, and raise the first error. `deliver(read, data)`
+    is called on the reading threads with verified bytes, which are valid only until it returns."""
     pipeline = _Pipeline(files, reads, room, deliver, threads)
     workers: list[Worker] = []
     try:
@@ -224,9 +223,8 @@ class _Pipeline:
 def read_ahead(
     extents: Iterable[Extent], *, threads: int, buffer_bytes: int = CHUNK_BYTES
 ) -> Generator[tuple[memoryview, list[Damage]], None, None]:
-    """Yield the bytes of each extent, in order, with the damage found, while threads read the next
-    ones. The bytes are valid until the next iteration. An extent larger than `buffer_bytes` gets a
-    buffer of its own."""
+    """Yield each extent's bytes, valid until the next iteration, and its damage, while threads read
+    on. An extent larger than `buffer_bytes` gets a buffer of its own."""
     spare: list[memoryview] = []
     ahead: deque[tuple[int, memoryview, Future[list[Damage]]]] = deque()
     with WorkerPool("ahead", threads) as workers:

@@ -49,10 +49,7 @@ class VerifyReport:
 def verify_checkpoint(
     store: Store, folder: str, *, threads: int = 4, progress: Progress | None = None
 ) -> VerifyReport:
-    """Read all of the checkpoint in `folder` and compare it with its digests.
-
-    Raise `NotFoundError` if there is no committed checkpoint, or it was deleted meanwhile.
-    """
+    """Verify the checkpoint in `folder`. Raise `NotFoundError` if it is uncommitted or deleted."""
     check = _Check(store, folder, threads, progress)
     check.all()
     if check.damage:
