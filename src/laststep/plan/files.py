@@ -47,8 +47,6 @@ _ENTRY_BYTES = 160
 
 
 class ItemSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An item as the planner sees it."""
-
     name: str
     kind: str
     standalone: bool
@@ -68,12 +66,9 @@ class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Every file of a save."""
-
     items: tuple[ItemSpec, ...]
     files: tuple[FilePlan, ...]
     pieces: tuple[Piece, ...]
-    """The pieces of all items, in order."""
     values: tuple[str, ...]
     """The names of the plain values in the index: the trees of items, and the local layout."""
 
@@ -185,8 +180,7 @@ _SAME = ("run", "step", "term", "attempt", "created_s", "ranks", "metrics", "con
 
 
 def omitted_items_of(commit: Commit, items: Collection[str]) -> tuple[str, ...]:
-    """Return the omitted items of a copy with only `items`, including those that the original
-    lacks. Raise `NotFoundError` if it lacks one of `items`."""
+    """Return the items that a copy of `items` omits; raise `NotFoundError` for a missing one."""
     here = [record.name for record in commit.items]
     if lacking := [item for item in items if item not in here]:
         omitted = ", ".join(commit.omitted_items)
@@ -227,8 +221,7 @@ def _items_in(stored: StoredLayout) -> set[str]:
 
 
 def partial_of(commit: Commit, items: Collection[str], written: WrittenIndexes) -> Commit:
-    """Return the manifest of a partial checkpoint. It has no layout groups, because those describe
-    all items of the original."""
+    """Return a partial checkpoint's manifest, without layout groups: those describe all items."""
     return structs.replace(
         commit,
         items=tuple(record for record in commit.items if record.name in items),

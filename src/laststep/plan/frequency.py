@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 APART = 2.0
-"""The least number of latencies between the starts of two saves. One would suffice for the median
-save, but half of the saves take longer, and some undisturbed steps must remain between two
-saves."""
+"""The least number of latencies between the starts of two saves: half of the saves take longer than
+the median, and some undisturbed steps must remain between two."""
 PRIOR_S = 24 * 3600.0
 PRIOR_RANK_S = 10_000 * 3600.0
 """Prior: one failure per day or, if that is more frequent, per 10,000 rank hours. The Llama 3

@@ -102,8 +102,7 @@ def chunks_of(
     requests: ReadRequests,
     tensor_bytes: Mapping[int, int],
 ) -> list[Chunk]:
-    """Return the chunks that a rank reads of a source's files, which hold `stored`; `tensor_bytes`
-    is the length of each file's tensor area."""
+    """Return the chunks that a rank reads of a source's `stored` boxes; see `plan_chunks`."""
     in_chunk: dict[tuple[int, int], list[FileBox]] = {}
     for box in stored:
         for number in range(box.start // CHUNK_BYTES, -(-box.stop // CHUNK_BYTES)):

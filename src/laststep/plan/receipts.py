@@ -39,11 +39,9 @@ class Groups(NamedTuple):
         return range(0, self.ranks, self.size)
 
     def leader_of(self, rank: int) -> int:
-        """Return the first rank of a rank's group."""
         return rank - rank % self.size
 
     def group_of(self, rank: int) -> range:
-        """Return all ranks of a rank's group."""
         first = self.leader_of(rank)
         return range(first, min(first + self.size, self.ranks))
 
@@ -66,8 +64,7 @@ class Shared(NamedTuple):
 
 
 Seen = dict[Shared, dict[bytes, int]]
-"""Digests of the contents, each with the first rank that has it. Only two are kept of each: that is
-enough to find ranks that differ."""
+"""Digests of contents, each with the first rank that has it; two prove a difference."""
 
 
 class ReplicatedTensors(NamedTuple):

@@ -361,8 +361,7 @@ class _RangesOfPlace:
 def _own_turns(
     rank: int, ranks: tuple[int, ...], size_bytes: int, pieces: range, alike: int
 ) -> Iterator[int]:
-    """Return the pieces that one of the `ranks` that need them all reads, without a look at the
-    others: there may be as many pieces as ranks."""
+    """Return one rank's pieces of those that all `ranks` need, without a loop over the ranks."""
     number, count = bisect.bisect_left(ranks, rank), _turns(len(ranks), size_bytes, alike)
     if count == len(ranks):
         return iter(pieces)

@@ -183,8 +183,7 @@ def assignments_of(rank: int, tensors: Sequence[Spread]) -> list[Assignment]:
 
 
 def writing_layouts(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Return the layouts whose ranks write: those that cut the tensor as the first one does. Others
-    hold the same bytes in other boxes and write none of them."""
+    """Return the layouts whose ranks write: those that cut the tensor as the first one does."""
     if len(layouts) == 1:
         return layouts
     cuts = layouts[0].cuts()
