@@ -1,2 +1,1 @@
-"""The on-disk formats of docs/format.md (layouts, index, manifest), as pure functions from values
-to bytes."""
+"""The on-disk formats of docs/format.md: layouts, index and manifest, as pure functions."""

@@ -137,8 +137,7 @@ def _tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | 
 
 
 def _overflows(shape: Sequence[int], element_bytes: int) -> bool:
-    """Return True if an empty tensor is too large for safetensors and torch, which multiply its
-    sides before the one that is zero."""
+    """Return True if an empty tensor's sides before its zero overflow in safetensors and torch."""
     largest: int = max(*shape, *accumulate((element_bytes, *shape), operator.mul))
     return largest > MAX_OFFSET
 

@@ -61,8 +61,7 @@ class Versioned(msgspec.Struct, frozen=True):
 
 
 def refuse_later(number: object, *, what: str, where: str, writer: object = None) -> None:
-    """Raise `UsageError` for a later format than this version reads. `writer` is the laststep
-    version named in the document, if any."""
+    """Raise `UsageError` for a later format; `writer` is the version in the document, if any."""
     if type(number) is not int or number <= FORMAT_VERSION:
         return
     found, reads = f"format {number}", f"a version that writes format {number}"
@@ -142,8 +141,7 @@ _TABLE = re.compile(r"[0-9a-f]{32}")
 
 
 class WrittenIndexes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ranks have made durable: the digests of their indexes, concatenated, and
-    totals over all data files."""
+    """Durable data of some ranks: the digests of their indexes, concatenated, and totals."""
 
     indexes: bytes = b""
     files: Count = 0
