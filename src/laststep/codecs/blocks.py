@@ -33,8 +33,7 @@ class BlockCodec(Protocol):
 
 
 def codec_named(name: str) -> BlockCodec:
-    """Return the codec with this name. Raise `UsageError` if it is unknown, or zstandard is not
-    installed."""
+    """Return the codec with this name; raise `UsageError` if it is unknown or needs zstandard."""
     try:
         from laststep.codecs.planes import CODECS
     except ImportError as error:

@@ -19,8 +19,7 @@ digest = xxhash.xxh3_128_digest
 
 
 def digest_text(data: bytes | bytearray | memoryview) -> str:
-    """Return the digest in the form used in manifests: its name, a colon and 32 lower-case hex
-    digits."""
+    """Return the digest as manifests state it: its name, a colon and 32 lower-case hex digits."""
     return f"{DIGEST_NAME}:{digest(data).hex()}"
 
 

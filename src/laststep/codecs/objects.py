@@ -65,8 +65,7 @@ MAX_DEPTH = 200
 _TOO_DEEP = f"containers nested more than {MAX_DEPTH} deep"
 
 MAX_NAMEDTUPLES = 256
-"""The maximum number of different namedtuple classes in a document: creating one takes about 0.3
-ms."""
+"""Limit on the namedtuple classes of a document: creating one takes about 0.3 ms."""
 
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 """The range of ints that are plain JSON numbers; others are written in hex."""
@@ -79,8 +78,7 @@ class TensorRef(msgspec.Struct, frozen=True):
 
 
 class Tagged(msgspec.Struct, frozen=True):
-    """A value of a type that a higher layer knows: `tag` names the type, `value` contains its
-    parts."""
+    """A value of a type that a higher layer knows: `tag` is the type, `value` has its parts."""
 
     tag: str
     value: object
@@ -117,8 +115,7 @@ EncodedDicts = dict[int, tuple[object, object]]
 that no other object can get their ids. Only for values that are never changed."""
 
 _LEAST_KEPT = 16
-"""The minimum length of a dict in `EncodedDicts`; smaller ones are encoded again just as
-quickly."""
+"""The minimum length of a dict in `EncodedDicts`; encoding smaller ones is just as quick."""
 
 
 class _Unencodable(Exception):
@@ -155,8 +152,7 @@ class _Encoder(msgspec.Struct):
         self.active.add(id(container))
 
     def items(self, container: Any, values: Iterable[object] | None = None) -> list[object]:
-        """Encode the values of a container, by default those that it iterates over, in a plain
-        loop, because trees have 100,000 leaves."""
+        """Encode the values of a container, in a plain loop: trees have 100,000 leaves."""
         self.enter(container)
         encoded: list[object] = []
         try:
@@ -341,8 +337,7 @@ def _decode_in_place(root: list[object]) -> None:
 
 
 def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object]]]:
-    """Return every tagged object with its position (container, key), outer ones before inner
-    ones."""
+    """Return every tagged object with its position (container, key), outer before inner ones."""
     tagged: list[tuple[Any, Any, dict[str, object]]] = []
     todo: list[tuple[Any, Any, Any, int]] = [(root, 0, root[0], 0)]
     while todo:
@@ -368,8 +363,7 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
 
 
 def _shown(value: object) -> str:
-    """Return `value` as text for a message. Containers are not shown, because they may be as deep
-    as the parser allows."""
+    """Return `value` as text for a message, except containers, which may be very deep."""
     return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else repr(value)[:100]
 
 
@@ -481,8 +475,7 @@ _HELD = {
     tag: [(name, int(name == "value")) for name in kinds if name in ("items", "value", "re", "im")]
     for tag, (_, kinds) in _decoders.items()
 }
-"""Tag → the fields that hold other values, and how much deeper these are: a list of items counts by
-itself."""
+"""Tag → the fields that hold other values, and their depth: a list of items counts by itself."""
 
 
 def encode(value: object, kept: EncodedDicts | None = None) -> bytes:

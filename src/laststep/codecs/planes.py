@@ -155,8 +155,7 @@ def _joined(parts: list[Part], block: memoryview) -> bytes | None:
 
 
 def _earlier(before: memoryview | None, size_bytes: int, width: int) -> Elements:
-    """Return the elements of the earlier block. Raise `CorruptError` if it is missing or not
-    `size_bytes` long."""
+    """Return the earlier block's elements. Raise `CorruptError` unless it has `size_bytes`."""
     if before is None or before.nbytes != size_bytes:
         found = "none" if before is None else f"one of {before.nbytes}"
         raise _broken(f"an earlier block of {size_bytes} bytes", found)
@@ -164,8 +163,7 @@ def _earlier(before: memoryview | None, size_bytes: int, width: int) -> Elements
 
 
 def _elements_of(data: memoryview, width: int) -> tuple[Elements, memoryview]:
-    """Return all whole elements and the tail. Elements of more than 8 bytes are returned as
-    bytes."""
+    """Return all whole elements and the tail. Elements above 8 bytes are returned as bytes."""
     whole = data.nbytes - data.nbytes % width
     flat = data.cast("B") if data.nbytes else data
     kind = f"<u{width}" if width <= _WIDEST_BYTES else "<u1"
@@ -255,8 +253,7 @@ def _pack(data: Part) -> Part:
 
 
 def _unpack(stored: memoryview, size_bytes: int) -> Part:
-    """Return the `size_bytes` that were packed. A frame is always shorter; `size_bytes` bytes are
-    not packed and returned unchanged."""
+    """Unpack to `size_bytes`; data of that size is not packed, because a frame is shorter."""
     if len(stored) == size_bytes:
         return stored
     try:
