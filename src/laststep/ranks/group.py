@@ -91,7 +91,6 @@ class Ranks:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.size = 1
-        """The number of ranks."""
 
     def arrive(self) -> None:
         """Wait until all ranks call `restore()`, and log which ones are missing."""
@@ -167,8 +166,7 @@ class RankGroup(Ranks):
 
     @contextlib.contextmanager
     def carrying(self, device: torch.device, most_bytes: int) -> Iterator[torch.device]:
-        """Prepare exchanges in which this rank, with its state on `device`, sends up to
-        `most_bytes`; yield the device on which all its messages must lie."""
+        """Prepare to send up to `most_bytes` from `device`; yield the device for all messages."""
         on_device = device.type == "cuda" and has_nccl()
         if self.all_max(not on_device) or self.all_max(most_bytes) < WORTH_BYTES:
             yield HOST
@@ -223,9 +221,8 @@ class RankGroup(Ranks):
                     yield heard.numpy().tobytes(), came
 
     def _pass_each(self, each: Mapping[int, RankMessage]) -> Iterator[RankMessage]:
-        """Send each rank its message and receive those for this rank: first to the next rank and
-        from the previous one, then at distance two, and so on. At most two messages are being
-        received at a time, however many ranks send to this one."""
+        """Send each rank its message and receive those for this one, at growing distance: at most
+        two are being received at a time, however many ranks send to this one."""
         mine = self.rank.number
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
         sent = torch.tensor([[len(head), data.numel()] for head, data in out])
@@ -298,8 +295,7 @@ else may look like it."""
 
 
 def collective(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on every rank. If it fails on any rank, raise on all ranks an error of the kind
-    that is the cause (`_weight`), so that all continue alike."""
+    """Run `work` on every rank; if it fails on any, raise an error of the same kind on all."""
     if ranks.size == 1:
         return work()
     error: LaststepError | None = None

@@ -55,8 +55,7 @@ class KeyValueStore:
     """Keys under one prefix, used by one thread at a time."""
 
     def __init__(self, prefix: str, *, ranks: int = 1, patience_s: float = _CALL_S) -> None:
-        """Raise if a request is not answered within `patience_s` or 30 s. `ranks` clients poll the
-        same store."""
+        """Raise if no answer comes in `patience_s` or 30 s. `ranks` clients poll the store."""
         self.prefix = prefix
         """The prefix of all keys, equal on all ranks."""
         self._look_s = max(_LOOK_S, ranks * _LOOK_EACH_S)
@@ -73,8 +72,7 @@ class KeyValueStore:
         return time.monotonic()
 
     def put(self, name: str, note: bytes) -> None:
-        """Set a key and check that it is there: writing to a store that is gone seems to
-        succeed."""
+        """Set a key and check it: writing to a store that is gone seems to succeed."""
 
         def leave(store: Any) -> bool:
             store.set(name, note)
@@ -129,8 +127,7 @@ class KeyValueStore:
     def wait_all(
         self, names: Iterable[str], until_s: float, *, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, bytes]:
-        """Wait for all keys; return those that exist at `until_s` (monotonic). Call `meanwhile`
-        after every look that does not find them all."""
+        """Return the keys that exist by `until_s` (monotonic); call `meanwhile` after each look."""
         missing, seen = _cut(names), dict[str, bytes]()
 
         def read(store: Any) -> list[bytes] | None:
@@ -151,14 +148,12 @@ class KeyValueStore:
         return seen
 
     def close(self) -> None:
-        """Accept no more requests. Does not wait: a request that is never answered ends with the
-        process."""
+        """Accept no more requests; do not wait: one without an answer ends with the process."""
         self._pool.put(self._disconnect)
         self._pool.queued.put(None)
 
     def close_at_exit(self) -> None:
-        """Close at interpreter exit: wait briefly for a request in flight, which would crash the
-        exiting interpreter. Later requests are not answered."""
+        """Close at exit: wait briefly for a request in flight, which would crash Python."""
         last = self._pool.submit(self._disconnect)
         self.close()
         with contextlib.suppress(TimeoutError):
@@ -226,13 +221,10 @@ def tell(what: str, late: Iterable[int], limit_s: float) -> None:
 
 @contextlib.contextmanager
 def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
-    """Inside this block all ranks are expected to make the call `what`; log those that have not
-    after a few seconds. `name` distinguishes this call from earlier ones.
-
-    Every rank sets a key. Rank 0 checks all keys and the other ranks check rank 0's: if every rank
-    checked every key, a large job would send its store millions of requests. Uses a connection of
-    its own, because rank 0's is busy waiting.
-    """
+    """Log the ranks that do not make the call `what` within seconds; `name` tells it from earlier
+    ones. Rank 0 checks the keys of all and the other ranks check rank 0's: if every rank checked
+    every key, a large job would send its store millions of requests. Uses a connection of its own,
+    because rank 0's is busy waiting."""
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
     store.set(f"{name}/{rank.number}", b"1")
     come = threading.Event()

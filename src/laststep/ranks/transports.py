@@ -122,8 +122,7 @@ def _within(call: Callable[[], T]) -> T:
 
 
 def _new_group(timeout: timedelta) -> ProcessGroup:
-    """Return an NCCL group that waits on the host. The environment variable is read when a group is
-    made; there is no argument for it."""
+    """Return an NCCL group that waits on the host: only an environment variable can say so."""
     before = os.environ.pop(_WAIT_ON_HOST, None)
     os.environ[_WAIT_ON_HOST] = "1"
     try:
