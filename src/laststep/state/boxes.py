@@ -1,6 +1,5 @@
 """Boxes of a tensor's index space, ranges of its elements in row-major order, and overlaps of
-ranges in memory. Pure geometry; knows nothing of ranks, torch or files.
-"""
+ranges in memory. Pure geometry; knows nothing of ranks, torch or files."""
 
 from __future__ import annotations
 

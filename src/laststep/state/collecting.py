@@ -433,8 +433,7 @@ def _collect_in_bulk(
 
 
 def _memories(leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[Any]]:
-    """Return the memory of each tensor on this rank; and for each DTensor its position, and the
-    values from which `local_shard_of` computes its layout."""
+    """Return each tensor's memory; for DTensors also positions and what layouts depend on."""
     kind = tensors.dtensor_class()
     if kind not in set(map(type, leaves)):
         return leaves, []

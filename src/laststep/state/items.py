@@ -391,8 +391,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
 def _things_in(
     items: Mapping[Any, object], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (container, key, object) for every object in the items, also inside groups and
-    providers. Container and key are not joined, because both may contain dots."""
+    """Yield (container, key, object) of all items and members; both names may contain dots."""
     for key, item in items.items():
         if isinstance(item, PerRank):
             yield from _things_in({key: item.item}, outer, depth)
@@ -412,8 +411,7 @@ def _item(outer: str, key: object) -> str:
 
 
 def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
-    """Return id of a parameter → (item, name). Called at each save, because parameters and the
-    entries of dicts can be replaced."""
+    """Return id of a parameter → (item, name), as of now: parameters can be replaced."""
     names: dict[int, tuple[str, str]] = {}
     things = list(_things_in(items))
     for outer, key, thing in things:
@@ -433,8 +431,7 @@ def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, st
 def _tensors_in(
     value: dict[Any, Any], outer: str = "", depth: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Yield (id, name) of the tensors in a dict and in dicts inside it. Names are joined by dots as
-    in `named_parameters()`, because these mostly are the weights of a module."""
+    """Yield (id, name) of the tensors in nested dicts, with dots as in `named_parameters()`."""
     for key, inner in value.items():
         if isinstance(inner, Tensor):
             yield id(inner), f"{outer}{key}"

@@ -124,8 +124,7 @@ class MeshRange(NamedTuple):
         return math.prod(map(operator.sub, self.high, self.low))
 
     def ranks(self, cutting: tuple[int, ...] | None = None) -> Iterator[int]:
-        """Iterate over all ranks in row-major order of the mesh, or, with `cutting`, over the first
-        rank of each coordinate along these dimensions."""
+        """Iterate over all ranks in row-major order, or over the first at each `cutting` place."""
         return map(self.mesh.rank, self.places(cutting))
 
     def places(self, cutting: tuple[int, ...] | None = None) -> Iterator[Index]:
@@ -264,8 +263,7 @@ def _cut_order(
 def _cut_ways(
     order: Sequence[int], sizes: Index, whole: tuple[int, int], part: tuple[int, int]
 ) -> list[dict[int, tuple[int, int]]]:
-    """Return the coordinate ranges, by sharding mesh dimension, that hold an element of `part`; it
-    and `whole` are ranges of one tensor dimension."""
+    """Return coordinate ranges, by mesh dimension, that hold some of `part`, a range in `whole`."""
     (axis, *rest), (start, stop) = order, whole
     each = -(-(stop - start) // sizes[axis])
     first, last = (part[0] - start) // each, (part[1] - 1 - start) // each

@@ -429,8 +429,7 @@ def put_entry(owner: dict[Any, Any], key: object, loaded: object) -> None:
 
 
 def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Make a live dict equal to the stored one. Entries that were added after the checkpoint are
-    deleted, as in a list; an entry that is ABSENT in `loaded` is kept."""
+    """Make a live dict equal to a stored one: newer entries go, those ABSENT in `loaded` stay."""
     entries = {key: put(live.get(key, ABSENT), inner) for key, inner in loaded.items()}
     if all(inner is not ABSENT for inner in loaded.values()):
         live.clear()  # assignment would keep an equal key of another type: 1 and True

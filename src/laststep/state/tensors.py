@@ -216,8 +216,7 @@ _IS_NEGATIVE: Final = torch.Tensor.is_neg
 
 
 def in_batches(many: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Iterate over batches that are small enough to stay in the processor's cache while several
-    properties are read from each tensor: 1.6 times as fast for 100,000 tensors."""
+    """Iterate in batches that fit the processor's cache: 1.6 times as fast for 100,000 tensors."""
     for first in range(0, len(many), 1024):
         yield many[first : first + 1024]
 
@@ -238,8 +237,7 @@ class TensorForms(NamedTuple):
 
 
 def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
-    """Return the forms of strided tensors. Others raise `RuntimeError`: a nested tensor has no
-    shape, a sparse or MKL-DNN one no address."""
+    """Return the forms of strided tensors; `RuntimeError` for others, with no shape or address."""
     addresses: list[int] = []
     storages: list[int] = []
     shapes: list[torch.Size] = []
@@ -266,8 +264,7 @@ def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
 
 
 def allocate(dtype: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
-    """Return a new tensor with undefined content. Host memory uses huge pages where available:
-    filling 1 GB took 0.14 s instead of 0.64 s."""
+    """Return a new tensor with undefined content; huge pages fill 1 GB in 0.14 s, not 0.64 s."""
     made = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
     if made.device.type == "cpu":
         system.prefer_huge_pages(made.data_ptr(), made.nbytes)

@@ -113,8 +113,7 @@ OWNED: Final = "owned"
 def rebuild(
     tree: object, *, leaf: Callable[[str], object], revive: Callable[[Tagged], object]
 ) -> object:
-    """Rebuild a state: replace every TensorRef by `leaf` of its name, every Tagged by `revive` of
-    it."""
+    """Rebuild a state: replace TensorRefs by `leaf` of their names, Tagged by `revive` of them."""
 
     def build(node: object) -> object:
         kind = type(node)
@@ -237,8 +236,7 @@ class Collected:
 
 
 def merge_trees(first: object, second: object) -> object:
-    """Merge the parts of an item that two ranks hold. Where they contradict each other, as the
-    settings of two pipeline stages may, the first wins."""
+    """Merge two ranks' parts of an item; the first wins, as with settings of pipeline stages."""
     if isinstance(first, dict) and isinstance(second, dict):
         merged = dict(first)
         for key, value in second.items():
@@ -297,8 +295,7 @@ class StoredItem:
 
 
 def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
-    """Encode the tree, ties and views of an item. Parts of the tree that are shared with an earlier
-    save are not encoded again if `kept` is passed to both."""
+    """Encode an item's tree, ties and views. `kept` spares parts shared with an earlier save."""
     views = dict(zip(collected.views, map(tuple, collected.views.values()), strict=True))
     return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views}, kept)
 
