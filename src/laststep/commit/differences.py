@@ -96,8 +96,7 @@ class ReplicaDigests:
         self._digests: dict[Key, bytes] = {}
 
     def contents(self) -> dict[Shared, bytes]:
-        """Return one digest per set; nothing if they could not be computed. Waits for the digests,
-        so call it on a background thread."""
+        """Return one digest per set, or nothing; waits, so call it on a background thread."""
         digests = self._contents.digests()
         if digests is None:
             return {}

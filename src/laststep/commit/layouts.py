@@ -72,19 +72,16 @@ ABSENT = f"{SAME_STEPS}; one that does may be stopped, slow or dead: see its log
 
 
 def margin_s(deadline_s: float) -> float:
-    """Return the time added to the deadline of the other ranks. Rank 0 stops waiting before they
-    do, so that it can still tell them which ranks are missing."""
+    """Return the time by which others wait longer than rank 0, which names the missing ranks."""
     return min(deadline_s / 2, _MARGIN_S)
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's latest call for local layouts; settled once it has the digests of all ranks, or a
-    problem."""
+    """Rank 0's latest call for local layouts; settled once it has all digests, or a problem."""
 
     number: int
     step: int | None = None
-    """The step of the save that needs this call, the first save after number `led`; None if
-    unknown."""
+    """The step of the first save after number `led`, which needs this call; None if unknown."""
     led: int = 0
     digests: bytes = b""
     problem: str = ""
@@ -106,8 +103,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GlobalLayouts:
-    """This rank's side of agreeing on a global layout. Used by the training thread and one other; a
-    lock serialises them."""
+    """This rank's side of agreeing; the training thread and one other use it under a lock."""
 
     def __init__(self, rank: Rank, kv: KeyValueStore, *, deadline_s: float) -> None:
         self._rank = rank
@@ -115,9 +111,8 @@ class GlobalLayouts:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._number = time.time_ns() // 1_000_000
-        """The number of rank 0's last call. It starts at the current time in ms, so that it is
-        higher than the numbers left by a dead job instance: a launcher may restart ranks with the
-        same key-value store."""
+        """The number of rank 0's last call. Starts at the time in ms, above the numbers that a dead
+        job instance may have left in the same key-value store."""
         self._answered = 0
         """The last call that this rank answered; 0 if that answer is void."""
         self._data = b""
@@ -132,9 +127,8 @@ class GlobalLayouts:
         of this rank is in progress. A higher number belongs to the next save."""
 
     def on(self, local_layout: LocalLayout, step: int) -> GlobalLayout:
-        """Return the global layout for a save of `step`, given this rank's local layout. Waits for
-        the other ranks if the local layout is new; raises `MismatchError` if layouts conflict and
-        `AbortedError` if ranks are missing or refuse."""
+        """Return the global layout for a save of `step`, after waiting if the local layout is new.
+        Raise `MismatchError` if layouts conflict, `AbortedError` if ranks are missing or refuse."""
         while not self._lock.acquire(timeout=signals.LOOK_S):
             signals.check_signals()
         try:
@@ -276,8 +270,7 @@ class GlobalLayouts:
         return f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
 
     def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
-        """Return a function to be called repeatedly; it logs the late ranks once, after a few
-        seconds."""
+        """Return a function to call repeatedly; it logs the late ranks once, after seconds."""
         due_s = self.kv.now_s() + key_value.PATIENCE_S
 
         def look() -> None:
@@ -291,8 +284,7 @@ class GlobalLayouts:
 
     def _follow(self, mine: bytes, step: int | None, began_s: float) -> _Call:
         """Answer rank 0's calls, and request one if necessary, until a call is settled with this
-        rank's current layout. The latest call may already be: this rank may have stopped waiting
-        before its end."""
+        rank's layout. It may already be: this rank may have stopped waiting before its end."""
         me = self._rank.number
         answered = asked = 0
         # Rank 0 logs all other late ranks.

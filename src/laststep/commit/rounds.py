@@ -84,8 +84,7 @@ class Round:
     trees: dict[str, bytes] = field(default_factory=dict)
     """The encoded plain values of each item; filled in when they are serialised."""
     receipt: Receipt = field(default_factory=Receipt)
-    """This rank's receipt without the fields known only at the end; filled in together with
-    `trees`."""
+    """This rank's receipt, except for the fields known only at the end; set with `trees`."""
     replicas: ReplicaDigests | None = None
     """This rank's replicas, if this save compares them."""
     problem: str = ""
@@ -102,8 +101,7 @@ class Round:
     """True if this rank has refused a save of rank 0 because it was at another step."""
 
     def seal(self, trees: dict[str, bytes], rank: int) -> bytes:
-        """Record the plain values of each item and return the encoded receipt, complete except for
-        the written files and the replicas."""
+        """Record the plain values; return the receipt without the written files and replicas."""
         assert self.save is not None  # noqa: S101 (a rank without a save seals nothing)
         assert self.global_layout is not None  # noqa: S101 (as above)
         plan = self.save.plan
@@ -151,8 +149,7 @@ class Participant:
         round_.replicas = None
 
     def settle(self, round_: Round, error: LaststepError | None) -> LaststepError | None:
-        """Make sure that this rank's save is over, and return its error, or None if it is
-        committed.
+        """End this rank's save and return its error; None if it is committed.
 
         Usually the flusher has already reported the outcome. If it has died or hangs, this rank
         aborts the save in the run itself, or finds there that it is decided. `error` is the failure
@@ -246,8 +243,7 @@ class Participant:
         return GivenUp(f"{listed(who)} {late}; {ABSENT}")
 
     def _join_layouts(self) -> None:
-        """Agree on a new global layout if another rank has called for it. If the ranks cannot
-        agree, raise `GivenUp` with the differences rather than an error of this rank."""
+        """Agree on a new global layout if called to; raise `GivenUp` if the ranks cannot agree."""
         try:
             self.global_layouts.join()
         except MismatchError as error:
@@ -278,8 +274,7 @@ class Participant:
         return msgspec.structs.replace(round_.receipt, written=written, contents=contents)
 
     def _gather(self, round_: Round, names: Sequence[str], until_s: float) -> dict[str, bytes]:
-        """Wait for keys of this save that other ranks publish. Raise at the first problem, or
-        `GivenUp` that names the missing ranks when the time is up."""
+        """Wait for other ranks' keys. Raise the first problem, or `GivenUp` with who is late."""
 
         def meanwhile() -> None:
             self._join_layouts()
@@ -329,9 +324,8 @@ class Leader(Participant):
 
     bus: Bus
     _number: int = field(default_factory=lambda: time.time_ns() // 1_000_000, init=False)
-    """The number of the last save that this rank led. It starts at the current time in ms, so that
-    it is higher than the numbers left by a dead job instance: a launcher may restart ranks with the
-    same key-value store."""
+    """The number of the last save that this rank led. Starts at the time in ms, above the numbers
+    that a dead job instance may have left in the same key-value store."""
     _posted: int = field(default=0, init=False)
     """The number of the last save that was published to the other ranks."""
     _past: deque[EndedRound] = field(default_factory=lambda: deque(maxlen=_PAST), init=False)
@@ -452,8 +446,7 @@ class Leader(Participant):
 
 
 class Member(Participant):
-    """A rank other than 0 in the commit of saves: it joins, writes, reports and waits for the
-    decision.
+    """A rank other than 0: it joins a save, writes, reports and waits for the decision.
 
     It finds the save of its own step under `now`; if several saves have that step, it takes the
     first that it has not joined. If ranks save different steps, the save of the lower step fails at
@@ -566,8 +559,7 @@ class Member(Participant):
             raise GivenUp(decision.reason)
 
     def _heard(self, round_: Round) -> Decision | None:
-        """Return the outcome of a save that this rank has joined, or None if it is not published.
-        Answer a pending question of rank 0, once, if this rank is among those asked."""
+        """Return a joined save's outcome, None if not published; answer rank 0's question, once."""
         if (note := self.kv.look(round_.key("decision"))) is not None:
             decision = msgspec.msgpack.decode(note, type=Decision)
             if (asked := decision.asks) is None:

@@ -53,8 +53,7 @@ class CommitThread:
         self._client = client
         self._comparing = comparing
         self._entered = self._ended = 0
-        """Counts of saves entered (written by the training thread) and finished (by the commit
-        thread)."""
+        """Counts of saves: written by the training thread, and by the commit thread."""
         self.global_layouts.known = lambda: (
             participant.known if self._entered == self._ended else None
         )
@@ -157,8 +156,7 @@ def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
 
 
 def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
-    """Raise `UsageError` for a group that mixes shared and per-rank state, in a job of several
-    ranks. Logs which items are treated as per-rank without an explicit `PerRank`."""
+    """With several ranks, refuse mixed groups; log which items are per-rank without `PerRank`."""
     if rank.ranks == 1:
         return
     refuse_mixed(providers)
