@@ -83,8 +83,7 @@ by_point = operator.attrgetter("term", "attempt")
 
 @functools.lru_cache(maxsize=1 << 14)
 def parse_folder(folder: str) -> AttemptName | None:
-    """Return the attempt whose folder has this name, if any. Cached, because every scan of a run
-    parses each folder name more than once."""
+    """Return a folder name's attempt, if any; cached, because scans parse each name repeatedly."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -98,8 +97,7 @@ _name_in = functools.partial(msgspec.convert, type=AttemptName, from_attributes=
 
 
 def copying_name(first_rank: int | None = None) -> str:
-    """Return the name of the lock in the folder of an uncommitted copy, by the first of the ranks
-    whose files are copied; None: all are."""
+    """Return the lock's name in an uncommitted copy, by the first rank copied; None: all are."""
     return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
 
 
@@ -187,8 +185,7 @@ class Attempt:
             self._settle(data, error)
 
     def _settle(self, data: bytes, error: AlreadyExistsError | StorageError) -> None:
-        """Read the decision after a commit that did not clearly succeed. Return if it is this
-        commit and is now durable, else raise."""
+        """After an unclear commit, read the decision; raise unless it is this one and durable."""
         where = f"{self.store.url}/{self.folder}"
         try:
             decided = read_decision(self.store, self.folder)
@@ -247,8 +244,7 @@ def inner_folders(names: Iterable[str]) -> list[str]:
 
 
 def abort(store: Store, folder: str, reason: str) -> manifest.Commit | manifest.Abort:
-    """Abort an undecided attempt without deleting its files. Return the final decision; a commit is
-    returned only once it is durable."""
+    """Abort an undecided attempt, keep its files, and return the decision; a commit is durable."""
     own = manifest.Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
     try:
         store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(own))

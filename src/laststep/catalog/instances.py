@@ -57,7 +57,6 @@ class Start:
         self.liveness_lock_name = terms.liveness_lock_name(self.writer.start, self.writer.pid)
         self.store = store
         self.url = store.url
-        """The URL of the run."""
         self._began_s = time.monotonic()
         self._mutex = threading.Lock()
         self._liveness: Lock | None = None
@@ -94,8 +93,7 @@ class Start:
                     self._liveness.clear(save)
 
     def has_committed(self, folder: str) -> bool:
-        """Return True if this attempt is committed, and make the commit durable. No process may
-        still be deciding about the attempt."""
+        """Return whether an attempt is durably committed; no process may still be deciding that."""
         if not isinstance(read_decision(self.store, folder), Commit):
             return False
         self.store.sync_folder(folder)
@@ -105,8 +103,7 @@ class Start:
         return past_of(self.store, self.writer.start)
 
     def ended_well(self) -> None:
-        """Record for later job instances that this one did not fail. Does nothing if it never saved
-        to the run."""
+        """Record for later job instances that this one, if it ever saved, did not fail."""
         ran_s = time.monotonic() - self._began_s
         note = msgspec.json.encode(Ending(ended_s=time.time(), ran_s=ran_s))
         try:
@@ -169,7 +166,6 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ending_name(start: str) -> str:
-    """Return the name of the file that holds the `Ending` of a job instance."""
     return f"{TERMS_FOLDER}/start-{start}.ended"
 
 

@@ -41,8 +41,7 @@ _DATA_FILES = (".safetensors", ".pack")
 _LOOKED_INTO = 100
 """The most folders that are searched for a run when the given path is not one."""
 _LOOKS_AT_ONCE = 16
-"""The most folders of an object store that are scanned in parallel; each takes two or three
-requests."""
+"""Folders of an object store that are scanned at once; each takes two or three requests."""
 
 
 class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
@@ -82,8 +81,7 @@ class OpenAttempt(AttemptName, frozen=True, kw_only=True):
     alive: bool
     size_bytes: int
     is_copy: bool = False
-    """True for a copy of a checkpoint from another place; `alive` then refers to the process that
-    copies it."""
+    """True for a copy from another place; `alive` then refers to the process that copies it."""
 
 
 class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +90,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     name: AttemptName
     folder: StoreEntry
     entries: tuple[StoreEntry, ...]
-    """The content of the folder and of the subfolders that were scanned; names from a subfolder
-    contain a `/`."""
+    """The content of the folder and of scanned subfolders, whose names contain a `/`."""
     decided: Commit | Abort | LaststepError | None
     passed_over: tuple[str, ...] = ()
     """The subfolders that were skipped."""
@@ -161,8 +158,7 @@ class Scanner(msgspec.Struct, eq=False):
         return found
 
     def scan(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
-        """Return every attempt with its decision. In large jobs most files are in subfolders, which
-        only a deep scan lists."""
+        """Return every attempt with its decision; only a `deep` scan lists ranks' subfolders."""
         look = functools.partial(self.look, deep=deep)
         scanned: tuple[ScannedAttempt, ...] = ()
         for _ in attempts.looks():  # the last scan counts in any case
@@ -198,8 +194,7 @@ class Scanner(msgspec.Struct, eq=False):
         )
 
     def scan_undecided(self, *, deep: bool = False) -> tuple[ScannedAttempt, ...]:
-        """Return the undecided attempts. Of the others only names are read, so this is fast even
-        with thousands of checkpoints."""
+        """Return the undecided attempts; of others only names are read, so this is always fast."""
         scanned = []
         for name, entry in self.folders().items():
             if MANIFEST_NAME not in self._store.file_names(entry.name):
@@ -354,8 +349,7 @@ def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: terms.Chain) -> tupl
 def open_attempts(
     scanned: tuple[ScannedAttempt, ...], known: terms.Terms
 ) -> tuple[OpenAttempt, ...]:
-    """Return the undecided attempts in order. Links are left out: no writer created them, and the
-    run does not decide about their targets."""
+    """Return the undecided attempts in order, without links: the run does not own their targets."""
     is_alive = functools.cache(known.is_alive)
     found = [
         OpenAttempt(

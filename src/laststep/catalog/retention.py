@@ -215,8 +215,7 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The folders to delete, in the order of deletion."""
 
     lacking: str | None
-    """A warning that no checkpoint has the metric of a best-k rule, which then keeps all; else
-    None."""
+    """A warning that no checkpoint has a best-k rule's metric, so that all are kept; else None."""
 
     def sharing(self) -> Sharing:
         return sharing_of(self.store, self.listed)
@@ -224,9 +223,8 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     def execute(
         self, *, before: Callable[[], None] | None = None, each: Callable[[str], None] | None = None
     ) -> tuple[str, ...]:
-        """Delete the planned folders, except those pinned since, and return the deleted ones.
-        `before` is called before each deletion and raises if the plan is no longer valid; `each`
-        after it."""
+        """Delete the planned folders, except those pinned since, and return them. `before` each
+        deletion raises if the plan is no longer valid; `each` is called after it."""
         deleted: list[str] = []
         replacements = {item.folder: item.superseded_by for item in self.listed}
         kept: set[str | None] = set()
@@ -291,8 +289,7 @@ class Orphan(msgspec.Struct, frozen=True, kw_only=True):
 def orphans(
     store: Store, terms: Terms, scanned: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
-    """Return everything that may be removed now. The scan MUST include the subfolders of
-    attempts."""
+    """Return all that may be removed now. The scan MUST include the subfolders of attempts."""
     result = attempts_of_the_dead(terms, scanned, now_s=now_s, locks_tell=store.locks_tell)
     for item in scanned:
         if item.is_committed and not item.folder.is_link:
@@ -318,9 +315,8 @@ def attempts_of_the_dead(
     now_s: float,
     locks_tell: Callable[[], bool] = lambda: False,
 ) -> list[Orphan]:
-    """Return the scanned attempts that were aborted or never decided and whose writer is dead or
-    has been silent for long. Copies that are older than a later checkpoint are found only if
-    checkpoints were scanned too."""
+    """Return aborted or undecided attempts whose writer is dead or long silent. Copies older than a
+    later checkpoint are found only if checkpoints were scanned too."""
     committed = filter(operator.attrgetter("is_committed"), scanned)
     newest = max(map(operator.attrgetter("name.point"), committed), default=(0, 0))
     result = []

@@ -75,8 +75,7 @@ def read_record(store: Store) -> RunRecord | None:
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
-    """A term whose writer is alive, with its undecided attempts. The trainer of the record may be
-    dead while its flusher finishes."""
+    """A term with a live writer, maybe just a flusher, and its undecided attempts."""
 
     term: int
     record: terms.TermRecord | None
@@ -151,8 +150,7 @@ class Run:
     def _listed(
         self, scanned: tuple[ScannedAttempt, ...], term: int | None = None
     ) -> tuple[Listed, ...]:
-        """Return the checkpoints among scanned attempts; the lineage is that of the run, or of
-        `term`."""
+        """Return the scanned checkpoints; the lineage is that of the run, or of `term`."""
         if term is not None:
             return listing.checkpoints(scanned, self._terms.chain(term))
         found = filter(operator.attrgetter("is_committed"), scanned)
@@ -188,14 +186,12 @@ class Run:
         _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[listing.OpenAttempt, ...]]:
-        """Scan all folders once, and return the committed checkpoints and the undecided attempts.
-        For display, or before a deletion."""
+        """Scan all folders once; return the committed checkpoints and the undecided attempts."""
         scanned = self._scanner.scan(deep=True)
         return self._listed(scanned), listing.open_attempts(scanned, self._terms)
 
     def lineage(self) -> tuple[Listed, ...]:
-        """Return the checkpoints that the present state descends from, oldest first, including
-        unreadable and incomplete ones."""
+        """Return the present state's lineage, oldest first, with unreadable and incomplete ones."""
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
     def would_descend(self, names: Iterable[AttemptName]) -> tuple[AttemptName, ...]:
@@ -204,8 +200,7 @@ class Run:
         return terms.order(known, self._chain(known, lambda _: True))
 
     def newest(self) -> Listed | None:
-        """Return the last checkpoint of the lineage that is complete by its manifest and file
-        sizes, or None. Scans few folders."""
+        """Return the lineage's last checkpoint whose files have full size, or None."""
         newest = None
         for _ in attempts.looks():
             folders = self._scanner.folders()
@@ -333,9 +328,8 @@ class Run:
             _log.warning("aborted %s, which was in progress in an older term", folder)
 
     def _check_missed_nothing(self, seen: terms.Point, writer: terms.Trainer) -> None:
-        """Raise `AbortedError` if another job instance has committed anything after `seen`.
-        Continuing from `seen` would abandon that commit, and `seen` itself may have been pruned by
-        now."""
+        """Raise `AbortedError` if another job instance has committed after `seen`: continuing would
+        abandon that commit, and `seen` itself may have been pruned by now."""
         for name in sorted(self._scanner.names(), key=attempts.by_point, reverse=True):
             if name.point <= seen:
                 return
@@ -353,9 +347,8 @@ class Run:
         return self.store.lock(terms.term_lock_name(number))
 
     def check_step_free(self, step: int, *, own: AttemptName | None = None) -> None:
-        """Raise `AlreadyExistsError` if the step is committed and complete on the lineage of the
-        run. The `own` attempt of a writer does not count; the lineage is then that of its term,
-        which may have no commit yet."""
+        """Raise `AlreadyExistsError` if the step is complete on the lineage: with `own`, which does
+        not count, on that of its term, which may have no commit yet."""
         # The full scan runs only if there is a commit, because every save calls this and a run may
         # have thousands.
         for name in self._scanner.names():
@@ -398,8 +391,7 @@ class Run:
         return retention.orphans(self.store, self._terms, scanned, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[retention.Orphan, ...]:
-        """Remove the orphans and return those that were removed. A failure only costs disk space,
-        so it is logged and not raised; the next writer tries again."""
+        """Remove orphans and return them. A failure is only logged: the next writer tries again."""
         try:
             return self._remove(self.orphans(now_s=now_s))
         except LaststepError as error:
@@ -442,8 +434,7 @@ def newest_point(store: Store) -> terms.Seen:
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:
-    """Return True if an attempt counts as a checkpoint. An unreadable manifest counts as committed,
-    as in a listing."""
+    """Return True if an attempt counts as committed, as it does with an unreadable manifest."""
     try:
         return isinstance(attempts.read_decision(store, name.folder), Commit)
     except StorageError:
@@ -475,8 +466,7 @@ class RunWriter:
         self._attempts = 0
         self._to_clean = False
         self.last_folder: str | None = None
-        """The checkpoint that the next commit follows. Only rank 0 claims terms and commits, but
-        every rank knows the checkpoint that it restored."""
+        """The checkpoint that the next commit follows, also on ranks that only restored it."""
         self.resumed_from: str | None = None
         """The checkpoint that the trainer restored, which retention keeps."""
 
@@ -488,8 +478,7 @@ class RunWriter:
         return self._run
 
     def records(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the names and contents of the records of the run and of this writer's term; empty
-        before the first attempt."""
+        """Return the records of the run and this term by name; empty before the first attempt."""
         record = None if self.term is None else self.run.term(self.term)
         if record is None or self.run.record is None:
             return ()
@@ -500,15 +489,13 @@ class RunWriter:
     def continue_from(
         self, after: AttemptName | None, seen: terms.Seen, resumed_from: str | None = None
     ) -> None:
-        """Claim a new term with the next attempt and continue from `after`. `seen` is the state of
-        the run when this was decided."""
+        """Claim a new term with the next attempt and go on from `after`, chosen in state `seen`."""
         self.term = None  # first: whoever reads the others for the old term then sees its end
         self._after, self._seen, self.resumed_from = after, seen, resumed_from
         self.last_folder = None if after is None else after.folder
 
     def begin(self, step: int, *, needs_trainer: bool = False) -> Attempt:
-        """Begin the next attempt, after claiming a term if there is none. Raise `AbortedError` if
-        another writer has taken over the run."""
+        """Begin the next attempt, claiming a term if needed; `AbortedError` after a takeover."""
         self._run = run = self._run or Run.open_or_create(self.store)
         if self.term is None:
             orphan = self._trainer_is_dead()

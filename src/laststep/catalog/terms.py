@@ -113,8 +113,7 @@ class TermRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     created_s: float
     start: str = ""
     orphan: bool = False
-    """True if the trainer was dead when the term was claimed; its flusher only finishes the saves
-    that it had received."""
+    """True if the trainer was dead by then; its flusher only finishes the saves it had received."""
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,8 +156,7 @@ def encode(record: TermRecord) -> bytes:
 
 
 def decode(data: bytes, *, term: int, where: str) -> TermRecord:
-    """Decode and verify the record of a term. Raise `CorruptError` if it is damaged, `UsageError`
-    if it has a later format."""
+    """Decode a term's record. Raise `CorruptError` if damaged, `UsageError` for a later format."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         content = bytes(sealed.term)
@@ -265,8 +263,7 @@ class Terms(msgspec.Struct, eq=False):
         return record
 
     def chain(self, term: int | None) -> Chain:
-        """Return the terms that `term` descends from, including itself. No other records are read,
-        so damage in them is harmless."""
+        """Return `term` and those it descends from; damage in other records does no harm."""
         limits: dict[int, int | None] = {}
         limit: int | None = None
         continues: Point | None = None
