@@ -136,8 +136,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     modified_s: float
     version: tuple[str | None, str | None]
-    """ETag, and version ID if there is one: they identify this object among others under the same
-    key."""
+    """ETag, and version ID if there is one, of this object among others under its key."""
     token: str | None = None
 
 
@@ -186,8 +185,7 @@ class Bucket:
         return _found(answer.meta, answer.attributes.get(TOKEN))
 
     def read(self, key: str, *, limit_bytes: int) -> tuple[bytes, Found]:
-        """Read a whole small object. Raise `Missing`, or `CorruptError` if it is larger than
-        `limit_bytes`."""
+        """Read a small object. Raise `Missing`, or `CorruptError` if it exceeds `limit_bytes`."""
 
         def attempt() -> tuple[bytes, Found]:
             answer = obstore.get(self.client, key)
@@ -322,9 +320,8 @@ class Bucket:
         )
 
     def _once(self, call: Callable[[], _Result], *, may_miss: bool) -> _Result:
-        """Make one try and translate obstore's errors into `Missing`, `_Refused` or `Trouble`. If
-        the call needs no existing object, it is not the object that is missing, but the bucket or
-        the upload: that is trouble."""
+        """Make one try and translate errors into `Missing`, `_Refused` or `Trouble`. If no object
+        need exist, the bucket or upload is missing: that is trouble."""
         global _used_by  # noqa: PLW0603 (of the process)
         _used_by = _used_by or os.getpid()
         if _used_by != os.getpid():
@@ -425,8 +422,7 @@ class Upload:
 
 
 def parse(url: str) -> tuple[str, str, str]:
-    """Split a URL into scheme, bucket and prefix; raise `UsageError` if it has other parts or lacks
-    a bucket."""
+    """Split a URL into scheme, bucket and prefix; raise `UsageError` for any other URL."""
     refuse_secrets(url)
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
@@ -440,9 +436,8 @@ def parse(url: str) -> tuple[str, str, str]:
 
 
 def _trouble(error: Exception) -> Trouble:
-    """Translate an obstore error into a `Trouble`: whether to retry, and the remedy if not. Only
-    the parts that are safe to report are copied: status, the server's error code, kind of
-    failure."""
+    """Translate an obstore error into a `Trouble`: whether to retry, else the remedy. Only safe
+    parts are copied: status, the server's error code, kind of failure."""
     text = str(error)
     found_status, found_code, kind = _STATUS.search(text), _CODE.search(text), _KIND.search(text)
     status = 0 if found_status is None else int(found_status[1])

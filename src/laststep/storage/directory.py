@@ -69,8 +69,7 @@ class DirectoryStore(Store):
 
     @contextlib.contextmanager
     def _listing(self, folder: str) -> Iterator[Sequence[os.DirEntry[str]]]:
-        """Provide the sorted items of a folder, none if it does not exist, and translate the errors
-        of looking at them."""
+        """Provide a folder's sorted items, none if it does not exist, and translate errors."""
         path = self._path(folder) if folder else self._root
         with os_errors("list", path):
             try:
@@ -140,9 +139,8 @@ class DirectoryStore(Store):
                 os.close(fd)
 
     def free_bytes(self) -> int | None:
-        """Return the free space for this user on the root's filesystem, even if the root does not
-        exist yet. Return None if the filesystem counts no blocks, as /proc does: its 0 does not
-        mean that it is full."""
+        """Return the free space for this user, even if the root does not exist yet; None if the
+        filesystem counts no blocks, as /proc: its 0 does not mean that it is full."""
         path = self._root
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -270,10 +268,9 @@ class DirectoryStore(Store):
         return os.path.join(self._root, check_name(name))
 
     def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
-        """Return the path of a name; raise `UsageError` if a parent folder is a link, because the
-        target of a link does not belong to this store. The last part is checked only if
-        `and_itself`, for callers that change the contents of the folder: calls that create or
-        remove the name itself do not follow a link."""
+        """Return the path of a name; raise `UsageError` if a parent is a link, whose target is not
+        part of this store. `and_itself` checks the name too, for callers that change the contents
+        of that folder: to create or remove a name follows no link."""
         path, parts = self._root, check_name(name).split("/")
         for part in parts if and_itself else parts[:-1]:
             path = os.path.join(path, part)
@@ -388,8 +385,7 @@ class DirectoryStore(Store):
             _log.info("left %s behind: another process is reading a file in it", path)
 
     def _open(self, path: str, *, create: bool = False) -> tuple[int, bool]:
-        """Open a file for reading, or create one; return its descriptor, and True if it bypasses
-        the page cache."""
+        """Open or create a file; return its descriptor, and True if it bypasses the page cache."""
         if create and self._direct is None and os.path.lexists(path):
             # Else `_discard` could hit that file.
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -419,9 +415,8 @@ class DirectoryStore(Store):
         return fd, False
 
     def _probe_direct(self, fd: int, *, writing: bool) -> None:
-        """Raise `OSError` if the filesystem accepts the flag and refuses to read or write. A page
-        of zeros reads the same as the hole that was there before, and is overwritten or truncated
-        later."""
+        """Raise `OSError` if the filesystem accepts the flag but no read or write. A page of zeros
+        reads like the hole before it, and is overwritten or truncated later."""
         with mmap.mmap(-1, ALIGN_BYTES) as page, memoryview(page) as view:
             if writing:
                 self._disk.write(fd, view, 0)

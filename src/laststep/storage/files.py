@@ -52,8 +52,7 @@ _TRANSIENT = frozenset(
 _DEVICE_FAILED = frozenset(
     (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA)
 )
-"""Error numbers that the kernel reports for bytes lost by a device or refused by the checksums of a
-filesystem."""
+"""Error numbers for bytes lost by a device or refused by a filesystem's checksums."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some room or save to another place",
@@ -125,8 +124,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def open_to_read(path: str, flags: int = 0) -> int:
-    """Open a file for reading only if it is a regular file: opening a pipe would wait for its
-    writer."""
+    """Open a regular file for reading: opening a pipe would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -179,8 +177,7 @@ def scheme_of(place: object) -> str | None:
 
 
 def refuse_secrets(url: str) -> None:
-    """Raise `UsageError` for a URL with a user or a password, which would end up in logs and
-    manifests."""
+    """Raise `UsageError` for a URL with a user or password: logs and manifests would show it."""
     scheme = scheme_of(url)
     if scheme is not None and "@" in url.partition("://")[2].partition("/")[0]:
         raise UsageError(
@@ -192,9 +189,8 @@ def refuse_secrets(url: str) -> None:
 
 
 def absolute(path: object) -> str:
-    """Return the absolute path, with `~`, `.` and `..` resolved textually: no link is followed.
-    `file://…` is accepted too. Raise `UsageError` for anything that is not a path on this machine,
-    such as `s3://…`."""
+    """Return the absolute path, with `~`, `.` and `..` resolved textually; `file://…` is accepted
+    too. Raise `UsageError` for what is no path on this machine, such as `s3://…`."""
     try:
         text: str = os.fspath(path)  # type: ignore[call-overload]
         str.encode(text)  # messages between processes and log lines are UTF-8
@@ -256,8 +252,7 @@ class FileWriter:
                 done += count // self.alignment_bytes * self.alignment_bytes
 
     def finish(self, size_bytes: int) -> None:
-        """Truncate to the exact size, sync and close. A failed sync is final: a second one would
-        report success wrongly."""
+        """Truncate, sync and close. A failed sync is final: a second would falsely succeed."""
         try:
             self._disk.truncate(self._fd, size_bytes)
             self._disk.sync(self._fd)
@@ -332,9 +327,8 @@ class FileReader:
             os.close(fd)
 
     def _is_cached(self, offset: int, flat: memoryview) -> bool:
-        """Fill `flat` from the page cache without disk access; return False if that fails. After
-        the first miss the cache is not tried again, because each try makes the kernel read
-        ahead."""
+        """Fill `flat` from the page cache only; return False if that fails. After a first miss the
+        cache is not tried again, because each try makes the kernel read ahead."""
         hits = self._cached_hits
         if hits is None or offset in hits:
             return False

@@ -42,15 +42,13 @@ class ObjectLink(NamedTuple):
 
 
 def parse(name: str) -> tuple[str, int] | None:
-    """Return the name and size of the linked file if this is the name of a link object, else
-    None."""
+    """Return the linked file's name and size if this names a link object, else None."""
     found = _LINK.fullmatch(name)
     return None if found is None else (found[1], int(found[2]))
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object of this name is a link or back link, which listings do not show as
-    files."""
+    """Return whether this names a link or back link, which listings do not show."""
     return bool(_LINK.fullmatch(name) or _BACK.fullmatch(name))
 
 
@@ -60,8 +58,7 @@ class ObjectLinks:
         self._bucket = bucket
         self._is_there = is_there
         self._found: dict[str, ObjectLink] = {}
-        """Known links by the key of the name that they provide; other processes may have removed
-        some."""
+        """Known links by the key that they provide; other processes may have removed some."""
 
     def note(self, key: str) -> None:
         """Remember a listed object if it is a link."""
@@ -87,8 +84,7 @@ class ObjectLinks:
         return link
 
     def remove(self, key: str) -> None:
-        """Remove the link for a name, if there is one. Delete its target too if the target's folder
-        is gone and this was the last link to it."""
+        """Remove the link for a name, if any, and a target that nothing else keeps."""
         link = self.find(key)
         if link is not None:
             self._release(link.key)
@@ -114,8 +110,7 @@ class ObjectLinks:
         return [key for key in listed if key not in kept]
 
     def _release(self, link: str) -> None:
-        """Delete the target of a link that is being removed if the target's folder is gone and no
-        other link needs it; else only the back link."""
+        """Delete a removed link's target if nothing else keeps it, else its back link."""
         target = self.follow(link)
         if target is None or not target.startswith(self._bucket.prefix):
             return
@@ -141,8 +136,7 @@ class ObjectLinks:
         return link is not None and self._is_there(link) and self._bucket.head(link) is not None
 
     def follow(self, key: str) -> str | None:
-        """Return the key that a link or back link names; None if it does not exist or is
-        invalid."""
+        """Return the key that a link or back link names; None if it is missing or invalid."""
         try:
             way = self._bucket.read(key, limit_bytes=_WAY_BYTES)[0].decode()
         except (Missing, CorruptError, UnicodeDecodeError):

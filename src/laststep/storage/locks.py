@@ -24,8 +24,7 @@ _FLOCK = struct.Struct("@hhqqi")  # l_type, l_whence, l_start, l_len, l_pid on 6
 LAST_PLACE = (1 << 63) - 1
 
 _mutex = threading.RLock()  # reentrant for a signal handler that forks
-"""Guards every change of a lock. A fork waits for it, because a child would keep holding a lock
-that is not listed yet."""
+"""Guards every change; a fork waits, because a child would keep a lock not listed yet."""
 _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 """The locks of this process, also closed ones."""
 
@@ -77,8 +76,7 @@ os.register_at_fork(
 
 
 def take(disk: Disk, path: str) -> FileLock:
-    """Take the lock on `path`, creating the file if needed; raise `AlreadyExistsError` if it is
-    held."""
+    """Take the lock on `path`, creating it if needed; raise `AlreadyExistsError` if held."""
     with _mutex:
         while True:
             with os_errors("open the lock", path):
@@ -111,10 +109,8 @@ def take(disk: Disk, path: str) -> FileLock:
 
 
 def locked_places(path: str, first: int, last: int) -> tuple[tuple[int, int], ...]:
-    """Return the locked parts of this range, in order; empty if the file does not exist.
-
-    The query takes no lock, so it cannot make another process's attempt fail.
-    """
+    """Return the locked parts of this range, in order; empty without a file. Takes no lock itself,
+    so it cannot make another process's attempt fail."""
     locked, wanted = [], [(first, last)]
     with os_errors("ask for the lock", path), contextlib.ExitStack() as stack:
         try:

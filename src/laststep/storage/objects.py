@@ -116,8 +116,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_gone(self) -> bool:
-        """True if the process is known to be dead; False for one on another machine or in another
-        PID namespace, which cannot be checked."""
+        """True if the process is known to be dead; False where that cannot be checked."""
         same_boot = self.boot != "" and self.boot == system.boot()
         return same_boot and system.has_died(self.pid, f"{self.started}@{self.pids}")
 
@@ -211,8 +210,7 @@ class Leases:
         return self.now_s() - found.modified_s < DEAD_S
 
     def now_s(self) -> float:
-        """Return the server's time, which every response carries, even a refusal. It is queried
-        again after `_CLOCK_KEPT_S`."""
+        """Return the server's time, which all responses carry, also refusals."""
         if time.monotonic() - self._asked_s >= _CLOCK_KEPT_S:
             bucket = self._bucket
             told = persist(
@@ -401,9 +399,8 @@ class ObjectStore(Store):
         self._bucket.delete([dying])
 
     def _empty(self, key: str) -> None:
-        """Delete everything below a folder that has no marker any more, except targets of links.
-        The objects are listed before the marker is checked, so that those of a folder that was made
-        again stay."""
+        """Delete everything below a folder without a marker, except targets of links. Objects are
+        listed before the marker is checked, so that those of a folder made again stay."""
         parent, _, last = key.rpartition("/")
         left = self._bucket.below(key)
         if self._bucket.head(f"{parent}/.{last}.folder".lstrip("/")) is not None:
@@ -449,8 +446,7 @@ class ObjectStore(Store):
     # Helpers
 
     def _prepare(self, name: str) -> str:
-        """Check before creating a file that its folders exist and that no folder has its name;
-        return its key."""
+        """Check that a new file's folders exist and no folder has its name; return its key."""
         key = self._key(name)
         for above in _upwards(name.rpartition("/")[0]):
             if self._made.get(above) is None and self._seen(above) is None:
@@ -470,9 +466,8 @@ class ObjectStore(Store):
                 raise self._absent(above)
 
     def _versions(self, folder: str) -> tuple[tuple[str | None, str | None] | None, ...]:
-        """Return the marker versions of a folder and its parents, which identify them among folders
-        of the same name; None for one that does not exist. Tokens are not used, because tools that
-        copy objects may drop their metadata."""
+        """Return the marker versions of a folder and its parents, which identify them; None for one
+        that does not exist. Not tokens: tools that copy objects may drop their metadata."""
         found = [self._bucket.head(self._marker(above)) for above in _upwards(folder)]
         return tuple(None if marker is None else marker.version for marker in found)
 

@@ -98,8 +98,7 @@ def local_path(place: str | os.PathLike[str]) -> str | None:
 
 
 def real_place(place: str | os.PathLike[str]) -> str:
-    """Return a canonical form: the same text for every path to a folder, including paths through
-    links, and for every spelling of a URL."""
+    """Return the same text for every path to a folder, also by links, and spelling of a URL."""
     full = local_path(place)
     if full is not None:
         return os.path.realpath(full)
@@ -107,8 +106,7 @@ def real_place(place: str | os.PathLike[str]) -> str:
 
 
 def import_path(url: str) -> str | None:
-    """Return the import path with which another process opens that URL; None for a folder, or if
-    its opener is a callable."""
+    """Return the import path that opens a URL elsewhere; None for folders and callables."""
     opener = None if local_path(url) is not None else _opener(url)
     return opener if isinstance(opener, str) else None
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from laststep.storage.bucket import Bucket, Upload
 
 PART_BYTES = 8 << 20
-"""Large enough to amortize the overhead of a request, small enough to send a slot as several parts
-at once."""
+"""Large enough to amortize a request, small enough to send a slot as several parts at once."""
 EARLY_BYTES = 64 << 20
 """Limit on the early writes that one file keeps in memory."""
 MOST_PARTS = 10_000
@@ -87,16 +86,14 @@ class _EarlyWrites:
 
 
 class ObjectWriter:
-    """A new file; see `store.FileWriting`. A file that fits into one part is put only if its name
-    is free."""
+    """A new file, see `store.FileWriting`. One that fits a part is put if its name is free."""
 
     alignment_bytes = 1
 
     def __init__(
         self, bucket: Bucket, key: str, *, expected_bytes: int, settle: Callable[[], None]
     ) -> None:
-        """`settle` is called after the object has been created, to check that its folder still
-        exists."""
+        """`settle` checks, once the object is created, that its folder still exists."""
         self._bucket, self._key, self._settle = bucket, key, settle
         self._part_bytes = part_bytes_of(expected_bytes)
         self._mutex = threading.RLock()
