@@ -192,8 +192,7 @@ class Capturer:
         copies.go(*choose(pieces, self._mode, rooms))
 
     def _room_on(self, device: str, copies: Copies) -> int:
-        """Return how much of a device's memory may be used for staging. A ring must fit beside it
-        unless nothing is left to be lazy."""
+        """Return how much of a device may be used for staging, beside a ring if any is lazy."""
         room = self._staging_on(device).room()
         needed = sum(piece.size_bytes for piece in copies.plan.pieces if piece.device == device)
         lazy = needed > room and self._mode is Capture.AUTO
@@ -277,8 +276,7 @@ class Capturer:
             job.views.update((n, live.tensor) for n, live in zip(some, held, strict=True))
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
-        """Allocate the rings of lazy copies and fingerprint the live memory. Return False if a
-        device has no room: the capture then blocks."""
+        """Allocate rings and fingerprint the live memory; return False if a device has no room."""
         for device in devices:
             staging = self._staging_on(device)
             wanted = len(chunks_through(job.layout, device))

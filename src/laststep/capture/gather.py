@@ -40,8 +40,7 @@ _LOOKS: Final[tuple[Callable[[torch.Tensor], object], ...]] = (
     torch.Tensor.is_contiguous,
     _NBYTES,
 )
-"""What a table of addresses is made from, but for the plan: more than addresses, since other
-strides or sizes at the same place are other bytes."""
+"""Forms that a table of addresses depends on: other strides or sizes are other bytes."""
 _AS_INTEGERS: Final[dict[torch.dtype, torch.dtype]] = {
     dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for name, dtype in TORCH_DTYPES.items()

@@ -159,8 +159,7 @@ class Job:
         self.timing.fence_s = total
 
     def let_go(self) -> None:
-        """Release all memory of the state after the copies have ended: a report, which keeps the
-        job for its figures, may be kept for long."""
+        """Release the state's memory after the copies: a report may keep this job for long."""
         self.sources = ()
         for memory in (self.direct, self.views, self.rings, self.staging, self.aside):
             memory.clear()
@@ -173,8 +172,7 @@ class Mover:
         self._streams = streams
 
     def lease(self, job: Job, at_most: int = 1) -> list[int]:
-        """Lease slots for this job, in order: wait for one, and take more if they are free. They
-        are held until they are handed over."""
+        """Lease slots in order: wait for one, take more if free. Hold them until handed over."""
         # Training waits, or will, unless all state is staged, which can take its time.
         slot = self._pool.lease(for_save=True, urgent=bool(job.layout.direct))
         if slot is None:
