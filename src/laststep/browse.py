@@ -226,8 +226,7 @@ class Checkpoint(OnlyOne):
 
 
 class NoSuchElements(UsageError, IndexError):
-    """An index outside of a stored tensor. It is also an `IndexError`, so that `for` loops end
-    there."""
+    """An index outside of a stored tensor; also an `IndexError`, so that `for` loops end there."""
 
 
 class StoredTensor(OnlyOne):

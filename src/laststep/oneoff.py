@@ -102,8 +102,7 @@ def save(
 
 
 def _to_replace(full: str, *, overwrite: bool) -> str:
-    """Return the folder to replace, with links resolved. Raises `AlreadyExistsError` if it must not
-    be replaced."""
+    """Return the folder to replace, links resolved; raise `AlreadyExistsError` if it must stay."""
     if not overwrite:
         raise AlreadyExistsError(
             "the path already exists",
@@ -159,8 +158,7 @@ def _clear(beside: Store, name: str) -> None:
 
 
 def _put(made: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename a checkpoint to its target, or exchange it with a folder that is there, or that
-    another process creates meanwhile."""
+    """Rename a checkpoint to its target, or exchange it with a folder that is there by then."""
     if not os.path.lexists(target):
         try:
             made.rename(target)
