@@ -250,10 +250,10 @@ class StoredTensor(OnlyOne):
         bytes are damaged."""
         if not self.shape and index == slice(None):
             index = ...
-        lead, *others = (index if isinstance(index, tuple) else (index,)) or (...,)
+        lead, *rest = (index if isinstance(index, tuple) else (index,)) or (...,)
         try:
             box, lead = self._rows(lead)
-            return self._box(box)[(lead, *others)]
+            return self._box(box)[(lead, *rest)]
         except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch raises several
             if system.is_one(error):
                 raise

@@ -113,18 +113,18 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
     ours = (MANIFEST_NAME, index_name(0), PIN_NAME)
     ends = (".safetensors", ".pack", ".lock")
     if not is_checkpoint(open_store(real)):
-        others = ["no checkpoint"]
+        foreign = ["no checkpoint"]
     elif parse_folder(Path(real).name) is not None:
-        others = ["a checkpoint of a run"]
+        foreign = ["a checkpoint of a run"]
     else:
         names = sorted(entry.name for entry in Path(real).iterdir())
-        others = [name for name in names if name not in ours and not name.endswith(ends)]
-    if others:
+        foreign = [name for name in names if name not in ours and not name.endswith(ends)]
+    if foreign:
         raise AlreadyExistsError(
             "refused to replace what laststep.save did not write",
             where=full,
             expected="only what laststep.save has stored",
-            found=", ".join(others[:3]),
+            found=", ".join(foreign[:3]),
             remedy="choose another path, or remove it",
         )
     return real

@@ -188,8 +188,8 @@ class Scanner(msgspec.Struct, eq=False):
         newer = {item.name for item in scanned if item.decided is None and item.name.point > last}
         if not newer:
             return False
-        there = {name for name in self.names() if name.point > last}
-        return not newer <= there <= listed or any(
+        present = {name for name in self.names() if name.point > last}
+        return not newer <= present <= listed or any(
             MANIFEST_NAME in self._store.file_names(name.folder) for name in newer
         )
 
@@ -207,8 +207,8 @@ class Scanner(msgspec.Struct, eq=False):
         """Leave out attempts that are being deleted: they have no manifest, and by now no name."""
         if all(item.decided is not None for item in scanned):
             return scanned
-        there = set(self.names())
-        return tuple(item for item in scanned if item.decided is not None or item.name in there)
+        present = set(self.names())
+        return tuple(item for item in scanned if item.decided is not None or item.name in present)
 
     def look(self, name: AttemptName, folder: StoreEntry, *, deep: bool = False) -> ScannedAttempt:
         """Return one attempt with its decision; `deep` as for `scan`."""
@@ -262,8 +262,11 @@ class Scanner(msgspec.Struct, eq=False):
         sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
         for name in _missing_indexes(decided, sizes)[:1]:
             return f"{name} is missing"
-        there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
-        if (len(there), sum(there)) == (decided.written.files, decided.written.size_bytes):
+        data_sizes = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
+        if (len(data_sizes), sum(data_sizes)) == (
+            decided.written.files,
+            decided.written.size_bytes,
+        ):
             return None
         # A file is wrong or was added: the indexes tell which.
         for rank in range(decided.index_count):

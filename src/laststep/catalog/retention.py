@@ -166,8 +166,8 @@ def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
     good = [item for item in listed if item.on_lineage and item.is_whole]
     if metric is None or not good or _best(good, metric, keep):
         return None
-    there = {name for item in good if item.commit is not None for name in item.commit.metrics}
-    names = ", ".join(sorted(there)) or "none"
+    metrics = {name for item in good if item.commit is not None for name in item.commit.metrics}
+    names = ", ".join(sorted(metrics)) or "none"
     return f"no checkpoint has the metric {metric!r} as a number; there are: {names}"
 
 
@@ -430,8 +430,8 @@ class Sharing:
 
     def sharers(self, folder: str) -> tuple[str, ...]:
         """Return the other folders that share a file with this one, in the order of checkpoints."""
-        others = {other for file in self._files[folder] for other in self._folders[file]}
-        return tuple(other for other in self._files if other in others - {folder})
+        folders = {other for file in self._files[folder] for other in self._folders[file]}
+        return tuple(other for other in self._files if other in folders - {folder})
 
 
 def file_id(file: StoredFile, folder: str) -> FileId:

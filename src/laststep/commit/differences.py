@@ -104,7 +104,7 @@ class ReplicaDigests:
         contents = {}
         for number, keys in self._sets.items():
             each = [self._digests[key] for key in keys]
-            ways = digest(b"".join(one[:1] for one in each))
+            ways = digest(b"".join(value[:1] for value in each))
             contents[Shared(number, ways=ways)] = digest(b"".join(each))
         return contents
 
@@ -132,10 +132,10 @@ class Comparing:
         self._last = handle
         if self._known[0] is not global_layout:
             self._known = (global_layout, held_alike(global_layout))
-        mine = global_layout.layout_group_of[rank]
+        own_group = global_layout.layout_group_of[rank]
         sets = {
             number: held.keys
             for number, held in enumerate(self._known[1])
-            if mine in held.layout_groups
+            if own_group in held.layout_groups
         }
         return ReplicaDigests(taken, sets) if sets else None

@@ -185,19 +185,19 @@ class GlobalLayouts:
 
     def _agree(self, step: int | None) -> GlobalLayout:
         self._global_layout, began_s = None, self.kv.now_s()
-        mine = layouts.digest_of(self._data)
+        own_digest = layouts.digest_of(self._data)
         settle = self._lead if self._rank.is_first else self._follow
         while self._global_layout is None:
-            call = settle(mine, step, began_s)
+            call = settle(own_digest, step, began_s)
             with contextlib.suppress(_CalledAnew):
-                self._global_layout = self._agreed(call, mine, began_s)
+                self._global_layout = self._agreed(call, own_digest, began_s)
         return self._global_layout
 
-    def _agreed(self, call: _Call, mine: bytes, began_s: float) -> GlobalLayout:
+    def _agreed(self, call: _Call, own_digest: bytes, began_s: float) -> GlobalLayout:
         """Return the global layout of a settled call, after fetching the missing local layouts."""
         digests = _cut(call.digests)
-        if digests.index(mine) == self._rank.number:
-            self.kv.put(f"t/{mine.hex()}", self._data)
+        if digests.index(own_digest) == self._rank.number:
+            self.kv.put(f"t/{own_digest.hex()}", self._data)
         distinct = set(digests)
         new = {
             f"t/{digest.hex()}": digest for digest in distinct if digest not in self._local_layouts
@@ -235,7 +235,7 @@ class GlobalLayouts:
     def _answer(self, call: _Call, answer: _Answer) -> None:
         self.kv.put(f"a/{call.number}/{self._rank.number}", msgspec.msgpack.encode(answer))
 
-    def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+    def _lead(self, own_digest: bytes, step: int | None, began_s: float) -> _Call:
         """Start a call as rank 0 and settle it when all ranks have answered."""
         self._number += 1  # even if the call fails: old answers must not match a new call
         call = self._say(_Call(number=self._number))
@@ -262,7 +262,7 @@ class GlobalLayouts:
         if problem:
             self._say(msgspec.structs.replace(call, problem=problem))
             raise AbortedError(problem)
-        digests = b"".join([mine, *(answer.digest for answer in answers)])
+        digests = b"".join([own_digest, *(answer.digest for answer in answers)])
         return self._say(msgspec.structs.replace(call, digests=digests))
 
     def _missing(self, ranks: Sequence[int]) -> str:
@@ -282,7 +282,7 @@ class GlobalLayouts:
 
         return look
 
-    def _follow(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+    def _follow(self, own_digest: bytes, step: int | None, began_s: float) -> _Call:
         """Answer rank 0's calls, and request one if necessary, until a call is settled with this
         rank's layout. It may already be: this rank may have stopped waiting before its end."""
         me = self._rank.number
@@ -291,7 +291,7 @@ class GlobalLayouts:
         tell = self._impatience(lambda: [] if answered else [0])
 
         def is_settled(call: _Call) -> bool:
-            return call.number == self._answered and _cut(call.digests)[me : me + 1] == [mine]
+            return call.number == self._answered and _cut(call.digests)[me : me + 1] == [own_digest]
 
         def look() -> _Call | None:
             nonlocal answered, asked
@@ -301,7 +301,7 @@ class GlobalLayouts:
             elif call.is_open and call.number > self._refused:
                 if answered != call.number:
                     answered = self._answered = call.number
-                    self._answer(call, _Answer(digest=mine))
+                    self._answer(call, _Answer(digest=own_digest))
             elif is_settled(call):
                 return call
             elif call.number == answered and call.problem:

@@ -290,14 +290,14 @@ class Participant:
             raise self._absent(round_, [self._reporter(name) for name in late])
         return {keys[key]: note for key, note in notes.items()}
 
-    def _summary(self, round_: Round, mine: Receipt, global_layout: GlobalLayout) -> Summary:
+    def _summary(self, round_: Round, own_receipt: Receipt, global_layout: GlobalLayout) -> Summary:
         """Collect the receipts of this rank's group and sum them up."""
         me = self.rank.number
         names = {f"r/{rank}": rank for rank in self.groups.group_of(me) if rank != me}
         notes = self._gather(round_, list(names), self._until_s(round_, _SUMMARISED))
         decode = msgspec.msgpack.Decoder(Receipt).decode
-        others = {rank: decode(notes[name]) for name, rank in names.items()}
-        return receipts.summarise({me: mine, **others}, global_layout)
+        received = {rank: decode(notes[name]) for name, rank in names.items()}
+        return receipts.summarise({me: own_receipt, **received}, global_layout)
 
     def _reporter(self, name: str) -> str:
         """Return the rank, and the group for which it speaks, that should have left this key."""
@@ -340,11 +340,11 @@ class Leader(Participant):
             self._tell(round_, self._trouble(self._own_receipt(round_).problem))
             return
         self._post(round_)
-        mine = self._own_receipt(round_)
-        if mine.problem:
-            self._tell(round_, self._trouble(mine.problem))
+        own_receipt = self._own_receipt(round_)
+        if own_receipt.problem:
+            self._tell(round_, self._trouble(own_receipt.problem))
             return
-        summaries = self._summaries(round_, mine, global_layout)
+        summaries = self._summaries(round_, own_receipt, global_layout)
         objection = receipts.objection_to(summaries, global_layout)
         if isinstance(objection, Differing):  # the ranks publish their values only on request
             objection = differences.describe(objection, self._ask(round_, objection))
@@ -361,9 +361,9 @@ class Leader(Participant):
             self._tell(round_, reason)
 
     def _summaries(
-        self, round_: Round, mine: Receipt, global_layout: GlobalLayout
+        self, round_: Round, own_receipt: Receipt, global_layout: GlobalLayout
     ) -> list[Summary]:
-        own = self._summary(round_, mine, global_layout)
+        own = self._summary(round_, own_receipt, global_layout)
         names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
         notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
         decode = msgspec.msgpack.Decoder(Summary).decode
@@ -463,13 +463,13 @@ class Member(Participant):
             self._listen(round_)  # this rank may be late: the save may be decided
             save.begin()  # the flusher must know the save before it gets its attempt
             self.client.send(Begun(save=save.number, at=round_.place))
-        mine = self._own_receipt(round_)
-        if mine.problem or save is None or round_.global_layout is None:
-            self.kv.put(round_.key("failed"), self._trouble(mine.problem).encode())
+        own_receipt = self._own_receipt(round_)
+        if own_receipt.problem or save is None or round_.global_layout is None:
+            self.kv.put(round_.key("failed"), self._trouble(own_receipt.problem).encode())
             return
-        self.kv.put(round_.key(f"r/{me}"), msgspec.msgpack.encode(mine))
+        self.kv.put(round_.key(f"r/{me}"), msgspec.msgpack.encode(own_receipt))
         if self.groups.leader_of(me) == me:
-            summary = self._summary(round_, mine, round_.global_layout)
+            summary = self._summary(round_, own_receipt, round_.global_layout)
             self.kv.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
             self._tidy(round_)
 
@@ -490,8 +490,8 @@ class Member(Participant):
 
     def _warn(self, round_: Round, reason: str) -> None:
         if round_.number:
-            mine = f"rank {self.rank.number}"
-            reason = reason if reason.startswith(mine) else f"{mine} gave it up: {reason}"
+            own_name = f"rank {self.rank.number}"
+            reason = reason if reason.startswith(own_name) else f"{own_name} gave it up: {reason}"
             self.kv.put(round_.key("failed"), reason.encode())
 
     def _join(self, round_: Round) -> None:

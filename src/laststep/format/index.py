@@ -354,7 +354,9 @@ def plain_index(index: Index) -> Index:
     layouts = [stored.layout for stored in index.layouts]
     return msgspec.structs.replace(
         index,
-        files=tuple(StoredFile(name=one.name, size_bytes=one.size_bytes) for one in layouts),
+        files=tuple(
+            StoredFile(name=layout.name, size_bytes=layout.size_bytes) for layout in layouts
+        ),
         encodings=(),
         layouts=tuple(
             msgspec.structs.replace(stored, runs=in_place(stored.layout, number))

@@ -98,7 +98,7 @@ def plan_save(
 ) -> SavePlan:
     """Place every piece of every item into files. `values` are the names of the plain values (None:
     the trees of all items). `rank` is (number, count) and makes file names unique in a job."""
-    mine = "" if rank is None else f"-r{rank[0]:05d}"
+    of_rank = "" if rank is None else f"-r{rank[0]:05d}"
     where = "" if rank is None else folder_of(*rank)
     pieces: list[Piece] = []
     names: list[str] = []  # of all pieces, as in their files
@@ -119,7 +119,7 @@ def plan_save(
         for number, group in enumerate(groups):
             is_numbered = number or (owner is not None and len(groups) > 1)
             suffix = f"-{number + 1:05d}" if is_numbered else ""
-            name = f"{where}{stem}{mine}{suffix}.safetensors"
+            name = f"{where}{stem}{of_rank}{suffix}.safetensors"
             files.append(_place(name, owner, group, pieces, names))
     return SavePlan(
         items=items,
@@ -231,8 +231,8 @@ def partial_of(commit: Commit, items: Collection[str], written: WrittenIndexes) 
     )
 
 
-def is_partial(there: Commit, of: Commit, omitted_items: tuple[str, ...]) -> bool:
+def is_partial(partial: Commit, of: Commit, omitted_items: tuple[str, ...]) -> bool:
     """Return True if `there` is the partial checkpoint of `of` that omits exactly these items."""
-    return there.omitted_items == omitted_items and all(
-        getattr(there, name) == getattr(of, name) for name in _SAME
+    return partial.omitted_items == omitted_items and all(
+        getattr(partial, name) == getattr(of, name) for name in _SAME
     )

@@ -279,8 +279,8 @@ def _gaps(described: _Described, layout_groups: Sequence[LayoutGroup]) -> list[s
         for layout, numbers in by_layout.items():
             case = (layout.mesh, tuple(numbers))
             if case not in meshes:
-                there = {rank for number in numbers for rank in layout_groups[number].ranks}
-                gone = (rank for rank in layout.mesh.ranks() if rank not in there)
+                members = {rank for number in numbers for rank in layout_groups[number].ranks}
+                gone = (rank for rank in layout.mesh.ranks() if rank not in members)
                 meshes[case] = next(gone, None)
             missing = meshes[case]
             if missing is not None:

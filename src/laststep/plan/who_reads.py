@@ -296,7 +296,7 @@ class Ledger:
         """Return the ranks that need some of a piece."""
         common = self._wanted_alike(shared_range)
         if common is None:
-            boxes = [(one.tensor, one.box) for one in shared_range.assignments(piece)]
+            boxes = [(part.tensor, part.box) for part in shared_range.assignments(piece)]
             common = union(itertools.starmap(self._requests.of_box, boxes))
         return self._requests.ranks(common)
 
@@ -318,7 +318,7 @@ class Ledger:
             piece = shared_range.piece_of(writer)
             if piece is None:
                 continue
-            size = sum(size_of(one, self._spreads) for one in shared_range.assignments(piece))
+            size = sum(size_of(part, self._spreads) for part in shared_range.assignments(piece))
             if size > best_bytes and self._ranks(shared_range, piece):
                 best, best_bytes = shared_range, size
         return best

@@ -153,11 +153,11 @@ class RankGroup(Ranks):
         _asked(dist.broadcast, data, group_src=who, group=self._group)
         return [data.numpy().tobytes()]
 
-    def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal length."""
-        rows = torch.empty(self.size * len(mine), dtype=mine.dtype)
-        _asked(_ALL_GATHER, rows, mine, group=self._group)
-        return rows.view(self.size, len(mine))
+        rows = torch.empty(self.size * len(row), dtype=row.dtype)
+        _asked(_ALL_GATHER, rows, row, group=self._group)
+        return rows.view(self.size, len(row))
 
     def all_max(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
@@ -207,8 +207,8 @@ class RankGroup(Ranks):
         """Send one message to each of some ranks and one to all others; yield the messages
         received, each to be used before the next."""
         head, data = to_all or (b"", _NOTHING)
-        mine = torch.tensor([len(each), len(head), data.numel()])
-        announced = self._gather_rows(mine).tolist()
+        sizes = torch.tensor([len(each), len(head), data.numel()])
+        announced = self._gather_rows(sizes).tolist()
         if any(messages for messages, _, _ in announced):
             yield from self._pass_each(each)
         for who, (_, head_bytes, data_bytes) in enumerate(announced):
@@ -223,7 +223,7 @@ class RankGroup(Ranks):
     def _pass_each(self, each: Mapping[int, RankMessage]) -> Iterator[RankMessage]:
         """Send each rank its message and receive those for this one, at growing distance: at most
         two are being received at a time, however many ranks send to this one."""
-        mine = self.rank.number
+        me = self.rank.number
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
         sent = torch.tensor([[len(head), data.numel()] for head, data in out])
         come = torch.empty_like(sent)
@@ -231,7 +231,7 @@ class RankGroup(Ranks):
         sizes = come.tolist()
         coming: tuple[Transit, Transit] | None = None
         for apart in range(1, self.size):
-            to, source = (mine + apart) % self.size, (mine - apart) % self.size
+            to, source = (me + apart) % self.size, (me - apart) % self.size
             (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
             if not head and not head_bytes:
                 continue
@@ -331,7 +331,7 @@ def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
     """Return the error that caused all others, or this rank's own if it is of the same kind."""
     notes = ranks.all_gather(b"" if error is None else _encode(error))
     sent = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
-    rank, kind, fields = min(sent, key=lambda one: _weight(*one[1:]))
+    rank, kind, fields = min(sent, key=lambda report: _weight(*report[1:]))
     own = error is not None and _weight(*error.to_wire()) == _weight(kind, fields)
     if error is not None and (rank == ranks.rank.number or (own and type(error).__name__ == kind)):
         if isinstance(error, _Foreign) and error.__cause__ is not None:

@@ -93,8 +93,8 @@ class KeyValueStore:
                 if store.check(together):
                     seen.update(zip(together, _values(store, together), strict=True))
                 elif len(together) > 1:
-                    there = [name for name in together if store.check([name])]
-                    seen.update({name: bytes(store.get(name)) for name in there})
+                    present = [name for name in together if store.check([name])]
+                    seen.update({name: bytes(store.get(name)) for name in present})
             return seen
 
         return self._ask(read)

@@ -184,13 +184,13 @@ class BlockReader:
             ).lacking(path)
             missing = damage_of(error, file=file.name, what="missing file")
             return OpenFile(file, _NoFile(), where, (missing,))
-        there = reader.size_bytes
-        if there == file.size_bytes:
+        found_bytes = reader.size_bytes
+        if found_bytes == file.size_bytes:
             return OpenFile(file, reader, where, ())
-        what = f"a data file is too {'short' if there < file.size_bytes else 'long'}"
-        error = CorruptError(what, where=where, expected=due, found=f"{there} bytes")
-        start = min(there, file.size_bytes)
-        wrong_size = damage_of(error, file=file.name, what="size", start=start, stop=there)
+        what = f"a data file is too {'short' if found_bytes < file.size_bytes else 'long'}"
+        error = CorruptError(what, where=where, expected=due, found=f"{found_bytes} bytes")
+        start = min(found_bytes, file.size_bytes)
+        wrong_size = damage_of(error, file=file.name, what="size", start=start, stop=found_bytes)
         return OpenFile(file, reader, where, (wrong_size,))
 
 
@@ -320,11 +320,11 @@ class Extent:
 
     def stored(self) -> tuple[int, int]:
         """Return the number of its bytes, and of started blocks, that the files contain."""
-        there: list[int] = []
+        sizes: list[int] = []
         for piece in self.pieces:
             end = self._reader.file(piece.ref.file).reader.size_bytes
-            there += [min(b, end) - a for _, _, a, b in piece.blocks() if a < end]
-        return sum(there), len(there)
+            sizes += [min(b, end) - a for _, _, a, b in piece.blocks() if a < end]
+        return sum(sizes), len(sizes)
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and return the damage found; a failing device is."""

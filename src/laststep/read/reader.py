@@ -196,10 +196,10 @@ class _Pipeline:
             # Deliver from the reader's memory what is there and intact; else read it as usual, and
             # report any damage.
             with self._reading:
-                there = extent.in_place()
-            if there is not None and extent.is_right(there):
+                in_memory = extent.in_place()
+            if in_memory is not None and extent.is_right(in_memory):
                 if not self._stopped:
-                    self._deliver(read, there)
+                    self._deliver(read, in_memory)
                 return
         slot = None
         while slot is None:

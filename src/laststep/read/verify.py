@@ -181,7 +181,7 @@ class _Check:
 
     def _touched(self, layout: LayoutBlocks, start: int, stop: int) -> tuple[str, ...]:
         """Return the first tensors in bytes [start, stop) of a layout."""
-        there = (e for e in layout.layout.tensors if e.start < stop and start < e.stop)
-        boxes = [stored_in(layout.layout, e) for e in itertools.islice(there, _MAX_TOUCHED)]
+        touched = (e for e in layout.layout.tensors if e.start < stop and start < e.stop)
+        boxes = [stored_in(layout.layout, e) for e in itertools.islice(touched, _MAX_TOUCHED)]
         of_rank = f" of rank {layout.reader.index.rank}"
         return tuple(b.text + (of_rank if b.item in self._per_rank else "") for b in boxes)

@@ -163,17 +163,17 @@ def _let_finish(who: str, works: Callable[[], bool], deadline: float) -> None:
 
 def _other_writers(run: Run) -> list[LiveWriter]:
     """Return the live writers that do not belong to this process."""
-    others: list[LiveWriter] = []
+    foreign: list[LiveWriter] = []
     try:
         writer = run.live_writer()
         while writer is not None:
             record = writer.record
             if record is None or record.pid != os.getpid() or not shares_pids(record):
-                others.append(writer)
+                foreign.append(writer)
             writer = run.live_writer(below=writer.term)
     except LaststepError as error:
         log.warning("cannot determine whether another process is saving to this run: %s", error)
-    return others
+    return foreign
 
 
 # --- what all ranks see -------------------------------------------------------------------------
@@ -218,12 +218,12 @@ def choosing_of(
 
 
 def _check_same_call(ranks: Ranks, call: str, wanted: RestoreRequest, *, in_memory: bool) -> None:
-    mine = (
+    own_call = (
         f"{call} with step={wanted.step}, only={wanted.only and list(wanted.only)}, "
         f"strict={wanted.strict}, exact={wanted.exact}, peeked at {wanted.peeked}, "
         f"{len(wanted.tiers)} replicas, shared memory: {in_memory}"
     )
-    calls = [note.decode() for note in ranks.all_gather(mine.encode())]
+    calls = [note.decode() for note in ranks.all_gather(own_call.encode())]
     for rank, other in enumerate(calls):
         if other != calls[0]:
             raise UsageError(
@@ -511,9 +511,9 @@ class Choosing:
         the same name there is the same save, because a replica belongs to the same run."""
         url = ""
         for at, has in enumerate(self._replicas):  # empty on other ranks
-            others = tuple(one for one in has.listed if one.folder != chosen.folder)
-            if len(others) < len(has.listed):
-                url, self._replicas[at] = has.url, has._replace(listed=others)
+            remaining = tuple(listed for listed in has.listed if listed.folder != chosen.folder)
+            if len(remaining) < len(has.listed):
+                url, self._replicas[at] = has.url, has._replace(listed=remaining)
                 log.warning("%s is damaged, trying %s: %s", chosen.folder, url, why)
                 break
         url = self._ranks.broadcast(0, url.encode()).decode()
@@ -535,8 +535,8 @@ class Choosing:
                     return _Finding.UNSEEN
             return _Finding.DAMAGED
 
-        mine = collective(self._ranks, look)
-        return _Finding(self._ranks.broadcast(0, mine.encode()).decode())
+        finding = collective(self._ranks, look)
+        return _Finding(self._ranks.broadcast(0, finding.encode()).decode())
 
     def _wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
         """Give the rank that misses a file time to see it; raise once `PATIENCE_S` is over."""

@@ -62,9 +62,9 @@ def tensor_over(chunk: memoryview) -> torch.Tensor:
     not write to the tensor: torch has no read-only tensors, and would warn."""
     if not chunk.readonly:
         return torch.frombuffer(chunk, dtype=torch.uint8)
-    there = np.frombuffer(chunk, np.uint8)
-    alias = (ctypes.c_uint8 * chunk.nbytes).from_address(there.ctypes.data)
-    alias.source = there  # type: ignore[attr-defined] # keeps the bytes alive
+    array = np.frombuffer(chunk, np.uint8)
+    alias = (ctypes.c_uint8 * chunk.nbytes).from_address(array.ctypes.data)
+    alias.source = array  # type: ignore[attr-defined] # keeps the bytes alive
     return torch.frombuffer(alias, dtype=torch.uint8)
 
 
@@ -158,8 +158,8 @@ class Transfer:
         self._numbers = {key: number for number, key in enumerate(self._keys)}
         specs = [content.items[item].tensors[name] for item, name in self._keys]
         self._dtypes = [TORCH_DTYPES[spec.dtype] for spec in specs]
-        mine = collective(ranks, self._request)
-        self._requests = self._requests_of_all(mine, [spec.shape for spec in specs])
+        own_request = collective(ranks, self._request)
+        self._requests = self._requests_of_all(own_request, [spec.shape for spec in specs])
         self._chunks = collective(ranks, lambda: self._chunks_to_read(readers))
 
     def _request(self) -> who_reads.RankRequest:
@@ -203,10 +203,10 @@ class Transfer:
                 self._own.append((first, last, stored))
 
     def _requests_of_all(
-        self, mine: who_reads.RankRequest, shapes: Sequence[tuple[int, ...]]
+        self, own_request: who_reads.RankRequest, shapes: Sequence[tuple[int, ...]]
     ) -> who_reads.ReadRequests:
         """Collect the read requests of all ranks; equal ones are broadcast once."""
-        ranks, note = self._ranks, who_reads.encode_request(mine)
+        ranks, note = self._ranks, who_reads.encode_request(own_request)
         digests = ranks.all_gather(digest(note))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
         notes = [ranks.broadcast(digests.index(name), note) for name in numbers]
@@ -225,8 +225,10 @@ class Transfer:
             sources = list(who_reads.Ledger(layouts.spreads, requests).sources(rank))
         if readers is not None:
             sources = [
-                one._replace(readers=tuple(r for r in one.readers if r in readers[one.writer]))
-                for one in sources
+                source._replace(
+                    readers=tuple(r for r in source.readers if r in readers[source.writer])
+                )
+                for source in sources
             ]
             if not all(source.readers for source in sources):
                 raise CorruptError(
@@ -278,10 +280,10 @@ class Transfer:
         error: Exception | None = None
         with ranks.carrying(self._device(), passed_on_bytes) as device:
             for turn in range(ranks.all_max(len(turns))):
-                mine = turns[turn] if turn < len(turns) and error is None else []
+                chunks = turns[turn] if turn < len(turns) and error is None else []
                 try:
-                    messages = self.expect(mine, device)
-                    read_bytes += read(mine, deliver=self._deliver)
+                    messages = self.expect(chunks, device)
+                    read_bytes += read(chunks, deliver=self._deliver)
                 except Exception as raised:  # noqa: BLE001 (raised after the last turn)
                     error = raised
                     messages = self.expect([], device)

@@ -297,8 +297,8 @@ def _refuse_foreign(match: Match, provider: StateProvider, state: State, live: C
         elif provider.kind in PLAIN_KINDS and not lies_under(path, state.things):
             match.refuse(path, f"is a plain value, but the stored one is of class {stored}")
     for path in ours.keys() - theirs:
-        there, here = part_at(match.item.tree, path), part_at(live.tree, path)
-        if lies_under(path, state.fresh) and not _may_be_state(there, here):
+        stored_part, live_part = part_at(match.item.tree, path), part_at(live.tree, path)
+        if lies_under(path, state.fresh) and not _may_be_state(stored_part, live_part):
             match.refuse(path, f"is of class {ours[path]}, but a plain value was stored")
 
 

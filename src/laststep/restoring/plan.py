@@ -150,10 +150,10 @@ def plan_restore(
 
 def compare_aliases(plan: RestorePlan, ranks: Ranks, where: str) -> None:
     """Compare aliases after the reads; if any differ, raise when strict, else add problems."""
-    mine = collective(
+    differing = collective(
         ranks, lambda: [f"{m.item.name}/{text}" for m in plan.matches for text in m.differing()]
     )
-    notes = map(msgspec.msgpack.decode, ranks.all_gather(msgspec.msgpack.encode(mine)))
+    notes = map(msgspec.msgpack.decode, ranks.all_gather(msgspec.msgpack.encode(differing)))
     texts = tuple(dict.fromkeys(text for note in notes for text in note))
     if texts and plan.strict:
         raise MismatchError.of(

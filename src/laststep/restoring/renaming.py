@@ -81,13 +81,13 @@ class _Renaming:
         stored = tuple(self._group_of)
         for name in live:
             if name not in self._group_of:
-                others = (n for n in _names_of_same(name, in_store) if n in self._group_of)
-                if (other := next(others, None)) is not None:
+                candidates = (n for n in _names_of_same(name, in_store) if n in self._group_of)
+                if (other := next(candidates, None)) is not None:
                     self._copy(other, name)
         for name in stored:
             if name not in live:
-                others = (n for n in _names_of_same(name, in_use) if n in live)
-                other = next((n for n in others if n in self._group_of), None)
+                candidates = (n for n in _names_of_same(name, in_use) if n in live)
+                other = next((n for n in candidates if n in self._group_of), None)
                 if other is not None:
                     self._drop(name, other)
         groups = [
@@ -148,10 +148,10 @@ def _names_of_same(name: str, modules: Modules) -> list[str]:
     if item in modules:
         return [f"{item}:{other}" for other in modules[item].alike.get(rest, ()) if other != rest]
     asked = [module for module in modules.values() if name in module.names]
-    others = {other: None for module in asked for other in module.alike.get(name, ())}
+    names = {other: None for module in asked for other in module.alike.get(name, ())}
     return [
         other
-        for other in others
+        for other in names
         if other != name and all(other in m.alike.get(name, ()) for m in asked if other in m.names)
     ]
 

@@ -106,8 +106,8 @@ def _is_transparent(wrapper: Any, inner: Any) -> bool:
     """Return True if the wrapper has no state besides the inner object's. Builds no state."""
     if not isinstance(wrapper, Optimizer):
         return _hands_over(wrapper, inner)
-    mine, its = wrapper.param_groups, inner.param_groups
-    if len(mine) != len(its) or not all(map(operator.is_, mine, its)):
+    groups, inner_groups = wrapper.param_groups, inner.param_groups
+    if len(groups) != len(inner_groups) or not all(map(operator.is_, groups, inner_groups)):
         return False
     if wrapper.state is not inner.state:
         return not wrapper.state and _hands_over(wrapper, inner)

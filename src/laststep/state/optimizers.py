@@ -69,10 +69,10 @@ class OptimizerProvider(StateProvider):
             if entries is not None:
                 state[name] = dict(entries)
         if entries_of:
-            others = [type(key).__name__ for key in live if id(key) in entries_of]
+            kinds = [type(key).__name__ for key in live if id(key) in entries_of]
             raise UsageError(
                 "cannot save optimizer state that belongs to no parameter",
-                found=", ".join(others[:3]),
+                found=", ".join(kinds[:3]),
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
             )
         return State(

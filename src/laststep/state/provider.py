@@ -68,8 +68,8 @@ def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
     return any(path[: len(prefix)] == prefix for prefix in prefixes)
 
 
-def lies_above(path: Path, others: Iterable[Path]) -> bool:
-    return any(other[: len(path)] == path for other in others)
+def lies_above(path: Path, paths: Iterable[Path]) -> bool:
+    return any(other[: len(path)] == path for other in paths)
 
 
 def has_absent(entry: object) -> bool:

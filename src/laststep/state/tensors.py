@@ -244,13 +244,13 @@ def forms_of(memories: Sequence[torch.Tensor]) -> TensorForms:
     dtypes: list[torch.dtype] = []
     contiguous: list[bool] = []
     marked = False
-    for some in in_batches(memories):
-        shapes += map(_SHAPE, some)
-        dtypes += map(_DTYPE, some)
-        addresses += map(_DATA_PTR, some)
-        storages += map(_STORAGE_BYTES, map(_STORAGE, some))
-        contiguous += map(_IS_CONTIGUOUS, some)
-        marked = marked or any(map(_IS_NEGATIVE, some))
+    for batch in in_batches(memories):
+        shapes += map(_SHAPE, batch)
+        dtypes += map(_DTYPE, batch)
+        addresses += map(_DATA_PTR, batch)
+        storages += map(_STORAGE_BYTES, map(_STORAGE, batch))
+        contiguous += map(_IS_CONTIGUOUS, batch)
+        marked = marked or any(map(_IS_NEGATIVE, batch))
     if not _COMPLEX.isdisjoint(dtypes):
         marked = marked or any(map(torch.Tensor.is_conj, memories))
     details: list[tuple[object, ...]] = []

@@ -291,8 +291,8 @@ class Bucket:
                 )
             except _Refused:
                 # The name may be taken by an earlier try of this call whose response was lost.
-                there = self.head_once(key) if tries > 1 else None
-                return there if there is not None and there.token == token else None
+                found = self.head_once(key) if tries > 1 else None
+                return found if found is not None and found.token == token else None
             version = put["e_tag"], put["version"]
             return Found(size_bytes=len(data), modified_s=0.0, version=version, token=token)
 
@@ -408,8 +408,8 @@ class Upload:
             try:
                 self.file.close()
             except FileNotFoundError:  # already complete if only the response was lost
-                there = self._bucket.head_once(self._key)
-                if there is None or there.token != self._token:
+                found = self._bucket.head_once(self._key)
+                if found is None or found.token != self._token:
                     raise
 
         self._bucket.ask_once("make durable", self._key, close)

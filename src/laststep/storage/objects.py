@@ -155,8 +155,8 @@ class Lease(Lock):
             content = msgspec.json.encode(self._holder)
             found = self._bucket.replace(self._key, content, self._found.version)
             if found is None:  # changed by another process, or by a renewal that seemed to fail
-                there = read_lease(self._bucket, self._key)
-                found = there[1] if there and there[0].token == self._holder.token else None
+                lease = read_lease(self._bucket, self._key)
+                found = lease[1] if lease and lease[0].token == self._holder.token else None
             if found is not None:
                 self._found = found
                 return
@@ -185,10 +185,10 @@ class Leases:
         )
         content = msgspec.json.encode(holder)
         while True:
-            there = read_lease(self._bucket, key)
-            if there is None:
+            lease = read_lease(self._bucket, key)
+            if lease is None:
                 found = self._bucket.create(key, content)
-            elif self._is_held(*there):
+            elif self._is_held(*lease):
                 raise AlreadyExistsError(
                     "cannot take a lock that is held",
                     where=self._bucket.where(key),
@@ -196,13 +196,13 @@ class Leases:
                     remedy="wait for that writer or end it: a lease ends 45 s after its holder",
                 )
             else:
-                found = self._bucket.replace(key, content, there[1].version)
+                found = self._bucket.replace(key, content, lease[1].version)
             if found is not None:
                 return Lease(self._bucket, key, holder, found)
 
     def is_held(self, key: str) -> bool:
-        there = read_lease(self._bucket, key)
-        return there is not None and self._is_held(*there)
+        lease = read_lease(self._bucket, key)
+        return lease is not None and self._is_held(*lease)
 
     def _is_held(self, holder: Holder, found: Found) -> bool:
         if not holder.token or holder.is_gone:
@@ -421,16 +421,16 @@ class ObjectStore(Store):
         folder = name.rpartition("/")[0]
         if not folder or "/" not in new:
             return False
-        versions, there = self._versions(folder), self._target(name)
+        versions, target = self._versions(folder), self._target(name)
         key = self._prepare(new)
         if self._bucket.head(key) is not None:
             raise self._bucket.taken(key)
-        link = self._links.create(key, *there)
+        link = self._links.create(key, *target)
         if link is None:
             raise self._bucket.taken(key)
         self._settle(new, link.key)
         is_same = None not in versions and self._versions(folder) == versions
-        if not is_same or self._bucket.head(there[0]) is None:
+        if not is_same or self._bucket.head(target[0]) is None:
             self._links.remove(key)
             raise self._absent(name)
         return True
