@@ -127,7 +127,7 @@ class KeyValueStore:
     def wait_all(
         self, names: Iterable[str], until_s: float, *, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, bytes]:
-        """Return the keys that exist by `until_s` (monotonic); call `meanwhile` after each look."""
+        """Wait for all keys, calling `meanwhile` in between; return what exists at `until_s`."""
         missing, seen = _cut(names), dict[str, bytes]()
 
         def read(store: Any) -> list[bytes] | None:

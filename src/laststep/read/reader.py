@@ -63,7 +63,7 @@ def read_all(
     *,
     threads: int,
 ) -> int:
-    """Read with `threads`, return the bytes read, and raise the first error. `deliver(read, data)`
+    """Carry out all reads, return the bytes read, and raise the first error. `deliver(read, data)`
     is called on the reading threads with verified bytes, which are valid only until it returns."""
     pipeline = _Pipeline(files, reads, room, deliver, threads)
     workers: list[Worker] = []

@@ -135,7 +135,7 @@ class Transfer:
         ranks: Ranks,
         readers: Readers | None = None,
     ) -> None:
-        """Assign reads and open files; live state is not touched. `readers`: who can read what."""
+        """Assign reads and open files; live state is not touched. `readers`: who can read which."""
         self._content = content
         self._matches = matches
         self._ranks = ranks

@@ -110,7 +110,7 @@ class _Renaming:
             self._match.apart.update(moved, moved.values())
 
     def _drop(self, name: str, alias: str) -> None:
-        """Remove a stored parameter that is `alias` here; record if their states differ."""
+        """Drop a stored parameter that is `alias` here; record a difference if states differ."""
         del self._params[self._group_of.pop(name)][name]
         if name not in self._state and alias not in self._state:
             return  # the optimizer has stepped neither yet
