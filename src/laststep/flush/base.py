@@ -69,11 +69,8 @@ class BaseLayout:
 
     def likely_change(self, first: int, digests: bytes) -> float:
         """Estimate the changed fraction of the layout from the digests of some of its blocks,
-        starting at `first`; 0 without any.
-
-        Assumes that recently changed blocks elsewhere change again at the rate observed among these
-        blocks. If the last save changed nothing, these blocks are the only evidence.
-        """
+        starting at `first`; 0 without any. Blocks elsewhere that changed recently are assumed to
+        change again at the rate observed here; if none did, these are the only evidence."""
         here = dict(enumerate(self.same(first, digests), first))
         if not here:
             return 0.0
@@ -94,16 +91,14 @@ class Base(msgspec.Struct, frozen=True):
     """The blocks that had changed when it was written, by layout, where known."""
 
     def layout(self, layout: FileLayout) -> BaseLayout | None:
-        """Return the same layout in the last checkpoint; None if it is missing there or differs, or
-        is too small."""
+        """Return the same layout in the last checkpoint; None if absent, different or too small."""
         stored = self.index.layout(layout.name)
         if stored is None or stored.layout != layout or layout.tensor_bytes < LEAST_BYTES:
             return None
         return BaseLayout(stored, self.changed.get(layout.name))
 
     def name_elsewhere(self, file: StoredFile) -> str | None:
-        """Return the name that one of its files has in the folder of a checkpoint that shares it;
-        None if the file's original folder is not an attempt's."""
+        """Return the name of a file in folders that share it; None if no attempt wrote it."""
         at = parse_folder(file.origin or self.folder)
         return None if at is None else file.shared_name(at.term, at.attempt)
 
@@ -114,8 +109,7 @@ class Base(msgspec.Struct, frozen=True):
         )
 
     def retired(self, layouts: Sequence[BaseLayout]) -> frozenset[int]:
-        """Return the files whose blocks must not be reused by these layouts; the blocks still
-        needed from them are written again."""
+        """Return the files whose blocks these layouts must not reuse but write again."""
         live = [0] * len(self.index.files)
         for layout in layouts:
             for ref in layout.refs:
@@ -167,9 +161,8 @@ class SharedFiles:
         return names
 
     def settle(self, needed: Mapping[int, str | None]) -> dict[int, StoredFile]:
-        """Unlink the files that are not `needed` and return the others, by their numbers in the
-        base. A file that is exactly the data file of a layout is also renamed to that layout's
-        name, which other tools know."""
+        """Unlink the files that are not `needed`; return the others by their numbers in the base.
+        One that is exactly the data file of a layout gets its name, which other tools know."""
         found: dict[int, StoredFile] = {}
         for number, name in (self._names or {}).items():
             file, last = self._base.index.files[number], name
@@ -207,8 +200,7 @@ class SharedFiles:
 
 
 def of_checkpoint(store: Store, folder: str, rank: int) -> Base | None:
-    """Return a committed checkpoint as the base of this rank's next save; None if its index cannot
-    be read, in which case the save writes everything."""
+    """Return a checkpoint as the base of this rank's next save; None if its index is unreadable."""
     try:
         commit = read_decision(store, folder)
         if not isinstance(commit, Commit) or rank >= commit.ranks:

@@ -154,13 +154,11 @@ class HelperThread:
 
 
 Helper = HelperProcess | HelperThread
-"""The running flusher."""
 Launch = Callable[[socket.socket], Helper]
 
 
 def _places(*, encodes: bool, foreign: bool) -> list[str]:
-    """Return the import paths for the helper: this package and its dependencies, from the locations
-    that the trainer uses; with a third-party store, also the trainer's whole `sys.path`."""
+    """Return the import paths for the helper; a third-party store may need all of `sys.path`."""
     files = [module.__file__ or "" for module in (msgspec, xxhash)]
     # Not imported: only saves that encode or round need them.
     for spec in map(importlib.util.find_spec, ("numpy", "zstandard") if encodes else ()):
@@ -187,8 +185,7 @@ class TierNews:
         self._owing: set[str] = set()
         """Tiers that have yet to receive the last committed checkpoint."""
         self.settled = threading.Event()
-        """Set while every tier has the last checkpoint or has once failed to receive it, and after
-        the flusher is gone."""
+        """Set while each tier has the last checkpoint or failed to get it, or without a flusher."""
         self.settled.set()
 
     def committed(self, at: AttemptName, save: Save) -> None:
@@ -357,8 +354,7 @@ class Client:
                 self.send(protocol.Instruct(continues=continues))
 
     def _tell_slots(self, slots: int) -> None:
-        """Tell the flusher how many slots the pool can have: the memory tier holds slots that saves
-        may be waiting for."""
+        """Tell the flusher the pool's size: the memory tier holds slots that saves may wait for."""
         with self._starting:
             self._slots = slots
             if self._helper is not None:

@@ -217,8 +217,6 @@ class EncodedBlock(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Properties of a file, estimated from a sample."""
-
     ratio: float
     bytes_per_s: float
     """Encoding speed of one core."""
@@ -284,8 +282,7 @@ class Compressor:
 
 
 class LayoutEncoder:
-    """Encodes the blocks of one layout of one save: as a difference to an earlier block, alone, or
-    not at all, whichever is smallest for the block."""
+    """Encodes the blocks of one layout of a save: as a difference, alone or not at all, by size."""
 
     def __init__(
         self,

@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 
 _FREED_TOGETHER = 8
 _MOST_UNRANKED = 10
-"""Number of commits without the metric of a best-k rule after which that is logged: until the first
-evaluation it is normal."""
+"""Commits without the metric of a best-k rule that are normal, before the first evaluation."""
 
 
 class FlusherSave(msgspec.Struct):
@@ -150,8 +149,6 @@ class LivenessLock(Listener, msgspec.Struct, eq=False):
 
 
 class ReplicationListener(Listener):
-    """Copies committed checkpoints to the replicas of a run."""
-
     def __init__(
         self, store: Store, orders: protocol.Orders, send: Callable[[protocol.ToTrainer], None]
     ) -> None:

@@ -56,8 +56,6 @@ Place = tuple[int, int]
 
 
 class ResidentSave(msgspec.Struct):
-    """The part of a save that is in memory."""
-
     number: int
     expected: int = 0
     """Number of chunks that it has in all."""
@@ -77,8 +75,6 @@ class ResidentSave(msgspec.Struct):
 
 
 class MemoryTier(Listener):
-    """Holds the slots of the newest save."""
-
     def __init__(
         self,
         folder: str,
@@ -109,8 +105,7 @@ class MemoryTier(Listener):
         self._told_small = False
 
     def _left_behind(self) -> list[ResidentSave]:
-        """Return the snapshots that a dead flusher has left in this segment; they are kept until
-        there is a newer one."""
+        """Return what a dead flusher has left in this segment, kept until there is a newer save."""
         saves = snapshots.records_in(self._segment)
         slots = {slot for save in saves for slot in save.needed_slots}
         self._slots.hold(slots)
@@ -145,15 +140,13 @@ class MemoryTier(Listener):
 
     @threads.outlasting(log, "cannot free orphaned snapshots in shared memory")
     def _forget_predecessors(self, save: FlusherSave) -> None:
-        """Remove the segments of earlier job instances on this node, of any rank, once `save` is
-        committed. Those of this instance stay, even of dead ranks."""
+        """Remove segments of earlier job instances on this node, but none of this one's ranks."""
         for segment in segments.of_dead_processes(self._segment.base, self._segment.owner.run):
             if not self._may_be_of_this_start(segment, save):
                 segment.remove()
 
     def _may_be_of_this_start(self, segment: Segment, save: FlusherSave) -> bool:
-        """Return True if the segment may belong to another rank of this job instance and holds a
-        save that is not older than the one just committed."""
+        """Return True if another rank of this job instance may have it: its save is not older."""
         mine, owner = self._segment.owner, segment.owner
         if owner.ranks != mine.ranks or owner.rank == mine.rank:
             return False
@@ -164,8 +157,7 @@ class MemoryTier(Listener):
         )
 
     def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
-        """Release the pool if the trainer is gone for good, so that a new start need not wait for
-        the work that this process still does elsewhere."""
+        """Release the pool once the trainer is gone for good, so that a new start need not wait."""
         if self._pool_fd >= 0 and self._is_gone():
             fcntl.flock(self._pool_fd, fcntl.LOCK_UN)  # the memory will not change any more
 
@@ -180,14 +172,12 @@ class MemoryTier(Listener):
             self._make_room()
 
     def limit(self, slots: int) -> None:
-        """Set the number of slots that the pool can have for now."""
         with self._lock:
             self._there = min(slots, self._most)
             self._make_room()
 
     def _make_room(self) -> None:
-        """Give up saves that do not fit, and drop older ones to make room for those that do.
-        Requires the lock, like the methods that it calls."""
+        """Give up saves that do not fit; drop older ones for those that do. Requires the lock."""
         room = self._there - _SPARE_SLOTS
         for kept in self._coming.values():
             if kept.expected > room and not kept.is_whole and not kept.is_given_up:
@@ -250,8 +240,7 @@ class MemoryTier(Listener):
     opened = captured  # some ranks know the attempt last
 
     def _try_to_seal(self, save: FlusherSave) -> None:
-        """Write the record of a save if all of it is in memory, and drop the previous one. Every
-        caller runs before the save can be finished."""
+        """Write a save's record once all of it is in memory. Callers run before it is finished."""
         seal, number = save.captured, save.begin.save
         if seal is None or save.attempt is None or save.error is not None:
             return

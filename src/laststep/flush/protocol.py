@@ -247,8 +247,7 @@ class Connection:
             self._socket.sendall(head + data)
 
     def receive(self, decode: Callable[[bytes], _Received]) -> _Received | None:
-        """Return the next message, decoded `in_flusher` or `in_trainer`; None if the other side is
-        gone."""
+        """Return the next message, as this side decodes it; None if the other side is gone."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None

@@ -1,5 +1,4 @@
-"""The tensors of a file that the user allows to be rounded. Their numbers are changed in the slot,
-before they are digested."""
+"""Round the tensors that the user allows to be rounded, in the slot, before the digest."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ class Rounding:
 
     @classmethod
     def of(cls, layout: FileLayout, lossy: Mapping[str, str]) -> Self | None:
-        """Return the rounding of a file, or None if nothing in it is rounded. `lossy` maps patterns
-        of `item/tensor` to a rounding; the first match wins. Scalars are never rounded: optimizers
-        count their steps in them."""
+        """Return the rounding of a file, or None. The first pattern of `item/tensor` in `lossy` to
+        match wins. Scalars are never rounded: optimizers count their steps in them."""
         rounding = cls()
         for entry in layout.tensors:
             item, name = layout.item, entry.name

@@ -374,8 +374,7 @@ class Save:
         return self.events[SaveState.COMMITTED].is_set()
 
     def wait_for(self, state: SaveState, timeout_s: float | None = None) -> bool:
-        """Wait until a state is reached or never will be; return False on timeout. Raises in a
-        forked process."""
+        """Wait until a state is reached or never will be; False on timeout. Raises in a fork."""
         if not self.events[state].is_set():
             system.check_process("wait for a save", self.pid)
         return signals.wait(self.events[state], seconds(timeout_s))
@@ -506,8 +505,7 @@ class Save:
 
 
 class Saves:
-    """The saves of one Checkpointer that are in progress or not reported yet, and the steps of its
-    lineage."""
+    """A Checkpointer's saves in progress or not reported yet, and the steps of its lineage."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

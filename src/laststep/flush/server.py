@@ -434,11 +434,9 @@ class Flusher:
         self._connection.send(protocol.Ended(save=number, kind=kind, fields=fields))
 
     def _abort(self, save: FlusherSave, attempt: Attempt, reason: str) -> bool:
-        """Decide against an attempt; return True if it has been committed.
-
-        A member gives up only its own part, unless all ranks have decided to abort. It leaves the
-        folder to rank 0: other ranks may still be writing, and the decision gives them the reason.
-        """
+        """Decide against an attempt; return True if it has been committed. A member gives up only
+        its own part, unless all ranks abort, and leaves the folder to rank 0: other ranks may still
+        be writing, and the decision gives them the reason."""
         if save.begin.role != "member":
             return attempt.abort(reason)
         if self._was_given_up(attempt):

@@ -54,8 +54,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class PackWriter:
-    """The pack file of a save: blocks stored back to back and written in aligned pieces, each by
-    the thread that filled it."""
+    """The pack file of a save, written in aligned pieces, each by the thread that filled it."""
 
     def __init__(self, writer: FileWriting) -> None:
         self._writer = writer
@@ -124,8 +123,7 @@ class _LayoutWriter(msgspec.Struct, eq=False):
     reuses: bool = False
     """True if unchanged blocks of the base are reused."""
     refs: dict[int, BlockRef] = {}
-    """Block references, if it is written by block: at first those of the base that are reused if
-    they have not changed."""
+    """Block references, if written by block; at first the base's, for blocks that do not change."""
     encoder: LayoutEncoder | None = None
     """None if compression was not requested."""
     written_bytes: int = 0
@@ -149,8 +147,7 @@ class SaveWriter:
         base: Base | None = None,
         compressor: Compressor | None = None,
     ) -> None:
-        """`rank` is (rank, number of ranks). `base` is the last checkpoint, whose blocks may be
-        reused."""
+        """`rank` is (rank, number of ranks); blocks of the last checkpoint, `base`, are reused."""
         self.folder = attempt.folder
         self.written_bytes = 0
         self.error: LaststepError | None = None
@@ -248,9 +245,8 @@ class SaveWriter:
         drop_tracebacks(error)
 
     def digests(self, file: int, start: int, data: memoryview) -> bytes:
-        """Return the digests of the blocks in `data`, after rounding `data` in place if requested;
-        b"" if that fails. The error is kept. An earlier error changes nothing: memory can hold what
-        a full disk cannot."""
+        """Return the digests of the blocks in `data`, after rounding it in place if requested; b""
+        if that fails. Earlier errors change nothing: memory can hold what a full disk cannot."""
         try:
             if (rounding := self._layouts[file].rounding) is not None:
                 rounding.apply(start, data)
@@ -260,9 +256,8 @@ class SaveWriter:
             return b""
 
     def write(self, file: int, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
-        """Write `size_bytes` of `image`, which starts at byte `start` of the tensors of a layout;
-        `sums` are its digests. `image` MUST extend to the next multiple of the alignment. Never
-        raises."""
+        """Write `size_bytes` of `image`, from byte `start` of a layout's tensors; `sums` are its
+        digests. `image` MUST extend to the next multiple of the alignment. Never raises."""
         if self.error is not None:
             return
         target, data = self._layouts[file], image[:size_bytes]
@@ -328,8 +323,7 @@ class SaveWriter:
         return None if found.block.file in self._retired else found
 
     def reuse(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-        """Return the unchanged chunks that need not be sent: those of mostly unchanged layouts
-        whose blocks can be reused. Never raises."""
+        """Return the reusable chunks of mostly unchanged layouts, not to be sent. Never raises."""
         by_file: dict[int, list[tuple[int, int]]] = {}
         for number, start, size in chunks:
             by_file.setdefault(number, []).append((start, size))

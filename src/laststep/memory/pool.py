@@ -168,8 +168,7 @@ class Pool:
     lands_all = True
 
     def __init__(self, cap_bytes: int, *, pinned: bool, fd: int = -1) -> None:
-        """`fd` is a shared memory file of that length, which the pool owns from now on; without
-        one, it creates its own."""
+        """Take over `fd`, a shared memory file of that length; without one, create one."""
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
         self.fd, self._mapping = _reserved(self.cap_bytes, fd)
@@ -241,8 +240,7 @@ class Pool:
             self._taken, self._least = taken, -(-least_bytes // CHUNK_BYTES) + _STEP_SLOTS
 
     def pin(self) -> None:
-        """Pin memory from now on, and pin the ready memory in the background: a device has appeared
-        that was not expected at construction."""
+        """Pin memory from now on, and in the background what is ready: a device has appeared."""
         with self._changed:
             self._pinned = True
             self._changed.notify_all()
@@ -272,8 +270,7 @@ class Pool:
     def lease(
         self, timeout_s: float | None = None, *, for_save: bool = False, urgent: bool = False
     ) -> int | None:
-        """Return a free slot; None on timeout. If none is free and the limit allows it, the pool
-        grows, without pauses if `urgent`."""
+        """Return a free slot; grow within the limit, fast if `urgent`; None on timeout."""
         if self.slots.free:
             return self.slots.lease(timeout_s, for_save=for_save)
         with self._changed:
@@ -426,8 +423,7 @@ class Pool:
         self._pinned_at_s = time.monotonic()
 
     def _give_up(self, error: Exception) -> None:
-        """Stop growing and continue with the present memory; only a pool without any memory is an
-        error."""
+        """Continue with the present memory; only a pool without any is an error."""
         self._making.clear()
         if self._pinned:
             self._pageable.clear()  # slots that cannot be pinned now stay pageable
@@ -443,8 +439,7 @@ class Pool:
 
 
 def _reserved(size_bytes: int, fd: int) -> tuple[int, memory.Mapping]:
-    """Reserve address space without using memory yet, in the file `fd` or a new one. Closes `fd` if
-    that fails."""
+    """Reserve address space, not memory, in the file `fd` or a new one; close `fd` on failure."""
     try:
         fd = memory.create(size_bytes) if fd < 0 else fd
         return fd, memory.Mapping(fd, size_bytes)
@@ -505,8 +500,7 @@ class ReadBuffers(Slots):
 
 
 def huge_pages(size_bytes: int) -> memoryview:
-    """Return an aligned buffer in huge pages, for readers that need no slots; freed with its last
-    view."""
+    """Return an aligned buffer in huge pages, for readers without slots; its last view frees it."""
     mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     prefer_huge_pages(address, len(mapped))

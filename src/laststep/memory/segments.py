@@ -60,8 +60,7 @@ def create(size_bytes: int) -> int:
 
 def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
     """Write memory of this process, given as ranges of (address, bytes), back to back into a file.
-    Return False if some of it has been freed: the kernel checks the addresses, so this process does
-    not crash on memory that another thread has just freed."""
+    Return False if another thread has freed some: the kernel checks the addresses, so no crash."""
     for first in range(0, len(ranges), _IOV_MAX):
         batch = [stretch for stretch in ranges[first : first + _IOV_MAX] if stretch[1]]
         while batch:
@@ -229,7 +228,6 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes."""
         with contextlib.suppress(OSError):
             return os.stat(self.pool_path).st_blocks * 512
         return 0
@@ -387,8 +385,7 @@ def of_dead_processes(base: str, run: str) -> list[Segment]:
 
 
 def remove_debris(base: str) -> list[str]:
-    """Remove and return folders that are half made or half removed. Does nothing while another
-    process is making a segment."""
+    """Remove and return half made or half removed folders, unless a segment is being made."""
     try:
         place = own_folder(base)
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):

@@ -29,8 +29,7 @@ _STUCK_S = 1.0
 _FROM_OUTSIDE = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT", "WINCH", "PWR")
 _OF_THIS_PROCESS = ("ALRM", "VTALRM", "PROF", "XCPU", "CHLD")
 _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in (*_FROM_OUTSIDE, *_OF_THIS_PROCESS))
-"""Signals that people, launchers and timers send. Checking all signals would take five times as
-long."""
+"""Signals that people, launchers and timers send; checking all takes five times as long."""
 
 _holding: defer_signals | None = None
 """Active deferral of the main thread, if any."""
@@ -106,8 +105,7 @@ class defer_signals(  # noqa: N801 (called like a function: `with defer_signals(
 
 
 def check_signals() -> None:
-    """Run deferred handlers, which may raise, and raise `DeadlineExceeded` if the deadline has
-    passed."""
+    """Run deferred handlers, which may raise; raise `DeadlineExceeded` past the deadline."""
     if _holding is not None and on_main_thread():
         _holding.check_signals()
     limit = _limits.get(threading.get_ident())

@@ -1,5 +1,4 @@
-"""Facts about this process and its system: kernel, identity, out-of-memory errors, exit and fork
-hooks, log prefix, and warnings that are logged once."""
+"""This process and its system: kernel, identity, memory errors, exit and fork hooks, logging."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def pid_namespace() -> str:
 
 
 def process_started(pid: int) -> str:
-    """Return the start time of a process, in ticks since boot; "" if there is none, or it is dead
-    but not reaped yet."""
+    """Return the start time of a process, in ticks since boot; "" if there is none or it ended."""
     state, *more = told(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
 
@@ -97,8 +95,7 @@ def has_died(pid: int, birth: str) -> bool:
 
 _OF_A_DEVICE = ("torch", "OutOfMemoryError")
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
-"""Part of the message of the plain `RuntimeError` that torch raises if the host is out of
-memory."""
+"""Part of the plain `RuntimeError` that torch raises if the host is out of memory."""
 
 
 def is_one(error: BaseException) -> bool:

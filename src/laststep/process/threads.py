@@ -202,8 +202,7 @@ def _fulfil(future: Future[_Result], call: Callable[[], _Result]) -> None:
 
 
 class OnlyOne:
-    """Base of objects that cannot be copied or pickled: closing or notifying one copy would affect
-    the other."""
+    """Base of objects that cannot be copied or pickled: closing one copy would affect the other."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = next(k.__name__ for k in type(self).__mro__ if not k.__name__.startswith("_"))
