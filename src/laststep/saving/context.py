@@ -140,9 +140,8 @@ def _unusable(path: Path, found: str) -> StorageError:
 
 
 def memory_for(context: RunContext) -> tuple[int, int, dict[str, int]]:
-    """Return (limit of host memory, bytes of host memory to allocate now, expected bytes per
-    device). State that is replicated over ranks counts only in part, since each rank writes a part
-    of it."""
+    """Return (limit of host memory, bytes to allocate now, expected bytes per device). Replicated
+    state counts only in part, since each rank writes a part of it."""
     rank, settings = context.rank, context.settings
     share = available_bytes() // 4 // ranks_on_this_node(rank)
     cap = settings.host_memory_bytes or max(share, MIN_SLOTS * CHUNK_BYTES)

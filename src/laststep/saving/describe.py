@@ -200,8 +200,7 @@ class _Window(NamedTuple):
 
     source: int
     first: int | None
-    """Offset in the flattened memory, in elements, if that holds several boxes one after the other;
-    else None."""
+    """Offset in the flattened memory, in elements, if that holds several boxes; else None."""
     held: tuple[int, ...]
     """The shape of the held box."""
     box: Box | None
@@ -317,8 +316,7 @@ def work_out(
 
 
 def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:
-    """Return the boxes that the memory of a piece holds, each with its offset in elements; None if
-    a single box fills the memory."""
+    """Return the boxes in a piece's memory, each with its offset; None if a single one fills it."""
     if layout is None:
         return {whole(piece.shape): None}
     boxes = layout.held(rank)

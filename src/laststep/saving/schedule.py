@@ -227,8 +227,6 @@ class SharedNotes(Notes):
 
 
 class Schedule:
-    """Decides at each call of `step()` whether to save, identically on all ranks."""
-
     def __init__(
         self,
         settings: Settings,

@@ -339,8 +339,7 @@ class SharedStoreConformance(StoreConformance):
 
 
 def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], list[LaststepError]]:
-    """Create one name in all stores concurrently. Return the winners' data and the losers'
-    errors."""
+    """Create one name in all stores at once; return the winners' data and the losers' errors."""
     barrier = threading.Barrier(len(stores))
     won: list[bytes] = []
     lost: list[LaststepError] = []

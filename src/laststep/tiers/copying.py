@@ -121,13 +121,11 @@ class Copier:
         return copied_bytes
 
     def abort(self, folder: str, reason: str) -> bool:
-        """Abort a copy and delete its files. Return True if it is committed instead, because
-        another process has copied it meanwhile; a committed copy is kept."""
+        """Abort a copy and delete its files; return True, and keep it, if it is committed now."""
         return self._attempt(folder).abort(reason)
 
     def is_there(self, folder: str) -> bool:
-        """Return True if the target has this checkpoint. Raise `AlreadyExistsError` if it has a
-        different one of that name."""
+        """Return True if the target has it; raise `AlreadyExistsError` for another of that name."""
         there = attempts.read_decision(self.target, folder)
         if not isinstance(there, manifest.Commit):
             return False
@@ -185,8 +183,7 @@ class Copier:
         return bool(self._locked(folder))
 
     def commit(self, folder: str) -> None:
-        """Make a checkpoint visible at the target after all its files were copied. Raise
-        `StorageError` if a file is missing."""
+        """Make a checkpoint visible at the target; raise `StorageError` if a file is missing."""
         commit, data = self._commit(folder), attempts.read_manifest(self.source, folder)
         names = [index_format.index_name(rank, commit.ranks) for rank in range(commit.index_count)]
         self._check_whole(folder, dict.fromkeys(names))  # asked again and again: reads no index
@@ -351,8 +348,6 @@ class TargetFiles:
 
 @dataclass(eq=False, slots=True)
 class _FileCopies:
-    """Copies the data files of some ranks of one checkpoint."""
-
     copier: Copier
     folder: str
     there: Mapping[str, int]
@@ -531,8 +526,7 @@ class Records:
     """
 
     def __init__(self, source: Store, target: Store, *, may_be_ahead: bool = False) -> None:
-        """Compare `source` with `target`. With `may_be_ahead` the target may have terms that the
-        source lacks; records that it is missing are still copied."""
+        """With `may_be_ahead`, the target may have terms that the source lacks."""
         self._source = source
         self._target = target
         self._may_be_ahead = may_be_ahead

@@ -49,8 +49,7 @@ class NearestStore(Store):
         self.in_memory = base is not None
         """True if shared memory is searched."""
         self._elsewhere: dict[str, Store] = {}
-        """The replica to read from, by folder, for checkpoints that the primary lacks or has
-        damaged."""
+        """The replica of each checkpoint that the primary lacks or has damaged, by folder."""
         self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
@@ -139,8 +138,7 @@ class NearestStore(Store):
             self.look().pop(folder).close()
 
     def spoil(self, folder: str, why: str) -> bool:
-        """Drop a damaged snapshot, so that the checkpoint is read from the run. Return False if it
-        was not in memory."""
+        """Drop a damaged snapshot, to read the run instead; return False if there was none."""
         spoilt = self.look().pop(folder, None)
         if spoilt is not None:
             log.warning("reading %s from %s instead of shared memory: %s", folder, self.url, why)
@@ -161,8 +159,7 @@ class NearestStore(Store):
         return folder not in self._elsewhere and folder not in self.look()
 
     def place_of(self, folder: str) -> Store:
-        """Return the store to read a checkpoint from, this one or a replica; damage is reported
-        with its URL."""
+        """Return the store to read a checkpoint from, with the URL to report damage under."""
         return self if folder in self.look() else self._elsewhere.get(folder, self)
 
     def _place(self, name: str) -> Store | snapshots.MemorySnapshot:
@@ -298,11 +295,9 @@ def ask(url: str, within_s: float | None) -> ReplicaHas:
 
 def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> None:
     """Copy the run's records that the primary lacks: of all terms, including those without a
-    commit, so that the next term gets an unused number.
-
-    Raise `UsageError` if the primary is a different run or both have diverged. The replica has not
-    diverged if a job there knew the primary's commits and abandoned them.
-    """
+    commit, so that the next term gets an unused number. Raise `UsageError` if the primary is a
+    different run or both have diverged, unless a job at the replica knew the primary's commits
+    and abandoned them."""
     from laststep.tiers.copying import Records  # imported late: few restores need it
 
     records = Records(has.store, nearest, may_be_ahead=True)

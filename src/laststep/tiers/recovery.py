@@ -85,8 +85,7 @@ def snapshots_of(
 
 
 def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
-    """Raise `UsageError` if the store has lost the run of a snapshot, or the record of its term,
-    without which the lineage does not contain it."""
+    """Raise `UsageError` if the store has lost the run of a snapshot or the record of its term."""
     at = snapshot.record.at
     is_recorded = bool(run_id(store)) and at.term in terms.Terms(store).numbers()
     if not is_recorded and standing_of(store, snapshot.record) is SnapshotState.ALONE:
@@ -146,9 +145,8 @@ def standing_of(store: Store, record: snapshots.SnapshotRecord) -> SnapshotState
 
 
 def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
-    """Store and commit a snapshot in its run. Return False if it is already committed. Raise
-    `AbortedError` if another job instance has continued without it, `UsageError` if the run is
-    gone."""
+    """Store and commit a snapshot in its run; return False if it is already committed. Raise
+    `AbortedError` if another job instance has continued, `UsageError` if the run is gone."""
     record, at = snapshot.record, snapshot.record.at
     check_records(store, snapshot)
     run = Run.open(store)
@@ -244,8 +242,7 @@ class OrphanedSegment:
 
     @property
     def is_needed(self) -> bool:
-        """Return True if the segment must be kept: for its live owner, or because something in it
-        exists nowhere else or cannot be read."""
+        """Return True if its owner is alive, or something in it is unreadable or nowhere else."""
         lost = (SnapshotState.ALONE, SnapshotState.NOT_STORED)
         return self.is_alive or self.unreadable > 0 or any(save.fate in lost for save in self.saves)
 
@@ -310,8 +307,7 @@ def _fates(
     stores: bool,
     is_named: bool,
 ) -> _Fates:
-    """Return the fates of the snapshots in these segments of one run, after storing them if
-    `stores`."""
+    """Return the fates of the snapshots in one run's segments, after storing them if `stores`."""
     records = [record for segment in there for record in snapshots.records_in(segment)]
     fates, errors, stored = _Fates(), dict[str, str](), set[str]()
     try:

@@ -63,8 +63,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The items to copy; None: all."""
 
     def is_due(self, at: attempts.AttemptName) -> bool:
-        """Return True if this checkpoint is copied to the replica. All ranks get the same
-        answer."""
+        """Return True, the same on all ranks, if this checkpoint is copied to the replica."""
         return (at.attempt - 1) % self.every == 0
 
 
@@ -123,8 +122,7 @@ class Replicator:
             return frozenset(at.folder for at in (*self._due, *current))
 
     def ask_to_end(self, *, at_once: bool) -> None:
-        """Ask the thread to stop once everything due has been copied or has failed once, or
-        immediately with `at_once`."""
+        """End once everything due is copied or has failed once; with `at_once`, immediately."""
         with self._changed:
             self._ends = True
             if at_once:
@@ -264,8 +262,7 @@ class Replicator:
             raise AbortedError("the replication was stopped")
 
     def _retain(self) -> None:
-        """Remove from the replica the checkpoints that its rules do not keep, and the remains of
-        interrupted copies."""
+        """Delete at the replica what its rules do not keep, and remains of interrupted copies."""
         try:
             run = Run.open(self._replica())
             if self.order.keep is not None:

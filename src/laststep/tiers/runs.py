@@ -174,8 +174,7 @@ def _check_items(listed: Sequence[Listed], items: Sequence[str] | None) -> None:
 
 
 def _check_place(place: Store) -> None:
-    """Raise `UsageError` if the target is a single checkpoint, or a folder of runs (into which `cp`
-    would copy another)."""
+    """Raise `UsageError` if the target is a single checkpoint or a folder of runs."""
     remedy = "name its run, or another place" if is_checkpoint(place) else None
     if remedy is None and RUN_NAME not in place.file_names(""):
         remedy = remedy_for_no_run(place)

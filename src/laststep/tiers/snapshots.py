@@ -59,8 +59,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     metadata: bytes
     continues: str | None
     receipt: bytes = b""
-    """With several ranks: the receipt that the rank would have sent to rank 0, without its
-    files."""
+    """With several ranks: the receipt for rank 0, without its files."""
     records: tuple[tuple[str, bytes], ...] = ()
     """On rank 0: the names and contents of the run's record and the term's record."""
 

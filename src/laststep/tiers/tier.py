@@ -60,8 +60,6 @@ class Tier(Checked, frozen=True, kw_only=False):
 
 
 class Arranged(NamedTuple):
-    """The tiers of a run by their role."""
-
     memory: str | None
     """The folder of shared memory, or None if saves are not kept in memory."""
     primary: str | os.PathLike[str]
