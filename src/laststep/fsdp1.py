@@ -182,8 +182,7 @@ def _joined(*parts: str) -> str:
 
 
 def _place(handle: Any, shape: Index, start: int, info: Any) -> tuple[Flat | None, slice]:
-    """Return the layout of a parameter (None if the flat parameter is not sharded: each rank holds
-    all of it), and its elements within this rank's shard, which `info` says too."""
+    """Return a parameter's layout, None if not sharded, and its elements in this rank's shard."""
     if not handle.uses_sharded_strategy:
         return None, slice(start, start + math.prod(shape))
     mesh = flat_state.mesh_over(handle.process_group)

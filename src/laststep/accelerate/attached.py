@@ -294,8 +294,7 @@ class Attached:
     def _after_load_hooks(
         self, checkpoint: Checkpoint | Peeked, name: str | os.PathLike[str] | None = None
     ) -> list[Any]:
-        """Run the load hooks for this name or the last one, and return the models that they have
-        removed."""
+        """Run the load hooks for this name or the last; return the models that they removed."""
         folder = f"{self.home}/{checkpoint.folder}"
         metadata: Any = FRAMEWORK.own(checkpoint.metadata, folder)
         names = metadata["names"] if name is None else [name]
@@ -324,8 +323,7 @@ class Attached:
         return [*itertools.chain.from_iterable(kinds)]
 
     def _ready(self, by_hooks: list[Any]) -> Checkpointer:
-        """Return the Checkpointer. Raise UsageError for objects that were prepared too late, and
-        for models that hooks have saved or loaded before but not now."""
+        """Return the Checkpointer; raise UsageError if objects or hooked models have changed."""
         checkpointer = self._checkpointer or self._make(by_hooks)
         left = [one for one in self._by_hooks if all(one is not other for other in by_hooks)]
         if left:

@@ -148,8 +148,7 @@ class PlacedLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present state. Accelerate calls this before each prefetched batch, and may
-        modify the returned dict."""
+        """Return the state; called before each prefetched batch, and Accelerate may modify it."""
         inner = {} if self.inner_state is None else self.inner_state()
         self._state = {**inner, _OURS: self._ours()}
         return self._state
@@ -180,7 +179,6 @@ class PlacedLoader:
         return {**ours, "inner": inner, "workers": self._had_workers}
 
     def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
-        """Start the next epoch at `place`."""
         self._to_come, self._running, self._epoch = place, None, -1
         self.has_workers = has_workers
 
@@ -237,8 +235,7 @@ class PlacedLoader:
             _set_random_state(self, fetch)
 
     def _brought(self, batches: Iterator[Any], begun: RandomState) -> Iterator[Any]:
-        """Yield all batches. Those that were already fetched at the save are fetched again with the
-        random numbers of that time."""
+        """Yield all batches; fetch those of the save with the random numbers of that time."""
         with _drawing_from(self, begun):
             first = list(itertools.islice(batches, self.at_once))
         yield from first
@@ -269,8 +266,7 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_in(loader: Any) -> PlacedLoader | None:
-    """Return the `PlacedLoader` of a loader, and insert it on the first call; None for a loader
-    that Accelerate has not prepared."""
+    """Return, or insert, a loader's `PlacedLoader`; None if Accelerate has not prepared it."""
     if not isinstance(loader, DataLoaderAdapter):
         return None
     outer: Any = loader
@@ -286,8 +282,7 @@ def item_of(loader: Any) -> Any:
 
 
 def skip_in_place(otherwise: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """Do as `skip_first_batches` for a loader that is tracked, and return that very loader. If a
-    restore has already set it to this batch, it is not changed."""
+    """Skip batches of a tracked loader in place, unless a restore has done so already."""
     place = getattr(dataloader, "base_dataloader", None)
     if type(place) is not PlacedLoader:
         return otherwise(dataloader, num_batches)
@@ -296,8 +291,7 @@ def skip_in_place(otherwise: Callable[..., Any], dataloader: Any, num_batches: i
 
 
 def _dealing(outer: Any, base: Any) -> tuple[int, int]:
-    """Return the number of ranks that receive batches in turn, and the number of batches that one
-    rank fetches at once for all."""
+    """Return how many ranks receive batches in turn, and how many one rank fetches at once."""
     if hasattr(outer, "slice_fn"):  # rank 0 fetches for all
         alone = outer.split_batches or outer.submesh_tp is not None
         return 1, 1 if alone else outer.state.num_processes
@@ -313,8 +307,7 @@ def _has_indices(base: Any) -> bool:
 
 
 def _has_state(base: Any) -> bool:
-    """Return True if the dataset or a sampler has a state of its own, or there are no indices.
-    Otherwise the number of batches is enough."""
+    """Return True if the number of batches does not describe the position in the data."""
     parts = (base.dataset, base.sampler, base.batch_sampler)
     return not _has_indices(base) or any(hasattr(part, "state_dict") for part in parts)
 
@@ -328,7 +321,6 @@ _HOLDERS: Final = ("batch_sampler", "sampler", "dataset")
 
 
 def _own_states(loader: Any) -> RandomState:
-    """Return the states of the generators that a loader holds, by holder."""
     return {name: bytes(held.get_state().numpy()) for name, held in _held(loader).items()}
 
 

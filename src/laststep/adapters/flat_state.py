@@ -39,7 +39,6 @@ Entries = dict[str, object]
 
 
 def mesh_over(group: dist.ProcessGroup) -> Mesh:
-    """Return a mesh of the ranks of a process group, in its order."""
     ranks = dist.get_process_group_ranks(group)
     return Mesh.of((AXIS,), (len(ranks),), ranks)
 

@@ -128,8 +128,7 @@ class DcpWriter(RunWriter):
             self.close()
 
     def _look_round(self, term: int) -> None:
-        """Drop this writer's term if the run was deleted or a newer term belongs to the same
-        trainer, so that the next save claims a new one."""
+        """Drop the term, to claim a new one, if the run is gone or this trainer has a newer one."""
         known = Terms(self.store)
         newest = max(known.numbers(), default=0)
         is_deleted = newest < term

@@ -263,9 +263,8 @@ class DcpContent:
 
 
 class StockFolder:
-    """A folder of torch's own storage, with the methods of `DcpContent`. It is loaded as with
-    `torch.load(weights_only=True)`, unless pickles are allowed. Nothing in it has a digest, so
-    nothing is verified."""
+    """A folder of torch's own storage, with the methods of `DcpContent`. Loaded with
+    `weights_only=True` unless pickles are allowed. It has no digests, so nothing is verified."""
 
     save_id: str | None = None
 

@@ -145,8 +145,7 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The step as text; the path if no step is known yet, the checkpoint was saved to the path
-        without one, or torch wrote it."""
+        """The step as text; the path if there is none, yet or at all, or if torch wrote it."""
         step = None if self._found is None else self._found.step
         return str(self._address if step in (None, SOLE_STEP) else step)
 

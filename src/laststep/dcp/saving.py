@@ -85,8 +85,6 @@ Source: TypeAlias = "WriteItem | torch.Tensor"
 
 
 class RankPlan(NamedTuple):
-    """The data that a rank finds in its plan."""
-
     at: AttemptName
     """The attempt to write to."""
     rank: tuple[int, int]
@@ -94,8 +92,7 @@ class RankPlan(NamedTuple):
     locations: dict[str, Path]
     """Of its entries, by name."""
     own: bool
-    """True if the rank saves separately: no other rank writes the rest of a tensor, so its part is
-    stored as a tensor by itself."""
+    """True if the rank saves separately: its part of a tensor is stored as a tensor by itself."""
 
 
 def write_items(
@@ -107,11 +104,8 @@ def write_items(
     allow_pickle: bool,
     threads: int,
 ) -> list[WriteResult]:
-    """Write all items durably.
-
-    A rank without items writes no index; the coordinator writes it instead, because without results
-    the rank could not report it.
-    """
+    """Write all items durably. A rank without items writes no index, since it could not report it:
+    the coordinator writes it instead."""
     if not items:
         return []
     work: dict[str, list[tuple[Piece, Source]]] = {}
@@ -366,8 +360,7 @@ def _item_records(written: Mapping[str, Sequence[WrittenEntry]]) -> tuple[ItemRe
 
 
 def _checked(fqn: str, written: Sequence[WrittenEntry], content: object) -> list[RecordEntry]:
-    """Check that an entry was written completely and only once, and return its records: several if
-    a rank saves the parts of a tensor separately."""
+    """Check that an entry is written completely and only once; return the record of each part."""
     records = [entry.record for entry in written]
     boxes = [entry.box for entry in written if entry.box is not None]
     is_at_one_place = len({(entry.record.location, entry.dtype) for entry in written}) == 1

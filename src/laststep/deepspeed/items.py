@@ -127,8 +127,7 @@ def _located(optimizer: Any, module: torch.nn.Module) -> Iterator[FlatMember]:
 
 
 def _round_weights(optimizer: Any) -> None:
-    """Compute the module's weights from the fp32 ones, as a step does. Collective: gathers
-    parameters that every rank keeps whole."""
+    """Compute the module's weights from the fp32 ones, as a step does. Collective."""
     if _is_stage3(optimizer):
         rounded = optimizer.fp16_partitioned_groups_flat
         for low, full in zip(rounded, optimizer.fp32_partitioned_groups_flat, strict=True):

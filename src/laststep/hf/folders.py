@@ -175,8 +175,7 @@ def _fixed_files(trainer: Any) -> dict[str, bytes]:
 
 
 def _keeps_names(model: Any) -> bool:
-    """Return True if `save_pretrained` writes all tensors under their present names and shapes,
-    instead of omitting, renaming or splitting some."""
+    """Return True if `save_pretrained` writes all tensors under their names and shapes."""
     if not hasattr(model, "save_pretrained"):
         return True
     if getattr(model, "_keys_to_ignore_on_save", None):

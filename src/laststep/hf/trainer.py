@@ -45,8 +45,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train as `Trainer.train` does. With `True`, start a new run if there is no checkpoint
-        yet."""
+        """Train as `Trainer.train` does; `True` starts a new run if there is no checkpoint yet."""
         self._tell_who_saves()
         with TrainCall(self, trial, self._laststep_run, self._laststep_settings) as self._laststep:
             resume = self._laststep.found(resume_from_checkpoint)

@@ -88,8 +88,7 @@ def _progress_of(loader: object) -> object:
 
 
 class HeldRNG(RNG):
-    """Random number generators whose restored state takes effect on `release()`. The Trainer draws
-    some numbers before it reaches the point of the save."""
+    """Generators restored on `release()`: the Trainer draws some before the point of the save."""
 
     def __init__(self) -> None:
         self._held: Callable[[], None] | None = None
@@ -170,10 +169,8 @@ class TrainCall(contextlib.ExitStack):
     # -- resuming ---------------------------------------------------------------------------------
 
     def found(self, asked: str | bool | None) -> str | None:  # noqa: FBT001 (the Trainer's type)
-        """Return the folder that the Trainer resumes from for `resume_from_checkpoint`, or None.
-
-        Raises UsageError if the run has checkpoints that training would not resume from.
-        """
+        """Return the folder that the Trainer resumes from, or None. Raise UsageError if the run has
+        checkpoints that training would not resume from."""
         newest = self._ckpt.peek()
         last = get_last_checkpoint(self._output) if self._output.is_dir() else None
         # The number of the last folder if the Trainer itself has saved that.
@@ -239,8 +236,7 @@ class TrainCall(contextlib.ExitStack):
         return self._resume.folder
 
     def older(self, damage: CorruptError) -> str:
-        """Return the folder of an older checkpoint to resume from. Re-raise `damage` if there is
-        none, the user asked for this very checkpoint, or it was already restored."""
+        """Return the folder of an older checkpoint; re-raise `damage` if none may replace it."""
         resume = self._resume
         if resume is None or resume.restored or resume.exact:
             raise damage

@@ -181,8 +181,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     # -- saving -----------------------------------------------------------------------------------
 
     def _rests(self, *, ends: bool, epoch: bool) -> None:
-        """Save if `every`, `monitor`, the end of an epoch or the end of training asks for it.
-        Called when no batch is half done."""
+        """Save if a setting or the end of training asks for it. No batch is half done here."""
         metrics = dict(self._trainer.callback_metrics)
         known = self._monitor in metrics
         judged, self._is_due = self._is_due and known, False

@@ -91,8 +91,7 @@ class Position:
         self.made = SharedRNG()
         """Random numbers before the loader was created."""
         self.begin, self.first, self.ahead = KeptRNG(), KeptRNG(), KeptRNG()
-        """Random numbers before the loader started the epoch, before its first batch, and before
-        the last prefetched batch."""
+        """Random numbers before the epoch, its first batch and the last prefetched batch."""
         self._restarting: list[Restarting] = []
         self._ahead: list[object] | None = None
         """The states of the loaders before the last prefetched batch."""
@@ -247,8 +246,7 @@ class Position:
         loader.__class__ = type("NotBegun", (_NotBegun, kind), {"kind": kind})
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
-        """Wrap the start of an epoch. If training resumed between epochs, restore the random
-        numbers so that the epoch draws the same as without interruption."""
+        """Wrap the start of an epoch; on resume it draws the same as without interruption."""
         if self._now is not None and self._stored is not None and not self._stored["consumed"]:
             self._now.put()
         self._starts = True

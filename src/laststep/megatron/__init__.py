@@ -283,9 +283,8 @@ def _is_part(parameter: torch.Tensor) -> bool:
 
 
 def _numbered(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of a chunk, without wrappers, with their prefixes in the whole model.
-    Megatron numbers layers from 0 on every pipeline stage; each layer has its number in the whole
-    model, from 1."""
+    """Yield a chunk's modules, without wrappers, with their prefixes in the whole model. Megatron
+    numbers layers from 0 on every stage; each layer has its number in the whole model, from 1."""
     plain = {"": ""}
     for path, module in _unwrapped(chunk).named_modules(remove_duplicate=False):
         if path:

@@ -101,7 +101,6 @@ def leaves_by_item(
 
 
 def new_metadata(planner_data: object) -> Metadata:
-    """Return DCP's metadata of a checkpoint without entries."""
     metadata = Metadata(state_dict_metadata={}, planner_data=planner_data, storage_data={})
     metadata.version = CURRENT_DCP_VERSION
     return metadata

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Result of an export: written files and omitted entries."""
-
     files: dict[str, int]
     """The sizes of the files that hold state, by name."""
     tensors: int
