@@ -39,7 +39,6 @@ _Patterns = Annotated[
 
 
 def _expect(name: str, value: object, kind: type, remedy: str) -> None:
-    """Raise `UsageError` if an argument is of another class."""
     if not isinstance(value, kind):
         raise UsageError(
             f"invalid value of {name}",
@@ -58,8 +57,6 @@ def plain_step(step: SupportsIndex) -> int:
 
 
 class SaveRequest(NamedTuple):
-    """The checked arguments of a call of `save()`."""
-
     step: int
     metrics: Mapping[str, object]
     metadata: object

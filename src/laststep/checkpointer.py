@@ -514,8 +514,7 @@ class Turn:
             self._lock.release()
 
     def check(self, what: str) -> None:
-        """Raise `UsageError` if this thread is already inside another call, for example in a signal
-        handler: waiting would deadlock."""
+        """Raise `UsageError` inside another call, as in a signal handler: it would deadlock."""
         if self._thread == threading.get_ident():
             raise UsageError(
                 f"cannot {what} during {self._what}()",

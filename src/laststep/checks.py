@@ -37,8 +37,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def plain(value: object) -> object:
-    """Convert a number or text to Python's own type. NumPy's types and subclasses of Python's types
-    are accepted, but could not be stored as they are."""
+    """Convert a number or text, perhaps NumPy's, to Python's own type, which can be stored."""
     numpy = sys.modules.get("numpy")  # without the import there are no NumPy values
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -66,9 +65,8 @@ def shown(value: object) -> str:
 
 
 def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
-    """Convert a value to a type, in Python's own types. Raise `UsageError` with the expected
-    values, described from the type. Integers above `MAX_INT`, which could not be sent and stored,
-    and empty text are rejected as well."""
+    """Convert a value to a type, or raise `UsageError` with the values that the type allows. Empty
+    text and integers above `MAX_INT`, which could not be sent and stored, are rejected as well."""
     value, more = plain(value), ""
     try:
         made = msgspec.convert(value, kind)
@@ -89,8 +87,7 @@ def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> An
 
 
 def seconds(timeout_s: object) -> float | None:
-    """Return a timeout in seconds, or None to wait for ever. Any number except nan is accepted; a
-    value above the system's maximum is replaced by that maximum."""
+    """Return a timeout of at most the system's maximum; None waits for ever. Nan is rejected."""
     if timeout_s is None:
         return None
     timeout: float | None = checked(
@@ -100,7 +97,6 @@ def seconds(timeout_s: object) -> float | None:
 
 
 def allowed(kind: Any) -> str:
-    """Describe the values that a type allows."""
     return _words(inspect.type_info(kind))
 
 

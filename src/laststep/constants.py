@@ -19,8 +19,7 @@ FORMAT_VERSION = 1
 """The version of all files in a run."""
 
 BLOCK_BYTES = 1 << 20
-"""The bytes that one digest covers. Every byte that is used is verified, so reads are whole
-blocks."""
+"""The bytes that one digest covers. All that is read is verified, so reads are whole blocks."""
 
 CHUNK_BYTES = 16 << 20
 """The size of a write request and of a slot of the pool; a whole number of blocks."""
@@ -29,15 +28,13 @@ ALIGN_BYTES = 4096
 """Offsets, sizes and addresses of direct I/O are multiples of this."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""The maximum size of a data file's header; a file that needs more is split (safetensors refuses
-100 MB)."""
+"""Maximum size of a data file's header, else it is split; safetensors refuses 100 MB."""
 
 MEMORY = "shm://"
 """The URL of the shared-memory tier; its folder is derived from the run."""
 
 MANIFEST_NAME = "manifest.json"
-"""The file in a checkpoint's folder that is only ever created: commit and abort compete to create
-it."""
+"""The file that commit and abort compete to create in a checkpoint's folder; never changed."""
 
 
 UNITS_S = MappingProxyType({"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0})

@@ -101,8 +101,7 @@ class AlreadyExistsError(LaststepError):
 
 
 class CorruptError(LaststepError):
-    """Stored bytes differ from the bytes that were written. An older checkpoint may still be
-    intact."""
+    """Stored bytes differ from those written. An older checkpoint may still be intact."""
 
     usual_remedy = (
         "`laststep verify` lists all damage; restore() without a step takes the newest good "
@@ -121,8 +120,7 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
     unexpected: tuple[str, ...] = ()
     """Full names that the checkpoint has and the live state lacks."""
     mismatched: tuple[str, ...] = ()
-    """One text for each entry that both have but that differs in shape, dtype, class or
-    structure."""
+    """One text for each entry that both have but with another shape, dtype, class or structure."""
 
     def __len__(self) -> int:
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)

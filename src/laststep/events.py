@@ -165,8 +165,7 @@ class ReplicasDiffer(Event, frozen=True):
     tensors: tuple[str, ...]
     """Full names of the differing tensors; empty if one of the ranks did not answer in time."""
     ranks: tuple[int, int]
-    """Two ranks that differ, the lower one first. The lowest rank of all that hold the tensors
-    stores them."""
+    """Two ranks that differ, the lower first; the lowest of all holders stores the tensors."""
 
 
 class PreemptionEnded(Event, frozen=True):
@@ -209,8 +208,7 @@ human = functools.partial(decimal, precision=2)
 
 
 def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
-    """Subscribe the log and the user's subscribers, and the progress bar if it is requested or,
-    with None, if stderr is a terminal."""
+    """Subscribe the log, the user's subscribers and, by default on a terminal, the progress bar."""
     for subscriber in (log_event, *subscribers):
         bus.subscribe(subscriber)
     if progress is None:

@@ -155,8 +155,6 @@ class Preempted(SystemExit):
 
 
 class Preempting:
-    """Handles the preemption of a job on one rank."""
-
     def __init__(self, asked: Preemption, rank: Rank, bus: Bus) -> None:
         """Raises `UsageError` if the signals cannot be handled."""
         self._rank, self._bus = rank, bus

@@ -206,8 +206,7 @@ def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
 
 
 def _check_what_stays(run: Run) -> None:
-    """Raise `CorruptError` if the newest checkpoint is damaged: an older one that is about to be
-    deleted may be the only good one."""
+    """Raise `CorruptError` if the newest is damaged: one to be deleted may be the only good one."""
 
     def find() -> Listed:
         found = run.newest()

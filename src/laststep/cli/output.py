@@ -42,8 +42,7 @@ say = typer.echo
 
 
 def confirm(what: str) -> None:
-    """Ask for confirmation of something irreversible, such as "delete 9 checkpoints". Abort on no;
-    raise `UsageError` if there is no terminal."""
+    """Ask before something irreversible. Abort on no; raise `UsageError` without a terminal."""
     if not sys.stdin.isatty():
         raise UsageError(
             f"refused to {what} without confirmation",
