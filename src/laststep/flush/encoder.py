@@ -282,7 +282,7 @@ class Compressor:
 
 
 class LayoutEncoder:
-    """Encodes the blocks of one layout of a save: as a difference, alone or not at all, by size."""
+    """Encodes each block of a layout of one save in its smallest form: difference, alone or raw."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _FREED_TOGETHER = 8
 _MOST_UNRANKED = 10
-"""Commits without the metric of a best-k rule that are normal, before the first evaluation."""
+"""Commits without a best-k rule's metric before that is logged: at first it is normal."""
 
 
 class FlusherSave(msgspec.Struct):
@@ -166,7 +166,6 @@ class ReplicationListener(Listener):
             replicator.committed(save.attempt.name)
 
     def bring_last(self, at: AttemptName) -> None:
-        """Copy the last checkpoint of a job, to all replicas."""
         for replicator in self._replicators:
             replicator.committed(at, is_last=True)
 

@@ -120,10 +120,10 @@ class MemoryTier(Listener):
         training continues; rank 0 does this for all. All but the newest, which is being restored,
         are then removed: instances that die early would otherwise fill the memory. Other ranks,
         which may be on other nodes, remove segments without a save."""
-        there = segments.found(self._segment.base, self._segment.owner.run)
+        found = segments.found(self._segment.base, self._segment.owner.run)
         needed: set[str] = set()
         if self._segment.owner.rank > 0:
-            needed.update(segment.folder for segment in there if segment.records())
+            needed.update(segment.folder for segment in found if segment.records())
         else:
             base = self._segment.base
             for checkpoint in snapshots_of(self._store, base, flusher_of=self._segment):
@@ -131,10 +131,10 @@ class MemoryTier(Listener):
                     store_snapshot(self._store, checkpoint)
                     needed.clear()
                 needed.update(checkpoint.segments)
-            needed.update(_with_newest(there))  # other nodes may hold the rest of that save
-        if self._kept or any(segment.is_ending() for segment in there):
+            needed.update(_with_newest(found))  # other nodes may hold the rest of that save
+        if self._kept or any(segment.is_ending() for segment in found):
             return  # segments of this job instance, or of one still ending, must not be removed yet
-        for segment in there:
+        for segment in found:
             if segment.folder not in needed and not segment.is_alive():
                 segment.remove()
 
@@ -147,13 +147,14 @@ class MemoryTier(Listener):
 
     def _may_be_of_this_start(self, segment: Segment, save: FlusherSave) -> bool:
         """Return True if another rank of this job instance may have it: its save is not older."""
-        mine, owner = self._segment.owner, segment.owner
-        if owner.ranks != mine.ranks or owner.rank == mine.rank:
+        own, other = self._segment.owner, segment.owner
+        if other.ranks != own.ranks or other.rank == own.rank:
             return False
         assert save.attempt is not None  # noqa: S101 (it is committed)
         run, point = self._run_writer.run.id, save.attempt.name.point
         return any(
-            one.run == run and one.at.point >= point for one in snapshots.records_in(segment)
+            record.run == run and record.at.point >= point
+            for record in snapshots.records_in(segment)
         )
 
     def close(self, at_once: bool) -> None:  # noqa: FBT001 (as in Listener)
@@ -203,18 +204,18 @@ class MemoryTier(Listener):
 
     def chunk(self, save: FlusherSave, chunk: Filled, digests: bytes) -> None:
         with self._lock:
-            mine = self._coming.get(save.begin.save)
-            if mine is None or mine.is_given_up:
+            resident = self._coming.get(save.begin.save)
+            if resident is None or resident.is_given_up:
                 return
             self._slots.hold([chunk.slot])
-            mine.chunks[chunk.file, chunk.start] = chunk.slot, digests
+            resident.chunks[chunk.file, chunk.start] = chunk.slot, digests
         self._try_to_seal(save)
 
     def reusable(self, save: FlusherSave, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
         """Return the unchanged chunks that are still in memory; all if the save is not kept."""
         with self._lock:
-            mine = self._coming.get(save.begin.save)
-            if mine is None or mine.is_given_up:
+            resident = self._coming.get(save.begin.save)
+            if resident is None or resident.is_given_up:
                 return said.chunks
             last = self._find(said.of)
             return tuple(chunk for chunk in said.chunks if last and chunk[:2] in last.chunks)
@@ -222,10 +223,10 @@ class MemoryTier(Listener):
     def reuse(self, save: FlusherSave, chunks: Iterable[tuple[int, int, int]]) -> None:
         """Take over chunks that will not arrive from the save that holds the same bytes."""
         with self._lock:
-            mine, last = self._coming.get(save.begin.save), self._find(save.base)
-            if mine is not None and not mine.is_given_up and last is not None:
+            resident, last = self._coming.get(save.begin.save), self._find(save.base)
+            if resident is not None and not resident.is_given_up and last is not None:
                 for file, start, _ in chunks:
-                    mine.chunks[file, start] = held = last.chunks[file, start]
+                    resident.chunks[file, start] = held = last.chunks[file, start]
                     self._slots.hold([held[0]])
         self._try_to_seal(save)  # incomplete if the earlier save was dropped meanwhile
 
@@ -245,24 +246,24 @@ class MemoryTier(Listener):
         if seal is None or save.attempt is None or save.error is not None:
             return
         with self._lock:
-            mine = self._coming.get(number)
-            if mine is None or mine.is_whole or mine.is_given_up:
+            resident = self._coming.get(number)
+            if resident is None or resident.is_whole or resident.is_given_up:
                 return
-            mine.is_whole = len(mine.chunks) == mine.expected  # chunks never overlap
-            if not mine.is_whole:
+            resident.is_whole = len(resident.chunks) == resident.expected  # chunks never overlap
+            if not resident.is_whole:
                 return
         try:
-            record = self._record(save, seal, mine)
+            record = self._record(save, seal, resident)
             snapshots.put(self._segment, record)
         except LaststepError as error:
             log.warning("step %d is not kept in shared memory: %s", save.begin.step, error)
             with self._lock:
-                self._give_up(mine)
+                self._give_up(resident)
             return
         self._send(TierStatus(at=save.attempt.name, tier=MEMORY, state="held", save=number))
         with self._lock:
-            mine.records = (record.name,)
-            self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
+            resident.records = (record.name,)
+            self._kept = sorted([*self._kept, resident], key=lambda kept: kept.number)
             del self._coming[number]
             self._drop_older()
 
@@ -306,17 +307,17 @@ class MemoryTier(Listener):
     def _is_on_all_ranks(self, kept: ResidentSave) -> bool:
         """Return True if all ranks of the job have the save, or if some ranks are on other nodes,
         where the save could not be assembled anyway."""
-        mine = self._segment.owner
-        if mine.ranks == 1:
+        owner = self._segment.owner
+        if owner.ranks == 1:
             return True
         try:
-            there = segments.found(self._segment.base, mine.run)
+            found = segments.found(self._segment.base, owner.run)
             have = self._segment.ranks_with(kept.records[-1])
         except LaststepError as error:
             log.warning("cannot see the snapshots of other ranks in shared memory: %s", error)
             return False
-        here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
-        return len(have) == mine.ranks or len(here) < mine.ranks
+        here = {segment.owner.rank for segment in found if segment.owner.ranks == owner.ranks}
+        return len(have) == owner.ranks or len(here) < owner.ranks
 
     def _drop(self, kept: ResidentSave) -> None:
         for name in kept.records:  # before its slots can be overwritten
@@ -355,11 +356,14 @@ def _trying(checkpoint: MemorySnapshot) -> Iterator[None]:
         yield
 
 
-def _with_newest(there: Iterable[Segment]) -> set[str]:
+def _with_newest(found: Iterable[Segment]) -> set[str]:
     """Return the segments that hold part of the newest save, or records that cannot be read."""
-    records = {one.folder: len(one.records()) for one in there}
-    points = {one.folder: [save.at.point for save in snapshots.records_in(one)] for one in there}
-    newest = max((point for some in points.values() for point in some), default=None)
+    records = {segment.folder: len(segment.records()) for segment in found}
+    points = {
+        segment.folder: [save.at.point for save in snapshots.records_in(segment)]
+        for segment in found
+    }
+    newest = max((point for held in points.values() for point in held), default=None)
     return {
-        folder for folder, some in points.items() if newest in some or len(some) < records[folder]
+        folder for folder, held in points.items() if newest in held or len(held) < records[folder]
     }

@@ -278,12 +278,12 @@ class Connection:
 
     def _exactly(self, size: int) -> bytes | None:
         buffer = bytearray(size)
-        view, got, mine = memoryview(buffer), 0, self._socket.fileno()
+        view, got, own_fd = memoryview(buffer), 0, self._socket.fileno()
         while got < size:
             if (
                 self._peer is not None
-                and mine not in _ready([mine, self._peer], None)
-                and mine not in _ready([mine], 0.0)
+                and own_fd not in _ready([own_fd, self._peer], None)
+                and own_fd not in _ready([own_fd], 0.0)
             ):
                 return None  # the peer died and left no bytes
             try:

@@ -136,8 +136,6 @@ class _LayoutWriter(msgspec.Struct, eq=False):
 
 
 class SaveWriter:
-    """The files of one rank's save in its attempt's folder."""
-
     def __init__(
         self,
         attempt: Attempt,
@@ -147,7 +145,7 @@ class SaveWriter:
         base: Base | None = None,
         compressor: Compressor | None = None,
     ) -> None:
-        """`rank` is (rank, number of ranks); blocks of the last checkpoint, `base`, are reused."""
+        """`rank` is (rank, ranks). Blocks of `base`, the last checkpoint, may be reused."""
         self.folder = attempt.folder
         self.written_bytes = 0
         self.error: LaststepError | None = None
@@ -297,8 +295,7 @@ class SaveWriter:
             block = EncodedBlock(raw)
             if target.encoder is not None and target.encoder.encodes:
                 digest = sums[nth * DIGEST_BYTES : (nth + 1) * DIGEST_BYTES]
-                base = self._base_of(target, number)
-                block = target.encoder.encode(number, raw, digest, base)
+                block = target.encoder.encode(number, raw, digest, self._base_of(target, number))
             with self._lock:
                 encoding = RAW
                 if block.encoding is not None:

@@ -78,7 +78,6 @@ class Slots:
         self._changed = threading.Condition()
 
     def add(self, slots: range) -> None:
-        """Add slots whose memory is ready."""
         with self._changed:
             if self._leased.union(self.free).intersection(slots):
                 raise UsageError("slots were added twice", found=str(slots))
@@ -270,7 +269,7 @@ class Pool:
     def lease(
         self, timeout_s: float | None = None, *, for_save: bool = False, urgent: bool = False
     ) -> int | None:
-        """Return a free slot; grow within the limit, fast if `urgent`; None on timeout."""
+        """Return a free slot, growing if need be, without pauses if `urgent`; None on timeout."""
         if self.slots.free:
             return self.slots.lease(timeout_s, for_save=for_save)
         with self._changed:
@@ -423,7 +422,7 @@ class Pool:
         self._pinned_at_s = time.monotonic()
 
     def _give_up(self, error: Exception) -> None:
-        """Continue with the present memory; only a pool without any is an error."""
+        """Stop growing; only a pool without any memory is an error."""
         self._making.clear()
         if self._pinned:
             self._pageable.clear()  # slots that cannot be pinned now stay pageable

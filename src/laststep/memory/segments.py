@@ -247,8 +247,8 @@ class Segment:
 
     def ranks_with(self, name: str) -> frozenset[int]:
         """Return the ranks of its run on this machine that also have a record of this name."""
-        there = found(self.base, self.owner.run)
-        return frozenset(one.owner.rank for one in there if name in one.records())
+        of_run = found(self.base, self.owner.run)
+        return frozenset(segment.owner.rank for segment in of_run if name in segment.records())
 
     def put(self, name: str, data: bytes) -> None:
         """Write a record; each name is used only once."""

@@ -126,12 +126,12 @@ class Copier:
 
     def is_there(self, folder: str) -> bool:
         """Return True if the target has it; raise `AlreadyExistsError` for another of that name."""
-        there = attempts.read_decision(self.target, folder)
-        if not isinstance(there, manifest.Commit):
+        decision = attempts.read_decision(self.target, folder)
+        if not isinstance(decision, manifest.Commit):
             return False
         commit = None if self._items is None else self._commit(folder)
         if commit is not None and not self._is_whole(commit):
-            same = is_partial(there, commit, omitted_items_of(commit, self._items or ()))
+            same = is_partial(decision, commit, omitted_items_of(commit, self._items or ()))
         else:  # bytes, not values: NaN is not equal to itself
             original = attempts.read_manifest(self.source, folder)
             same = original == attempts.read_manifest(self.target, folder)
@@ -163,18 +163,18 @@ class Copier:
             names = [file.name for index in indexes for file in index.files]
             names += [index_format.index_name(rank, commit.ranks) for rank in wanted]
             self._attempt(folder).make_folders(names)
-            there = self._sizes(folder, names)
+            present = self._sizes(folder, names)
             for original in originals.values():  # remains of an interrupted copy of other items
-                for name in original.dropped & there.keys():
+                for name in original.dropped & present.keys():
                     self.target.delete(f"{folder}/{name}")
-            copied_bytes = _FileCopies(self, folder, there, progress).bring(indexes)
+            copied_bytes = _FileCopies(self, folder, present, progress).bring(indexes)
             for rank, original in originals.items():
                 name, data = index_format.index_name(rank, commit.ranks), original.data
                 path = f"{folder}/{name}"
-                is_same_size = there.get(name) == len(data)
+                is_same_size = present.get(name) == len(data)
                 if is_same_size and self.target.read(path, limit_bytes=len(data)) == data:
                     continue  # another process may be reading it
-                if name in there:
+                if name in present:
                     self.target.delete(path)
                 self.target.create(path, data)
             return copied_bytes
@@ -271,14 +271,14 @@ class Copier:
 
     def _check_whole(self, folder: str, wanted: Mapping[str, int | None]) -> None:
         """Raise `StorageError` if a file is missing at the target or has another size."""
-        there = self._sizes(folder, wanted)
+        present = self._sizes(folder, wanted)
         for name, size in wanted.items():
-            if name not in there or size not in (None, there[name]):
+            if name not in present or size not in (None, present[name]):
                 raise StorageError(
                     "cannot commit a copy that is not whole",
                     where=f"{self.target.url}/{folder}/{name}",
                     expected=None if size is None else f"{size} bytes",
-                    found=str(there.get(name, "no file")),
+                    found=str(present.get(name, "no file")),
                     remedy=_RESUMES,
                 )
 
@@ -350,7 +350,7 @@ class TargetFiles:
 class _FileCopies:
     copier: Copier
     folder: str
-    there: Mapping[str, int]
+    present: Mapping[str, int]
     """The sizes of the files that are already in its folder at the target."""
     progress: Progress | None
     _total_bytes: int = field(default=0, init=False)
@@ -364,7 +364,7 @@ class _FileCopies:
             with closing(BlockReader(self.copier.source, self.folder, index)) as opened:
                 missing = []
                 for file in file_ranges(opened.sound()):
-                    size, is_there = file.file.size_bytes, file.file.name in self.there
+                    size, is_there = file.file.size_bytes, file.file.name in self.present
                     if is_there and self._is_right(file):
                         continue
                     if not is_there and self.copier.shared.link(file.file, self.folder):
@@ -382,7 +382,7 @@ class _FileCopies:
         if some of its bytes have no digest: those may be holes at the target, and other checkpoints
         may link the file."""
         name, target = f"{self.folder}/{file.file.name}", self.copier.target
-        if self.there[file.file.name] == file.file.size_bytes and file.is_covered():
+        if self.present[file.file.name] == file.file.size_bytes and file.is_covered():
             done_bytes = self._done_bytes
             with closing(target.open_reader(name)) as reader:
                 try:
@@ -541,13 +541,13 @@ class Records:
         known = terms.Terms(self._source)
         if numbers := [n for n in known.numbers() if term is None or n <= term]:
             terms.make_folder(self._target)
-        there = set(self._target.file_names(terms.TERMS_FOLDER)) if numbers else set[str]()
+        present = set(self._target.file_names(terms.TERMS_FOLDER)) if numbers else set[str]()
         for number in numbers:
             record = known.read(number)
             wanted = [terms.term_record_name(number)]
             if record is not None and record.start:
                 wanted.append(ending_name(record.start))
-            for name in (name for name in wanted if name.rpartition("/")[2] not in there):
+            for name in (name for name in wanted if name.rpartition("/")[2] not in present):
                 with contextlib.suppress(NotFoundError):  # the job instance did not end well
                     self._create(name)
 
@@ -562,11 +562,11 @@ class Records:
             expected, found = (run.run_id(store) for store in (self._source, self._target))
             if expected and found and expected != found:
                 raise self._other(f"run {found} instead of {expected}")
-        here, there = (
+        source, target = (
             frozenset(terms.Terms(store).numbers()) for store in (self._source, self._target)
         )
-        wrong = [] if self._may_be_ahead else sorted(there - here)
-        for number in sorted(here & there)[-1:]:
+        wrong = [] if self._may_be_ahead else sorted(target - source)
+        for number in sorted(source & target)[-1:]:
             if not self._is_same(terms.term_record_name(number)):
                 wrong.append(number)
         if wrong:
@@ -590,8 +590,7 @@ class Records:
 
     def _create(self, name: str) -> None:
         try:
-            data = self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES)
-            self._target.create(name, data)
+            self._target.create(name, self._source.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES))
         except AlreadyExistsError:  # another process was faster
             if not self._is_same(name):
                 raise self._other(f"{name} differs") from None
@@ -599,10 +598,10 @@ class Records:
     def _is_same(self, name: str) -> bool:
         if name not in self._same:
             places = (self._source, self._target)
-            one, other = (
+            original, copied = (
                 store.read(name, limit_bytes=terms.RECORD_LIMIT_BYTES) for store in places
             )
-            if one == other:
+            if original == copied:
                 self._same.add(name)
         return name in self._same
 

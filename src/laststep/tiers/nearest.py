@@ -99,11 +99,11 @@ class NearestStore(Store):
 
     def left_here(self) -> tuple[snapshots.NodePart, ...]:
         """Return the parts of snapshots that dead processes have left on this node."""
-        there = segments.found(self._base, real_place(self.url)) if self._base else []
-        recovery.wait_for_flushers(there)
+        found = segments.found(self._base, real_place(self.url)) if self._base else []
+        recovery.wait_for_flushers(found)
         return tuple(
             snapshots.NodePart(segment.folder, segment.owner.rank, segment.owner.ranks, record)
-            for segment in there
+            for segment in found
             if not segment.is_alive()
             for record in snapshots.records_in(segment)
         )
@@ -250,7 +250,7 @@ def only_there(nearest: Store, found: list[ReplicaHas]) -> dict[str, str]:
     """Map the folders of checkpoints that exist only on replicas to the replica to read them from.
     The primary gets the records that it lacks. A replica that is a different run, or has diverged,
     is removed from `found`."""
-    here = {one.folder: one for one in _listed(nearest)}
+    here = {item.folder: item for item in _listed(nearest)}
     has_some, places = bool(here), dict[str, str]()
     for has in [has for has in found if has.listed]:
         try:
@@ -261,7 +261,7 @@ def only_there(nearest: Store, found: list[ReplicaHas]) -> dict[str, str]:
             log.warning("nothing is read at %s: %s", has.url, error)
             found.remove(has)
             continue
-        more = {one.folder: one for one in has.listed if one.folder not in here}
+        more = {item.folder: item for item in has.listed if item.folder not in here}
         here |= more
         places |= dict.fromkeys(more, has.url)
     return places
@@ -275,7 +275,7 @@ def ask(url: str, within_s: float | None) -> ReplicaHas:
     def listing() -> ReplicaHas:
         tier = open_store(url)
         listed = _listed(tier)
-        whole = tuple(one for one in listed if one.commit is None or not one.commit.omitted_items)
+        whole = tuple(item for item in listed if not (item.commit and item.commit.omitted_items))
         return ReplicaHas(url, tier, whole, len(whole) < len(listed))
 
     answered = threading.Event()
@@ -309,9 +309,9 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: ReplicaHas) -> N
     if ours - theirs and min(ours - theirs) > max(theirs):  # older records were lost here
         records.bring(None)
         return
-    names = {one.folder: one for one in (*has.listed, *here)}.values()
+    names = {item.folder: item for item in (*has.listed, *here)}.values()
     known = {name.folder for name in (*Run.open(has.store).would_descend(names), *has.listed)}
-    newest = max(here, key=lambda one: one.point).folder if here else None
+    newest = max(here, key=lambda item: item.point).folder if here else None
     if ours - theirs or not (newest is None or newest in known):
         raise UsageError(
             "this run and a replica have diverged",

@@ -59,14 +59,14 @@ def snapshots_of(
     trainer may have died meanwhile, passes its own segment as `flusher_of`; otherwise it would wait
     for itself.
     """
-    there = segments.found(base, real_place(store.url))
+    of_run = segments.found(base, real_place(store.url))
     served = None if flusher_of is None else flusher_of.folder
-    wait_for_flushers([segment for segment in there if segment.folder != served])
-    dead = {segment.folder for segment in there if not segment.is_alive()}
+    wait_for_flushers([segment for segment in of_run if segment.folder != served])
+    dead = {segment.folder for segment in of_run if not segment.is_alive()}
     this_start = set() if own is None else {own.folder}
     found = [
         parts
-        for parts in snapshots.complete(there)
+        for parts in snapshots.complete(of_run)
         if (folders := {segment.folder for segment, _ in parts if segment is not None}) <= dead
         or folders & this_start
     ]
@@ -85,7 +85,8 @@ def snapshots_of(
 
 
 def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
-    """Raise `UsageError` if the store has lost the run of a snapshot or the record of its term."""
+    """Raise `UsageError` if the store has lost the run of a snapshot, or the record of its term,
+    without which the lineage does not contain it."""
     at = snapshot.record.at
     is_recorded = bool(run_id(store)) and at.term in terms.Terms(store).numbers()
     if not is_recorded and standing_of(store, snapshot.record) is SnapshotState.ALONE:
@@ -98,10 +99,10 @@ def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
         )
 
 
-def wait_for_flushers(there: Sequence[Segment]) -> None:
+def wait_for_flushers(found: Sequence[Segment]) -> None:
     """Wait, for a limited time, for flushers whose trainers have died: they complete snapshots."""
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
-    for segment in there:
+    for segment in found:
         while segment.is_ending():
             if time.monotonic() >= deadline:
                 log.warning(
@@ -122,9 +123,8 @@ class SnapshotState(enum.StrEnum):
     ALONE = "alone"
     """It exists only in memory."""
     LEFT_BEHIND = "left behind"
-    """It exists only in memory. Another job instance has continued without it: its term belongs to
-    another one, because an older copy has replaced the run, or the last commit does not descend
-    from it."""
+    """It exists only in memory. Another job instance has continued without it: an older copy has
+    replaced the run and the term is another's, or the last commit does not descend from it."""
     NOT_STORED = "not stored"
     """It exists only in memory and could not be stored."""
 
@@ -132,9 +132,10 @@ class SnapshotState(enum.StrEnum):
 def standing_of(store: Store, record: snapshots.SnapshotRecord) -> SnapshotState:
     at, own = record.at, dict(record.records).get(terms.term_record_name(record.at.term))
     with contextlib.suppress(CorruptError):  # a damaged record is no evidence
-        there = None if own is None else terms.Terms(store).read(at.term)
-        if own is not None and there not in (None, terms.decode(own, term=at.term, where="memory")):
-            return SnapshotState.LEFT_BEHIND
+        if own is not None:
+            recorded = terms.Terms(store).read(at.term)
+            if recorded not in (None, terms.decode(own, term=at.term, where="memory")):
+                return SnapshotState.LEFT_BEHIND
     with contextlib.suppress(CorruptError):  # a damaged manifest is no commit
         if isinstance(read_decision(store, at.folder), Commit):
             return SnapshotState.STORED
@@ -259,9 +260,10 @@ class RecoverReport:
     def ok(self) -> bool:
         """Return True if every snapshot of a dead process that should be stored was stored."""
         return not any(
-            one.unreadable or any(save.fate is SnapshotState.NOT_STORED for save in one.saves)
-            for one in self.segments
-            if not (one.is_alive or one.is_removed)
+            segment.unreadable
+            or any(save.fate is SnapshotState.NOT_STORED for save in segment.saves)
+            for segment in self.segments
+            if not (segment.is_alive or segment.is_removed)
         )
 
 
@@ -278,16 +280,15 @@ def recover(
     base = absolute(base)
     place = None if run is None else real_place(open_store(run).url)
     found = segments.found(base, place)
-    alive = {one.folder for one in found if one.is_alive()}
+    alive = {segment.folder for segment in found if segment.is_alive()}
     fates: dict[str, _Fates] = {}
-    for place in {one.owner.run for one in found}:
-        there = [one for one in found if one.owner.run == place]
-        stores = not dry_run and any(one.folder not in alive for one in there)
-        fates[place] = _fates(there, run or place, base, stores=stores, is_named=run is not None)
+    for place in {segment.owner.run for segment in found}:
+        of_run = [segment for segment in found if segment.owner.run == place]
+        stores = not dry_run and any(segment.folder not in alive for segment in of_run)
+        fates[place] = _fates(of_run, run or place, base, stores=stores, is_named=run is not None)
     left = []
     for segment in found:
-        fates_here = fates[segment.owner.run]
-        orphan = _described(segment, fates_here, is_alive=segment.folder in alive)
+        orphan = _described(segment, fates[segment.owner.run], is_alive=segment.folder in alive)
         if not (orphan.is_needed or keep or dry_run):
             orphan = replace(orphan, is_removed=segment.remove())
         left.append(orphan)
@@ -300,7 +301,7 @@ _Fates = dict[tuple[str, AttemptName], tuple[SnapshotState, str | None]]
 
 
 def _fates(
-    there: Sequence[Segment],
+    of_run: Sequence[Segment],
     url: str | os.PathLike[str],
     base: str,
     *,
@@ -308,7 +309,7 @@ def _fates(
     is_named: bool,
 ) -> _Fates:
     """Return the fates of the snapshots in one run's segments, after storing them if `stores`."""
-    records = [record for segment in there for record in snapshots.records_in(segment)]
+    records = [record for segment in of_run for record in snapshots.records_in(segment)]
     fates, errors, stored = _Fates(), dict[str, str](), set[str]()
     try:
         store = open_store(url)
@@ -324,15 +325,15 @@ def _fates(
         run = Run.open(store)
         for record in records:
             folder, why = record.at.folder, None
-            fate = standing_of(store, record)
+            state = standing_of(store, record)
             if record.run != run.id:
-                fate, why = SnapshotState.NOT_STORED, f"{store.url} holds another run by now"
-            elif fate is SnapshotState.STORED and folder in stored:
-                fate = SnapshotState.RECOVERED
-            elif fate is SnapshotState.ALONE and stores:
-                fate = SnapshotState.NOT_STORED
-                why = errors.get(folder, f"not all parts of {there[0].owner.ranks} ranks are here")
-            fates[record.run, record.at] = fate, why
+                state, why = SnapshotState.NOT_STORED, f"{store.url} holds another run by now"
+            elif state is SnapshotState.STORED and folder in stored:
+                state = SnapshotState.RECOVERED
+            elif state is SnapshotState.ALONE and stores:
+                state = SnapshotState.NOT_STORED
+                why = errors.get(folder, f"not all parts of {of_run[0].owner.ranks} ranks are here")
+            fates[record.run, record.at] = state, why
     except LaststepError as error:
         lost = SnapshotState.NOT_STORED, str(error)
         fates = {(record.run, record.at): lost for record in records}
@@ -352,16 +353,16 @@ def _described(segment: Segment, fates: _Fates, *, is_alive: bool) -> OrphanedSe
     owner, saves = segment.owner, []
     records = snapshots.records_in(segment)
     for save in records:
-        fate, error = fates.get((save.run, save.at), (SnapshotState.ALONE, None))
-        if is_alive and fate is SnapshotState.NOT_STORED:
-            fate, error = SnapshotState.ALONE, None  # its owner is alive: not tried
+        state, error = fates.get((save.run, save.at), (SnapshotState.ALONE, None))
+        if is_alive and state is SnapshotState.NOT_STORED:
+            state, error = SnapshotState.ALONE, None  # its owner is alive: not tried
         saves.append(
             OrphanedSnapshot(
                 step=save.at.step,
                 folder=save.at.folder,
                 created_s=save.created_s,
                 size_bytes=save.tensor_bytes,
-                fate=fate,
+                fate=state,
                 error=error,
             )
         )

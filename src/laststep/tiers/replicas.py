@@ -41,13 +41,13 @@ def replica_status(run: Run, urls: Sequence[str] = ()) -> list[ReplicaStatus]:
             found.append(ReplicaStatus(tier=url))  # nothing was replicated yet
         except LaststepError as error:
             found.append(ReplicaStatus(tier=url, error=str(error)))
-    first = max((one.newest for one in found if one.newest), key=by_point, default=None)
-    for place, one in enumerate(found):
-        if first is not None and one.newest is not None:
+    first = max((status.newest for status in found if status.newest), key=by_point, default=None)
+    for place, status in enumerate(found):
+        if first is not None and status.newest is not None:
             found[place] = replace(
-                one,
-                behind_steps=first.step - one.newest.step,
-                behind_s=max(first.created_s - one.newest.created_s, 0.0),
+                status,
+                behind_steps=first.step - status.newest.step,
+                behind_s=max(first.created_s - status.newest.created_s, 0.0),
             )
     return found
 

@@ -155,8 +155,8 @@ class Replicator:
             if newest is None:
                 return
             with contextlib.suppress(NotFoundError):
-                there = Run.open(self._replica()).checkpoints()
-                if any(one.folder == newest.folder for one in there):
+                copied = Run.open(self._replica()).checkpoints()
+                if any(item.folder == newest.folder for item in copied):
                     return
             with self._changed:
                 if not self._due and (name := attempts.parse_folder(newest.folder)) is not None:

@@ -65,10 +65,10 @@ class CopyPlan:
     @property
     def size_bytes(self) -> int:
         """The bytes of data files to copy, including shared ones; only of `items` if given."""
-        to_come = [one for one in self.checkpoints if one.folder not in self.there]
+        to_come = [item for item in self.checkpoints if item.folder not in self.there]
         if self.items is None:
-            return sum(one.size_bytes for one in to_come)
-        records = [record for one in to_come if one.commit for record in one.commit.items]
+            return sum(item.size_bytes for item in to_come)
+        records = [record for item in to_come if item.commit for record in item.commit.items]
         return sum(record.size_bytes for record in records if record.name in self.items)
 
     def execute(
@@ -80,9 +80,8 @@ class CopyPlan:
         ended: Callable[[Listed, CopyOutcome], None] = lambda *_: None,
     ) -> CopyReport:
         """Copy the checkpoints. `watch` is entered for each one before it is copied and returns its
-        progress callback; `ended` is called with its outcome. If a checkpoint is deleted meanwhile,
-        the run is listed again, because there is a newer one; if the caller named it, raise
-        `NotFoundError`."""
+        progress callback; `ended` is called with its outcome. If one is deleted meanwhile, list
+        the run again, for a newer one, or raise `NotFoundError` if the caller named it."""
         copier = Copier(self.source, self.target, self.items, threads=threads, pacing=pacing)
         outcomes: dict[str, CopyOutcome] = {}
         pending = self.checkpoints
@@ -98,8 +97,9 @@ class CopyPlan:
             pending = tuple(item for item in listed if item.folder not in outcomes)
             _check_items(pending, self.items)
         Run(self.target, None).clean()  # there may never be a writer that does it
-        copied = {folder: one for folder, one in outcomes.items() if isinstance(one, int)}
-        damaged = [(name, one) for name, one in outcomes.items() if isinstance(one, CorruptError)]
+        results = outcomes.items()
+        copied = {name: result for name, result in results if isinstance(result, int)}
+        damaged = [(name, result) for name, result in results if isinstance(result, CorruptError)]
         return CopyReport(
             copied=tuple(copied),
             there=tuple(folder for folder, outcome in outcomes.items() if outcome is None),
@@ -127,8 +127,7 @@ def plan_copy(
     step: int | None = None,
     items: Sequence[str] | None = None,
 ) -> CopyPlan:
-    """Plan the copy of a run, of one step of it, or of a single checkpoint's folder in it. With
-    `items` only these are copied; each checkpoint must have all of them."""
+    """Plan the copy of a run, a step of it or a checkpoint's folder; each must have all `items`."""
     if items is not None and (isinstance(items, str) or not items):
         raise UsageError("items are some names", found=repr(items), remedy="pass items=('model',)")
     store, folder = open_store(source), None
@@ -147,20 +146,19 @@ def plan_copy(
         )
     run = Run.open(store)
     _check_place(place)
-    listed = run.checkpoints()
-    chosen = _chosen(run, listed, step, folder)
+    chosen = _chosen(run, run.checkpoints(), step, folder)
     _check_items(chosen, items)
     copier = Copier(store, place, items)
-    there = set()
+    present = set()
     for item in chosen:
         with suppress(NotFoundError):  # being deleted: the copy reports it
             if copier.is_there(item.folder):
-                there.add(item.folder)
+                present.add(item.folder)
     return CopyPlan(
         source=store,
         target=place,
         checkpoints=chosen,
-        there=frozenset(there),
+        there=frozenset(present),
         items=None if items is None else tuple(items),
         is_named=step is not None or folder is not None,
     )

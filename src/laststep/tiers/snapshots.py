@@ -178,7 +178,6 @@ class MemorySnapshot:
         return data
 
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
-        """Open a file of the snapshot; see `Store.open_reader`."""
         pool = self._pools.get(name.removeprefix(f"{self.folder}/"))
         return pool or _BytesReader(self.read(name, limit_bytes=sys.maxsize))
 
@@ -313,11 +312,11 @@ class _BytesReader:
 # --- finding the parts --------------------------------------------------------------------------
 
 
-def complete(there: Iterable[Segment]) -> list[RankParts]:
+def complete(found: Iterable[Segment]) -> list[RankParts]:
     """Return the snapshots of which these segments hold the parts of all ranks."""
     return _whole(
         (segment.owner.rank, segment.owner.ranks, record, segment)
-        for segment in there
+        for segment in found
         for record in records_in(segment)
     )
 

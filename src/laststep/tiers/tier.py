@@ -119,12 +119,12 @@ def arranged(
 def _refuse_same(urls: Sequence[str]) -> None:
     """Raise `UsageError` if tiers overlap: retention at one would delete data of the other."""
     parts = [(url, [part for part in real_place(url).split("/") if part]) for url in urls]
-    for (one, place), (other, second) in permutations(parts, 2):
+    for (outer, place), (nested, second) in permutations(parts, 2):
         is_below, inner = second[: len(place)] == place, second[len(place) :]
         if is_below and (not inner or inner[0] == TERMS_FOLDER or parse_folder(inner[0])):
             raise UsageError(
                 "two tiers name the same place, or one lies inside the other's run",
-                where=one,
-                found=other,
+                where=outer,
+                found=nested,
                 expected="another place for each",
             )
