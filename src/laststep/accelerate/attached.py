@@ -183,8 +183,7 @@ class Attached:
         if project.automatic_checkpoint_naming:
             folder = Path(self._accelerator.project_dir or ".", "checkpoints")
             output_dir = folder / f"checkpoint_{project.iteration}"
-        by_hooks = self._after_save_hooks(output_dir)
-        checkpointer = self._ready(by_hooks)
+        checkpointer = self._ready(self._after_save_hooks(output_dir))
         engines = _engines_of(self._accelerator)
         if not engines and self._others_stepped and self._steps == self._names[0]:
             self._steps += 1
@@ -303,7 +302,7 @@ class Attached:
         left = [*models]
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(left, folder)
-        return [model for model in models if all(model is not one for one in left)]
+        return [model for model in models if all(model is not kept for kept in left)]
 
     def _make(self, by_hooks: list[Any]) -> Checkpointer:
         project, settings = self._accelerator.project_configuration, {**self._settings}
@@ -312,7 +311,7 @@ class Attached:
         self._made_for, self._by_hooks = self._prepared(), by_hooks
         chosen = items(self._accelerator)
         for name, model in _numbered("model", self._accelerator._models).items():
-            if any(model is one for one in by_hooks):
+            if any(model is hooked for hooked in by_hooks):
                 del chosen[name]
         self._checkpointer = Checkpointer(self._run, items=chosen, **settings)
         return self._checkpointer
@@ -325,18 +324,18 @@ class Attached:
     def _ready(self, by_hooks: list[Any]) -> Checkpointer:
         """Return the Checkpointer; raise UsageError if objects or hooked models have changed."""
         checkpointer = self._checkpointer or self._make(by_hooks)
-        left = [one for one in self._by_hooks if all(one is not other for other in by_hooks)]
+        left = [model for model in self._by_hooks if all(model is not kept for kept in by_hooks)]
         if left:
             raise UsageError(
                 "hooks saved or loaded a model themselves before, and leave it to laststep now",
-                found=", ".join(type(one).__name__ for one in left),
+                found=", ".join(type(model).__name__ for model in left),
                 remedy="remove it from the list in the hooks of each save_state and load_state",
             )
-        new = [one for one in self._prepared() if all(one is not old for old in self._made_for)]
+        new = [obj for obj in self._prepared() if all(obj is not old for old in self._made_for)]
         if new:
             raise UsageError(
                 "an object was prepared or registered after the first save_state or load_state",
-                found=", ".join(type(one).__name__ for one in new),
+                found=", ".join(type(obj).__name__ for obj in new),
                 remedy=(
                     "prepare and register everything before; or call accelerator.free_memory() "
                     "first to start another training"
@@ -363,8 +362,7 @@ class Attached:
         except NotFoundError:
             return None
         for checkpoint in reversed(checkpoints):
-            where = f"{self.home}, step {checkpoint.step}"
-            stamp: Any = FRAMEWORK.own(checkpoint.metadata, where)
+            stamp: Any = FRAMEWORK.own(checkpoint.metadata, f"{self.home}, step {checkpoint.step}")
             if name is None or Path(name) in map(Path, stamp["names"]):
                 return checkpoint
         return None

@@ -368,14 +368,15 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 def _seeded(loader: Any) -> dict[str, Any]:
     """Return Accelerate's samplers that seed their generators at each epoch, by holder."""
-    return {name: one for name, one in _holders(loader) if isinstance(one, SeedableRandomSampler)}
+    holders = _holders(loader)
+    return {name: holder for name, holder in holders if isinstance(holder, SeedableRandomSampler)}
 
 
 def _held(loader: Any) -> dict[str, torch.Generator]:
     found: dict[str, torch.Generator] = {}
     for name, holder in _holders(loader):
         held = getattr(holder, "generator", None)
-        if isinstance(held, torch.Generator) and all(held is not one for one in found.values()):
+        if isinstance(held, torch.Generator) and all(held is not old for old in found.values()):
             found.setdefault(name, held)
     return found
 

@@ -199,8 +199,7 @@ class FlatOptimizer(OptimizerProvider):
         for members in self._holders:
             self._take_over(members, restored)
         for group, plain in zip(self._live.param_groups, self._whole.param_groups, strict=True):
-            options = {k: v for k, v in plain.items() if k not in self._live_options}
-            group.update(options)
+            group.update({k: v for k, v in plain.items() if k not in self._live_options})
 
     def _entries(self, member: FlatMember) -> Entries:
         """Return the state of a member's holder, or the state that it will start from."""
@@ -291,8 +290,6 @@ def _joined(
 
 
 class FlatModule(StateProvider):
-    """A module with parameters in flat memory, stored like a plain module."""
-
     kind = "module"
 
     def __init__(

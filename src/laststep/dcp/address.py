@@ -97,15 +97,15 @@ def own_paths_there(path: str) -> list[str]:
 
 def found_own_path(path: str) -> str | None:
     """Return the path at which this rank saved separately. Raise if only others did."""
-    there, mine = own_paths_there(path), own_path(path, this_rank())
-    if there and mine.rpartition("/")[2] not in there:
+    folders, own = own_paths_there(path), own_path(path, this_rank())
+    if folders and own.rpartition("/")[2] not in folders:
         raise NotFoundError(
             f"rank {this_rank()} has not saved anything here",
             where=path,
-            found=f"{len(there)} ranks that saved separately",
+            found=f"{len(folders)} ranks that saved separately",
             remedy="load with as many ranks as have saved, or save with collectives",
         )
-    return mine if there else None
+    return own if folders else None
 
 
 def stock_saved_s(path: str) -> float | None:

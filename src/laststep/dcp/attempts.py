@@ -164,12 +164,12 @@ def _check_one_way(store: Store) -> None:
 
 
 def _check_sole(run: Run, step: int) -> None:
-    others = sorted({there.step for there in run.lineage()} - {step})
-    if others:
+    steps = sorted({item.step for item in run.lineage()} - {step})
+    if steps:
         raise UsageError(
             "cannot save without a step: the run has numbered steps",
             where=run.store.url,
-            found=listed(f"step {other}" for other in others),
+            found=listed(f"step {number}" for number in steps),
             remedy="pass step= to the Writer, or checkpoint_id= to dcp.save; or save elsewhere",
         )
 

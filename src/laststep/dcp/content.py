@@ -137,8 +137,6 @@ class DcpStorageInfo(NamedTuple):
 
 
 class DcpContent:
-    """A checkpoint, open for reading. `close` closes its files."""
-
     def __init__(self, checkpoint: Checkpoint, *, where: str, allow_pickle: bool) -> None:
         self._checkpoint = checkpoint
         self._content = checkpoint.content()

@@ -134,7 +134,6 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify the data that this rank requests."""
         try:
             self._opened().read(plan, planner, self._stored)
         finally:

@@ -44,8 +44,6 @@ def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: A
 
 
 class _EngineSaving:
-    """The methods that replace an engine's own, with the same parameters."""
-
     def __init__(self, engine: Any, run: Any, settings: dict[str, Any]) -> None:
         self._engine = engine
         self._own_load, self._own_destroy = engine.load_checkpoint, engine.destroy
@@ -73,7 +71,7 @@ class _EngineSaving:
             log.warning("the gradients of %d micro-steps since the last step are not saved", left)
         step = engine.global_steps
         name = f"global_step{step}" if tag is None else str(tag)
-        known = [one for one in self._tags[1] if self._tags[0] == step and one != name]
+        known = [old for old in self._tags[1] if self._tags[0] == step and old != name]
         self._client.state = client_state or {}
         metadata = FRAMEWORK.stamp(tags=[*known, name])
         if self._paced and tag is None:

@@ -53,8 +53,6 @@ def is_peft(model: object) -> bool:
 
 
 class Folders:
-    """Creates folders in `output` for the checkpoints of `run`."""
-
     def __init__(self, trainer: Any, output: Path, run: str, worker: WorkerPool) -> None:
         """`worker` has one thread, so that folders are created in the order of the requests."""
         self._trainer, self._output, self._run, self._worker = trainer, output, run, worker
@@ -115,8 +113,8 @@ class Folders:
             names = [name.removeprefix("model/") for name in full_names]
             live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
             # One name per group of tied tensors.
-            one = {id(live.get(name, name)): name for name in names}
-            whole = {alike: tensors.whole(name) for alike, name in one.items()}
+            distinct = {id(live.get(name, name)): name for name in names}
+            whole = {alike: tensors.whole(name) for alike, name in distinct.items()}
             held = {name: whole[id(live.get(name, name))] for name in names}
             # Frozen parameters, which peft may write along, do not change: the live ones are used.
             frozen = {
@@ -130,8 +128,7 @@ class Folders:
             parts = folder / "weights"
             # ZeRO's weights are stored in full precision, whatever the model computes with.
             dtype = str(self._model.dtype).removeprefix("torch.")
-            zero = self._trainer.is_deepspeed_enabled
-            casts = (Cast(pattern=None, dtype=dtype),) if zero else ()
+            casts = (Cast(pattern=None, dtype=dtype),) if self._trainer.is_deepspeed_enabled else ()
             choices = Choices(shard_bytes=_SHARD_BYTES, casts=casts)
             export_hf(checkpoint, parts, item="model", choices=choices)
             for file in parts.iterdir():
@@ -139,8 +136,7 @@ class Folders:
             parts.rmdir()
 
     def _link(self, target: Path, folder: str) -> bool:
-        """Hard-link the model's file of a checkpoint folder to `target`. Return False if no single
-        file is what `save_pretrained` would write, or if it cannot be linked."""
+        """Link the model's file to `target`; False if `save_pretrained` would write another."""
         files = Path(self._run, folder).glob("model*.safetensors")
         # A name with "~" is a file of an earlier checkpoint, which may lack later changes.
         found = [file for file in files if "~" not in file.name]
@@ -185,8 +181,7 @@ def _keeps_names(model: Any) -> bool:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in state.items()
     }
-    saved = revert_weight_conversion(model, meta)
-    return _shapes(saved) == _shapes(state)
+    return _shapes(revert_weight_conversion(model, meta)) == _shapes(state)
 
 
 def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -92,8 +92,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         # For data without a length the Trainer cannot compute how many epochs are complete.
-        unsized = num_train_epochs == sys.maxsize
-        if unsized and self._laststep.is_ours(resume_from_checkpoint):
+        if num_train_epochs == sys.maxsize and self._laststep.is_ours(resume_from_checkpoint):
             epochs, steps = self._laststep.place() or (epochs, self.state.global_step)
             skipped = 0 if self.args.ignore_data_skip else steps
             batches = skipped * self.args.gradient_accumulation_steps
@@ -113,8 +112,7 @@ class SavingTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        ours = self._laststep.is_ours(resume_from_checkpoint)
-        theirs = None if ours else resume_from_checkpoint
+        theirs = None if self._laststep.is_ours(resume_from_checkpoint) else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
         self._laststep.begin(prepared[1], resume_from_checkpoint)
         return prepared

@@ -76,9 +76,9 @@ def _providers(trainer: Any) -> tuple[Deferred, Deferred]:
         optimizer = Deferred(of_trainer, lambda _: deepspeed.optimizer(wrapped()))
         return Deferred(wrapped, deepspeed.model), optimizer
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1:
-        optimizer = Deferred(of_trainer, lambda one: fsdp1.optimizer(one.optimizer, wrapped()))
+        optimizer = Deferred(of_trainer, lambda outer: fsdp1.optimizer(outer.optimizer, wrapped()))
         return Deferred(wrapped, fsdp1.model), optimizer
-    model = Deferred(lambda: trainer.model, lambda one: trainable(one) if is_peft(one) else one)
+    model = Deferred(lambda: trainer.model, lambda net: trainable(net) if is_peft(net) else net)
     return model, Deferred(of_trainer)
 
 
@@ -155,8 +155,7 @@ class TrainCall(contextlib.ExitStack):
         """The current epoch and the step at which it started."""
         self._resume: _Resume | None = None
         self._saved: set[int] = set()
-        scratch = self.enter_context(tempfile.TemporaryDirectory(prefix="laststep-"))
-        self._scratch = Path(scratch)
+        self._scratch = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="laststep-")))
         self._worker = self.enter_context(WorkerPool("folders", 1))
         """Creates the folders; closed after the Checkpointer, whose last commits need some."""
         self._ckpt = _Checkpointer(run, items=self._items, **self._settings)
@@ -339,9 +338,9 @@ class TrainCall(contextlib.ExitStack):
         if is_best:
             state.best_model_checkpoint = str(path_of(self._output, state.global_step))
         stateful = [
-            one
-            for one in [*handler.callbacks, self._trainer.control]
-            if isinstance(one, ExportableState)
+            holder
+            for holder in [*handler.callbacks, self._trainer.control]
+            if isinstance(holder, ExportableState)
         ]
         kept = dataclasses.replace(state, stateful_callbacks=stateful)
         # Plain JSON, as in the Trainer's file: NumPy's float64, for example, becomes a float.

@@ -223,10 +223,12 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def _best(self) -> browse.Checkpoint | None:
         if self._monitor is None or not self.last_model_path:
             return None
-        scores = ((one.metrics.get(self._monitor), one) for one in browse.open(str(self._path)))
+        scores = (
+            (saved.metrics.get(self._monitor), saved) for saved in browse.open(str(self._path))
+        )
         judged = [
-            (float(score), one)
-            for score, one in scores
+            (float(score), saved)
+            for score, saved in scores
             if isinstance(score, int | float) and not math.isnan(score)
         ]
         choose = min if self._mode == "min" else max

@@ -124,7 +124,6 @@ class Position:
     # -- saving -----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """Return the plain values of this rank's position."""
         loops = self._fit.state_dict()
         loops["state_dict"] = {}  # Lightning would read the loaders' states a batch too late
         between = self.is_between_epochs

@@ -100,7 +100,7 @@ class TrainerState(StateProvider):
 
     def _taken(self) -> dict[str, object]:
         trainer = self._trainer
-        states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         value: dict[str, object] = self._position.describe()
         value["step"] = trainer.global_step
         value["callbacks"] = {key: state for key, state in states.items() if state}
@@ -118,7 +118,7 @@ class TrainerState(StateProvider):
     def _gradients(self) -> dict[str, object]:
         """Return what a module with manual optimization has accumulated at the end of an epoch."""
         named = self._trainer.lightning_module.named_parameters()
-        found = {name: one.grad for name, one in named if one.grad is not None}
+        found = {name: weight.grad for name, weight in named if weight.grad is not None}
         plain: dict[str, object] = {
             name: grad for name, grad in found.items() if type(grad) is torch.Tensor
         }
@@ -158,10 +158,10 @@ class TrainerState(StateProvider):
         of_callbacks, of_module = self._hooks("on_load_checkpoint")
         for hook in (*of_module, *of_callbacks):  # in Lightning's order
             hook(shown)
-        for one in trainer.callbacks:
-            if state := stored["callbacks"].get(one.state_key):
-                one.load_state_dict(state)
-            if isinstance(one, pl.callbacks.EarlyStopping) and one.stopped_epoch:
+        for callback in trainer.callbacks:
+            if state := stored["callbacks"].get(callback.state_key):
+                callback.load_state_dict(state)
+            if isinstance(callback, pl.callbacks.EarlyStopping) and callback.stopped_epoch:
                 trainer.should_stop = True
         return stored
 
@@ -188,9 +188,9 @@ class TrainerState(StateProvider):
     def _hooks(self, name: str) -> tuple[list[Hook], list[Hook]]:
         trainer, model = self._trainer, self._trainer.lightning_module
         of_callbacks: list[Hook] = [
-            functools.partial(getattr(one, name), trainer, model)
-            for one in trainer.callbacks
-            if getattr(type(one), name) is not getattr(pl.Callback, name)
+            functools.partial(getattr(callback, name), trainer, model)
+            for callback in trainer.callbacks
+            if getattr(type(callback), name) is not getattr(pl.Callback, name)
         ]
         is_plain = getattr(type(model), name) is getattr(pl.LightningModule, name)
         return of_callbacks, [] if is_plain else [getattr(model, name)]
@@ -229,10 +229,10 @@ def _put_back_sums(trainer: Any, stored: dict[str, Any]) -> None:
 
 def _metrics_of(trainer: Any) -> dict[str, Any]:
     modules = dict(trainer.lightning_module.named_modules())
-    for one in modules.values():
-        if isinstance(one, torchmetrics.MetricCollection):
-            one.values()  # gives every metric of a group its shared state
-    return {name: one for name, one in modules.items() if isinstance(one, torchmetrics.Metric)}
+    for module in modules.values():
+        if isinstance(module, torchmetrics.MetricCollection):
+            module.values()  # gives every metric of a group its shared state
+    return {name: part for name, part in modules.items() if isinstance(part, torchmetrics.Metric)}
 
 
 def _metric_states(trainer: Any) -> dict[str, object]:
@@ -247,7 +247,7 @@ def _put_back_metrics(trainer: Any, stored: dict[str, Any]) -> None:
         if name in stored:
             for key, value in stored[name]["state"].items():
                 is_list = isinstance(value, list)
-                moved = [one.to(metric.device) for one in (value if is_list else [value])]
+                moved = [tensor.to(metric.device) for tensor in (value if is_list else [value])]
                 setattr(metric, key, moved if is_list else moved[0])
             metric._update_count, metric._computed = stored[name]["updates"], None
 

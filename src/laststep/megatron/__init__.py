@@ -108,7 +108,8 @@ class _MegatronModule(FlatModule):
     def _replaced(self, members: list[FlatMember]) -> set[int]:
         buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
         flattened = {id(parameter) for buffer in buffers for parameter in buffer.param_index_map}
-        parts = max((len(dist.get_process_group_ranks(one.tp_group)) for one in buffers), default=1)
+        sizes = [len(dist.get_process_group_ranks(buffer.tp_group)) for buffer in buffers]
+        parts = max(sizes, default=1)
         model = _model_of(self._chunks)
         if parts > 1 and (frozen := model.cut - flattened):
             raise UsageError(

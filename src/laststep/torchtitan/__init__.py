@@ -157,5 +157,4 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         excluded = set(self.exclude_from_loading)
         if unknown := excluded - self._items.keys():
             raise UsageError("exclude_from_loading names no part of the state", found=str(unknown))
-        wanted = [name for name in self._items if name not in excluded]
-        return self._ckpt.restore(step, only=wanted)
+        return self._ckpt.restore(step, only=[name for name in self._items if name not in excluded])
