@@ -131,7 +131,7 @@ class Checkpointer(single.OnlyOne):
         self._take = functools.partial(
             take_state, context.providers, {}, allow_pickle=settings.allow_pickle
         )
-        self._deferred = [one for one in context.providers.values() if isinstance(one, Deferred)]
+        self._deferred = [item for item in context.providers.values() if isinstance(item, Deferred)]
         teaming.check_own(context.providers, rank)
         if rank.is_first or not context.store.same_everywhere:
             look_at(context.store)
@@ -147,8 +147,7 @@ class Checkpointer(single.OnlyOne):
                 self._capturer.at_optimizer_step(_DEFERRED_STEP, system.weakly(self._expect_late))
             self._dropped = work.outlive(self)
             self._resuming = Resuming(context, work)
-            past = self._client.instance.past
-            self._schedule = scheduling.Schedule(settings, rank, past)
+            self._schedule = scheduling.Schedule(settings, rank, self._client.instance.past)
             choose.enter(work, self.path, RunningParts.under_way)
         if self._ending is not None:
             self._ending.install()  # not inside `defer_signals`, which replaces handlers
@@ -448,7 +447,7 @@ class Checkpointer(single.OnlyOne):
 
     def _look_at_late(self) -> None:
         """Check deferred items and allocate memory for them, once all of them exist."""
-        if all(one.is_made for one in self._deferred):
+        if all(item.is_made for item in self._deferred):
             teaming.check_own(self._context.providers, self._context.rank)
             self._deferred.clear()
             self._work.expect(self._context)
@@ -484,7 +483,7 @@ class Checkpointer(single.OnlyOne):
         """Allocate memory for deferred items early; return False if one does not exist yet."""
         if self._closed or self._work.has_saved or os.getpid() != self._pid:
             return True
-        if not all(one.is_there() for one in self._deferred):
+        if not all(item.is_there() for item in self._deferred):
             return False
         with contextlib.suppress(LaststepError):  # the first save reports it
             self._look_at_late()

@@ -37,7 +37,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def plain(value: object) -> object:
-    """Convert a number or text, perhaps NumPy's, to Python's own type, which can be stored."""
+    """Convert a number or text to Python's own type: subclasses and NumPy's cannot be stored."""
     numpy = sys.modules.get("numpy")  # without the import there are no NumPy values
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()

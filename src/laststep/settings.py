@@ -198,8 +198,8 @@ def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
     """Return the compression of an item's files, or with None of those that small items share."""
     if isinstance(asked, str):
         return asked
-    others = asked.get(ALL_ITEMS, Compression.NONE)
-    return others if item is None else asked.get(item, others)
+    default = asked.get(ALL_ITEMS, Compression.NONE)
+    return default if item is None else asked.get(item, default)
 
 
 DEFAULTS = Settings()

@@ -80,15 +80,14 @@ def copy(
 
 def _say_plan(plan: CopyPlan, where: dict[str, str], *, as_json: bool) -> None:
     to_come = [item.folder for item in plan.checkpoints if item.folder not in plan.there]
-    there = sorted(plan.there)
     if as_json:
-        document = {"dry_run": True, "copy": to_come, "there": there, "size_bytes": plan.size_bytes}
-        print_json({**where, **document})
+        document = {"dry_run": True, "copy": to_come, "there": sorted(plan.there)}
+        print_json({**where, **document, "size_bytes": plan.size_bytes})
         return
     for folder in to_come:
         say(f"{folder}: would be copied")
     count = count_text(len(to_come), "checkpoint")
-    say(f"would copy {count}, {size_text(plan.size_bytes)}; {len(there):,} there already")
+    say(f"would copy {count}, {size_text(plan.size_bytes)}; {len(plan.there):,} there already")
 
 
 def _say(item: Listed, outcome: CopyOutcome) -> None:
@@ -281,32 +280,33 @@ def recover(
 def _print_recovered(report: RecoverReport, base: str) -> None:
     if not report.segments:
         say(f"shared memory is empty ({base})")
-    print_table([row for one in report.segments for row in _rows(one)])
-    for one in report.segments:
-        for save in one.saves:
+    print_table([row for segment in report.segments for row in _rows(segment)])
+    for segment in report.segments:
+        for save in segment.saves:
             if save.error is not None:
-                say(f"step {save.step} in {one.folder} is not stored: {save.error}")
-        if one.unreadable and not one.is_alive:
-            count = count_text(one.unreadable, "record")
-            say(f"{one.folder} stays: {count} in it cannot be read by this version")
-    removed = [one for one in report.segments if one.is_removed]
+                say(f"step {save.step} in {segment.folder} is not stored: {save.error}")
+        if segment.unreadable and not segment.is_alive:
+            count = count_text(segment.unreadable, "record")
+            say(f"{segment.folder} stays: {count} in it cannot be read by this version")
+    removed = [segment for segment in report.segments if segment.is_removed]
     if removed or report.debris:
         count = count_text(len(removed) + len(report.debris), "folder")
-        size = size_text(sum(one.size_bytes for one in removed))
+        size = size_text(sum(segment.size_bytes for segment in removed))
         say(f"removed {count} of dead processes, {size}")
 
 
-def _rows(one: OrphanedSegment) -> Iterator[dict[str, str]]:
+def _rows(segment: OrphanedSegment) -> Iterator[dict[str, str]]:
     """Yield a row for each save in a segment, or one for a segment without saves."""
-    for save in one.saves or (None,):
-        sized = one if save is None else save
-        fate = "holds no save" if save is None else save.fate.value
+    rank, ranks = segment.rank, segment.ranks
+    for save in segment.saves or (None,):
+        sized = segment if save is None else save
+        state = "holds no save" if save is None else save.fate.value
         yield {
-            "run": one.run,
+            "run": segment.run,
             "step": "" if save is None else str(save.step),
-            "rank": f"{one.rank}" if one.ranks == 1 else f"{one.rank} of {one.ranks}",
+            "rank": f"{rank}" if ranks == 1 else f"{rank} of {ranks}",
             "size": size_text(sized.size_bytes),
-            "owner": f"pid {one.pid}, {'alive' if one.is_alive else 'gone'}",
+            "owner": f"pid {segment.pid}, {'alive' if segment.is_alive else 'gone'}",
             "age": duration_text(max(time.time() - sized.created_s, 0.0)),
-            "save": fate + (", removed" if one.is_removed else ""),
+            "save": state + (", removed" if segment.is_removed else ""),
         }

@@ -216,8 +216,7 @@ def import_(
     if as_json:
         print_json({"source": source, "run": run, "step": step, "items": list(items)})
         return
-    names = ", ".join(items)
-    say(f"imported {source} into {run} as step {step}: {names}")
+    say(f"imported {source} into {run} as step {step}: {', '.join(items)}")
 
 
 def _check_run(path: str, step: int, *, force: bool) -> None:

@@ -146,8 +146,7 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttem
 def _print_tiers(run: Run, urls: Sequence[str], *, as_json: bool) -> None:
     found, now_s = replica_status(run, urls), time.time()
     if as_json:
-        documents = [_tier_document(tier, now_s) for tier in found]
-        print_json({"run": run.store.url, "tiers": documents})
+        print_json({"run": run.store.url, "tiers": [_tier_document(tier, now_s) for tier in found]})
     else:
         print_table([_tier_row(tier, now_s) for tier in found])
         for tier in found:

@@ -123,8 +123,7 @@ size_text = human
 
 
 def time_text(seconds: float) -> str:
-    moment = datetime.fromtimestamp(seconds).astimezone()
-    return moment.strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:
@@ -141,6 +140,6 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
     return " ".join(f"{name}={text(value)}" for name, value in metrics.items())
 
 
-def count_text(count: int, one: str, many: str | None = None) -> str:
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Format a number with its noun: `1 file`, `3 files`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -83,8 +83,6 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class ShownPart:
-    """A box of a tensor, and the data file that it belongs to."""
-
     start: Shape
     shape: Shape
     size_bytes: int
@@ -93,8 +91,6 @@ class ShownPart:
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor:
-    """A whole tensor, with all of its known parts."""
-
     name: str
     rank: int | None
     """The rank that it belongs to, for per-rank items."""

@@ -160,8 +160,7 @@ def wait(event: threading.Event, timeout_s: float | None = None) -> bool:
 
 
 OF_SCHEDULERS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""Signals that people and schedulers send, often to all processes of a job at once. The flusher
-ignores them: it exits after its trainer, when its work is done."""
+"""Signals that people and schedulers send, often to a whole job; the flusher ignores them."""
 
 SAME_S = 3.0
 """Signals within this time of the first count as the same one: when a scheduler signals all

@@ -58,8 +58,8 @@ def look_at(store: Store) -> None:
     there is no run and none can be created, `UsageError` if the path is a single checkpoint."""
     local = local_path(store.url)
     path = None if local is None else Path(local)
-    there = None if path is None else _nearest(path)
-    if there == path:
+    nearest = None if path is None else _nearest(path)
+    if nearest == path:
         if is_checkpoint(store):
             # Retention of the outer run would delete a run inside of a checkpoint with it.
             raise UsageError(
@@ -106,9 +106,9 @@ def _why_not_written(folder: Path) -> str | None:
 
 def check_new_folder(path: Path) -> None:
     """Raise `StorageError` if no folder can be created there."""
-    there = _nearest(path)
-    if (why := _why_not_written(there)) is not None:
-        raise _unusable(path, f"{why} in {there}")
+    nearest = _nearest(path)
+    if (why := _why_not_written(nearest)) is not None:
+        raise _unusable(path, f"{why} in {nearest}")
 
 
 def _nearest(path: Path) -> Path:

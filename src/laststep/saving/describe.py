@@ -234,8 +234,7 @@ class WriteShard(NamedTuple):
         changed: local layouts do not record strides, and a window of a tensor can be contiguous
         with some strides only."""
         found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
-        same = [source.is_contiguous() for source in found] == self.contiguous
-        return found if same else None
+        return found if [source.is_contiguous() for source in found] == self.contiguous else None
 
 
 def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[LocalTensor, ...]:

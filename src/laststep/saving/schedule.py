@@ -108,8 +108,7 @@ class StepTimer:
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
         self._look()  # needed if the user never calls step()
-        usual_s = mid(self._alone) if self._alone else None
-        self.under_way[handle] = _Beside(usual_s, [])
+        self.under_way[handle] = _Beside(mid(self._alone) if self._alone else None, [])
         self._fresh.append(handle)
         self._last, self.captured_s, self.failed = handle, now_s, False
 
@@ -263,8 +262,7 @@ class Schedule:
         """Return True if all ranks save at this call. The `last` step is always saved, and no step
         twice. Takes microseconds except at a sync point. `meet` is the collective that connects all
         ranks, called at the first call after a start or a restore."""
-        is_time = self._is_time(step, meet)
-        return (is_time or last) and step != self._saved_step
+        return (self._is_time(step, meet) or last) and step != self._saved_step
 
     def _is_time(self, step: int, meet: Callable[[], Notes]) -> bool:
         before = self._last_step
