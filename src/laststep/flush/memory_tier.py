@@ -140,7 +140,8 @@ class MemoryTier(Listener):
 
     @threads.outlasting(log, "cannot free orphaned snapshots in shared memory")
     def _forget_predecessors(self, save: FlusherSave) -> None:
-        """Remove segments of earlier job instances on this node, but none of this one's ranks."""
+        """Remove the segments of earlier job instances on this node, of any rank, once `save` is
+        committed. Those of this instance stay, even of dead ranks."""
         for segment in segments.of_dead_processes(self._segment.base, self._segment.owner.run):
             if not self._may_be_of_this_start(segment, save):
                 segment.remove()
@@ -178,7 +179,8 @@ class MemoryTier(Listener):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Give up saves that do not fit; drop older ones for those that do. Requires the lock."""
+        """Give up saves that do not fit, and drop older ones to make room for those that do.
+        Requires the lock, like the methods that it calls."""
         room = self._there - _SPARE_SLOTS
         for kept in self._coming.values():
             if kept.expected > room and not kept.is_whole and not kept.is_given_up:

@@ -136,7 +136,8 @@ class Folders:
             parts.rmdir()
 
     def _link(self, target: Path, folder: str) -> bool:
-        """Link the model's file to `target`; False if `save_pretrained` would write another."""
+        """Hard-link the model's file of a checkpoint folder to `target`. Return False if no single
+        file is what `save_pretrained` would write, or if it cannot be linked."""
         files = Path(self._run, folder).glob("model*.safetensors")
         # A name with "~" is a file of an earlier checkpoint, which may lack later changes.
         found = [file for file in files if "~" not in file.name]
