@@ -15,6 +15,7 @@ from msgspec import Meta, inspect
 
 from laststep.constants import with_article
 from laststep.errors import UsageError
+from laststep.process.threads import ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -69,7 +70,7 @@ def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> An
     text and integers above `MAX_INT`, which could not be sent and stored, are rejected as well."""
     value, more = plain(value), ""
     try:
-        made = msgspec.convert(value, kind)
+        made = msgspec.convert(value, ready(kind))
         if type(made) is int and made > MAX_INT:
             more = f", at most {MAX_INT}"
         elif made == "":

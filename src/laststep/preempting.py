@@ -19,7 +19,7 @@ from laststep.errors import LaststepError, brief
 from laststep.events import PreemptionEnded
 from laststep.process import signals, system
 from laststep.process.signals import PreemptionSignal, RecordedSignals, preemption_signal
-from laststep.process.threads import Worker
+from laststep.process.threads import Worker, ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class PreemptionWatcher:
                 note = kv.until(lambda: kv.look(_STOP), until_s)
                 stop = StopNote(problem="rank 0 has not announced the step to stop at")
                 if note is not None:
-                    stop = msgspec.msgpack.decode(note, type=StopNote)
+                    stop = msgspec.msgpack.decode(note, type=ready(StopNote))
         except LaststepError as error:
             stop = StopNote(problem=brief(error))
         self.stop = stop

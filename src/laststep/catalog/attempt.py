@@ -40,6 +40,7 @@ from laststep.errors import (
 )
 from laststep.format import index as index_format
 from laststep.format import manifest
+from laststep.process.threads import ready
 from laststep.storage.store import write_aligned
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def parse_folder(folder: str) -> AttemptName | None:
     return name if term >= 1 and attempt >= 1 and name.folder == folder else None
 
 
-_name_in = functools.partial(msgspec.convert, type=AttemptName, from_attributes=True)
+_name_in = functools.partial(msgspec.convert, type=ready(AttemptName), from_attributes=True)
 """The name that a manifest states."""
 
 

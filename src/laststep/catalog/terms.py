@@ -40,6 +40,7 @@ from laststep.constants import FORMAT_VERSION
 from laststep.errors import AbortedError, AlreadyExistsError, CorruptError, NotFoundError
 from laststep.format.manifest import Versioned, refuse_later
 from laststep.process.system import boot, has_died, own_birth
+from laststep.process.threads import ready
 from laststep.storage.store import Store
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def encode(record: TermRecord) -> bytes:
 def decode(data: bytes, *, term: int, where: str) -> TermRecord:
     """Decode a term's record. Raise `CorruptError` if damaged, `UsageError` for a later format."""
     try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
+        sealed = msgspec.json.decode(data, type=ready(_Sealed))
         content = bytes(sealed.term)
         if digest_text(content) != sealed.digest:
             raise _corrupt(where, sealed.digest, digest_text(content))
@@ -175,9 +176,9 @@ def decode(data: bytes, *, term: int, where: str) -> TermRecord:
 def decode_record(data: bytes, kind: type[_Record], *, what: str, where: str) -> _Record:
     """Decode a small record. Raise `UsageError` if it has a later format, and errors of msgspec or
     `UnicodeDecodeError` if it is damaged."""
-    said = msgspec.json.decode(data, type=Versioned)
+    said = msgspec.json.decode(data, type=ready(Versioned))
     refuse_later(said.format, what=what, where=where, writer=said.laststep)
-    return msgspec.json.decode(data, type=kind)
+    return msgspec.json.decode(data, type=ready(kind))
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from laststep.constants import listed
 from laststep.errors import AbortedError, MismatchError
 from laststep.plan import layouts
 from laststep.process import signals
+from laststep.process.threads import ready
 from laststep.ranks import key_value
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class GlobalLayouts:
 
     def _latest(self) -> _Call | None:
         note = self.kv.look("a/now")
-        return None if note is None else msgspec.msgpack.decode(note, type=_Call)
+        return None if note is None else msgspec.msgpack.decode(note, type=ready(_Call))
 
     def _say(self, call: _Call) -> _Call:
         self.kv.put("a/now", msgspec.msgpack.encode(call))
@@ -254,7 +255,7 @@ class GlobalLayouts:
 
         # The other ranks wait a bit longer, so that they still get the missing ranks' names.
         notes = self.kv.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
-        decode = msgspec.msgpack.Decoder(_Answer).decode
+        decode = msgspec.msgpack.Decoder(ready(_Answer)).decode
         answers = [decode(notes[name]) for name in names if name in notes]
         problem = next((answer.refusal for answer in answers if answer.refusal), "")
         if not problem and len(notes) < len(names):
@@ -328,7 +329,7 @@ class GlobalLayouts:
         known = None if step is None else self.known()
         if known is None or (note := self.kv.look("now")) is None:
             return None
-        now = msgspec.msgpack.decode(note, type=CurrentRound)
+        now = msgspec.msgpack.decode(note, type=ready(CurrentRound))
         return now.problem if now.step == step and now.number > known and now.problem else None
 
 

@@ -34,6 +34,7 @@ from laststep.flush.protocol import Begun, Decide
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.plan import receipts
 from laststep.plan.receipts import Differing, Groups, Receipt, Shared, Summary
+from laststep.process.threads import ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -295,7 +296,7 @@ class Participant:
         me = self.rank.number
         names = {f"r/{rank}": rank for rank in self.groups.group_of(me) if rank != me}
         notes = self._gather(round_, list(names), self._until_s(round_, _SUMMARISED))
-        decode = msgspec.msgpack.Decoder(Receipt).decode
+        decode = msgspec.msgpack.Decoder(ready(Receipt)).decode
         received = {rank: decode(notes[name]) for name, rank in names.items()}
         return receipts.summarise({me: own_receipt, **received}, global_layout)
 
@@ -366,7 +367,7 @@ class Leader(Participant):
         own = self._summary(round_, own_receipt, global_layout)
         names = [f"g/{leader}" for leader in self.groups.leaders[1:]]
         notes = self._gather(round_, names, self._until_s(round_, _GATHERED))
-        decode = msgspec.msgpack.Decoder(Summary).decode
+        decode = msgspec.msgpack.Decoder(ready(Summary)).decode
         return [own, *(decode(notes[name]) for name in names)]
 
     def _warn(self, round_: Round, reason: str) -> None:
@@ -541,7 +542,7 @@ class Member(Participant):
 
     def _now(self) -> CurrentRound | None:
         note = self.kv.look("now")
-        return None if note is None else msgspec.msgpack.decode(note, type=CurrentRound)
+        return None if note is None else msgspec.msgpack.decode(note, type=ready(CurrentRound))
 
     def _check_missed(self, round_: Round, now: CurrentRound) -> None:
         """Raise `GivenUp` with the reason if rank 0 has finished this save without this rank."""
@@ -561,7 +562,7 @@ class Member(Participant):
     def _heard(self, round_: Round) -> Decision | None:
         """Return a joined save's outcome, None if not published; answer rank 0's question, once."""
         if (note := self.kv.look(round_.key("decision"))) is not None:
-            decision = msgspec.msgpack.decode(note, type=Decision)
+            decision = msgspec.msgpack.decode(note, type=ready(Decision))
             if (asked := decision.asks) is None:
                 return decision
             if self.rank.number in asked.ranks and not round_.has_answered:

@@ -22,6 +22,7 @@ from laststep.adapters.nesting import Path, nest
 from laststep.codecs import objects
 from laststep.constants import is_item_name
 from laststep.errors import CorruptError, UsageError
+from laststep.process.threads import ready
 from laststep.state.tree import MAX_DEPTH, name_of
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def decode(data: bytes, *, where: str) -> DcpRecord:
                 remedy="upgrade laststep",
             )
     try:
-        record = msgspec.convert(document, DcpRecord)
+        record = msgspec.convert(document, ready(DcpRecord))
     except msgspec.ValidationError as error:
         raise _corrupt(where, str(error)) from None
     for entry in record.entries:

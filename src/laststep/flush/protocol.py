@@ -24,6 +24,7 @@ from laststep.catalog.terms import Seen
 from laststep.format.layout import FileLayout
 from laststep.format.manifest import ItemRecord, LayoutGroupRecord, WrittenIndexes
 from laststep.memory.pool import Filled
+from laststep.process.threads import ready
 from laststep.settings import Compression, Compressions
 from laststep.tiers.replicating import ReplicaOrder, TierStatus
 
@@ -218,8 +219,8 @@ _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30
 _DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _encode = msgspec.msgpack.Encoder().encode
-in_flusher: Callable[[bytes], ToFlusher] = msgspec.msgpack.Decoder(ToFlusher).decode
-in_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrainer).decode
+in_flusher: Callable[[bytes], ToFlusher] = msgspec.msgpack.Decoder(ready(ToFlusher)).decode
+in_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ready(ToTrainer)).decode
 _Received = TypeVar("_Received")
 
 

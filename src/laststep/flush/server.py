@@ -43,7 +43,7 @@ from laststep.format.manifest import Abort, Commit
 from laststep.memory.segments import Mapping
 from laststep.process import system, threads
 from laststep.process.signals import OF_SCHEDULERS
-from laststep.process.threads import WorkerPool
+from laststep.process.threads import WorkerPool, ready
 from laststep.storage.locks import FileLock
 from laststep.storage.registry import open_store, register_store
 from laststep.version import VERSION
@@ -485,7 +485,7 @@ class Flusher:
 def main(text: str) -> None:
     """Serve as the helper process until the trainer is gone. `text` is a `Setup` as JSON. The
     process starts with the signals of `NOT_FOR_THE_HELPER` blocked."""
-    setup = msgspec.json.decode(text, type=Setup)
+    setup = msgspec.json.decode(text, type=ready(Setup))
     system.log_as_rank(setup.rank)
     for url, opener in [(setup.run, setup.opener)] + [
         (tier.url, tier.opener) for tier in setup.orders.replicas

@@ -29,6 +29,7 @@ from laststep.format.manifest import (
     is_plain_name,
     refuse_later,
 )
+from laststep.process.threads import ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -216,7 +217,7 @@ def _run(refs: Sequence[BlockRef]) -> BlockRun:
 # --- bytes ------------------------------------------------------------------------------------
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Index).decode
+_decode = msgspec.msgpack.Decoder(ready(Index)).decode
 
 
 class _FirstMember(msgspec.Struct, frozen=True, array_like=True):
@@ -255,7 +256,7 @@ def decode(data: bytes | memoryview, *, where: str) -> Index:
     check(data, where=where)
     payload = data[DIGEST_BYTES:]
     try:
-        version = msgspec.msgpack.decode(payload, type=_FirstMember).format
+        version = msgspec.msgpack.decode(payload, type=ready(_FirstMember)).format
         refuse_later(version, what="index", where=where)
         index = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

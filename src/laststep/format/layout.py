@@ -18,6 +18,7 @@ import msgspec
 from laststep.codecs import objects
 from laststep.constants import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 from laststep.errors import CorruptError, UsageError
+from laststep.process.threads import ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ def decode_plain(
         raise _corrupt(where, "JSON that is no object")
     try:
         msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
-        entries = msgspec.convert(parsed, dict[str, _RawEntry])
+        entries = msgspec.convert(parsed, ready(dict[str, _RawEntry]))
     except msgspec.ValidationError as error:
         raise _corrupt(where, f"unsound metadata or an unsound entry: {error}") from None
     tensors = [

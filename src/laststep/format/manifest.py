@@ -22,6 +22,7 @@ from laststep.codecs import objects
 from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.constants import FORMAT_VERSION, with_article
 from laststep.errors import CorruptError, UsageError
+from laststep.process.threads import ready
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ _OPTIONAL: Final = {"ranks": 1, "layout_groups": (), "omitted_items": ()}
 _FIELDS: Final = "the fields that docs/format.md lists"
 
 # Created at import, so that the first commit of a job does not wait for it.
-_decode_abort = msgspec.json.Decoder(Abort).decode
+_decode_abort = msgspec.json.Decoder(ready(Abort)).decode
 
 
 def encode(decision: Commit | Abort) -> bytes:
@@ -283,7 +284,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
             raise _corrupt(where, _FIELDS, f"no {', '.join(sorted(absent))}")
         for name in ("metrics", "metadata"):
             plain[name] = objects.from_parsed(plain[name], where=f"{name} of {where}")
-        commit = msgspec.convert(plain, Commit)
+        commit = msgspec.convert(plain, ready(Commit))
     except msgspec.ValidationError as error:
         raise _corrupt(where, _FIELDS, str(error)) from None
     problem = _problem(commit, plain)

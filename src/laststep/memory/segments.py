@@ -36,6 +36,7 @@ from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import CorruptError, StorageError
 from laststep.process import system
 from laststep.process.system import has_died, own_birth, warn_once
+from laststep.process.threads import ready
 from laststep.storage.files import failed
 from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
 
@@ -475,7 +476,7 @@ def _locked(place: str, how: int) -> Iterator[None]:
 def _owner_of(folder: str) -> SegmentOwner | None:
     try:
         if _is_own_folder(folder):
-            return msgspec.json.decode(_contents(f"{folder}/{_OWNER}"), type=SegmentOwner)
+            return msgspec.json.decode(_contents(f"{folder}/{_OWNER}"), type=ready(SegmentOwner))
     except FileNotFoundError:
         return None  # being removed, or half removed
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,10 +1,12 @@
-"""All threads of the library: workers that run one function, and pools that run tasks."""
+"""All threads of the library: workers that run one function, and pools that run tasks. Also what
+makes msgspec safe for threads (`ready`)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _Args = TypeVarTuple("_Args")
 _Result = TypeVar("_Result")
+
+_Kind = TypeVar("_Kind")
+
+_preparing = threading.RLock()
+_prepared: set[object] = set()
 
 _OURS = "laststep-"
 """Prefix of the names of all threads of the library."""
@@ -56,6 +63,27 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+
+def ready(kind: _Kind) -> _Kind:
+    """Return a type for msgspec to decode into, from any thread.
+
+    msgspec 0.22 analyses a class at its first use, and a thread that uses the class meanwhile
+    crashes the process. So one thread does it, before any other uses the class.
+    """
+    if kind not in _prepared:
+        with _preparing:
+            msgspec.msgpack.Decoder(kind)  # also analyses the classes inside
+            _prepared.add(kind)
+    return kind
+
+
+def _in_child() -> None:
+    global _preparing  # noqa: PLW0603 (another thread of the parent may have held it)
+    _preparing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @contextlib.contextmanager

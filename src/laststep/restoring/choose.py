@@ -36,6 +36,7 @@ from laststep.events import Bus, PassedOver
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
 from laststep.process import signals
+from laststep.process.threads import ready
 from laststep.ranks.group import collective
 from laststep.read.content import Content
 from laststep.settings import WAIT_FOR_OTHERS_S
@@ -266,7 +267,7 @@ def _look_into_memory(near: NearestStore, ranks: Ranks) -> None:
         sizes = ranks.all_gather(encode(len(note)))
         parts: dict[str, tuple[NodePart, ...]] = {}
         if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
-            decode = msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
+            decode = msgspec.msgpack.Decoder(ready(tuple[NodePart, ...])).decode
             parts = {n: decode(ranks.broadcast(leader, note)) for n, leader in leaders.items()}
         collective(ranks, lambda: near.open_parts(nodes, parts))
         committed = collective(ranks, lambda: near.committed() if is_first else [])
@@ -476,7 +477,7 @@ class Choosing:
         if self._ranks.size == 1:
             return chosen
         told = self._ranks.broadcast(0, msgspec.msgpack.encode(chosen))
-        return msgspec.msgpack.decode(told, type=Chosen | None)
+        return msgspec.msgpack.decode(told, type=ready(Chosen | None))
 
     def _place_of(self, folder: str) -> Store:
         """Return the store to read a checkpoint from; damage is reported with its URL."""

@@ -31,6 +31,7 @@ from laststep.constants import align_up
 from laststep.errors import CorruptError
 from laststep.plan import who_reads
 from laststep.plan.reads import FileBox, chunks_of, plan_chunks, requested_ranges
+from laststep.process.threads import ready
 from laststep.ranks.group import Rank, RankGroup, Ranks, collective
 from laststep.read.reader import read_all
 from laststep.restoring.match import load_item
@@ -378,7 +379,7 @@ class Transfer:
         head, data = message
         at = 0
         copies: list[_Copy] = []
-        for tensor, start, stop in msgspec.msgpack.decode(head, type=list[_Sent]):
+        for tensor, start, stop in msgspec.msgpack.decode(head, type=ready(list[_Sent])):
             box = Box(start, stop)
             copies += self._into_targets(tensor, box, at, box)
             at += align_up(box.volume * self._dtypes[tensor].itemsize, _ALIGN_BYTES)

@@ -27,6 +27,7 @@ from laststep.errors import AbortedError, UsageError
 from laststep.plan import frequency
 from laststep.plan.frequency import mid
 from laststep.process import signals
+from laststep.process.threads import ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +210,7 @@ class SharedNotes(Notes):
 
         def look() -> SyncPoint | None:
             data = self._kv.look(str(number % _RING))
-            note = None if data is None else msgspec.msgpack.decode(data, type=SyncPoint)
+            note = None if data is None else msgspec.msgpack.decode(data, type=ready(SyncPoint))
             return None if note is None or note.number < number else note
 
         note = self._kv.until(look, self._kv.now_s() + self._deadline_s)

@@ -31,7 +31,7 @@ import msgspec
 
 from laststep.errors import AlreadyExistsError, LaststepError, StorageError, UsageError
 from laststep.process import system
-from laststep.process.threads import Worker, WorkerPool
+from laststep.process.threads import Worker, WorkerPool, ready
 from laststep.storage import links
 from laststep.storage.bucket import Bucket, Found, Missing, Patience, Trouble, persist
 from laststep.storage.links import ObjectLinks
@@ -249,7 +249,7 @@ def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
     except Missing:
         return None
     try:
-        return msgspec.json.decode(data, type=Holder), found
+        return msgspec.json.decode(data, type=ready(Holder)), found
     except (msgspec.MsgspecError, UnicodeDecodeError):
         # Unknown holder: the lease counts as held until it expires.
         return Holder(token="?"), found  # noqa: S106

@@ -31,6 +31,7 @@ from laststep.format import manifest
 from laststep.memory import segments
 from laststep.plan.files import LAYOUT_NAME
 from laststep.process.system import warn_once
+from laststep.process.threads import ready
 from laststep.storage.store import StoreEntry
 from laststep.version import VERSION
 
@@ -110,7 +111,7 @@ def in_slots(
 
 _Place = TypeVar("_Place")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(SnapshotRecord).decode
+_decode = msgspec.msgpack.Decoder(ready(SnapshotRecord)).decode
 
 
 def put(segment: Segment, record: SnapshotRecord) -> None:
@@ -213,7 +214,7 @@ def _agreed(
     from laststep.plan.receipts import Receipt, items_of, layout_groups_of, objection_to, summarise
 
     folder = records[0].at.folder
-    decode = msgspec.msgpack.Decoder(Receipt).decode
+    decode = msgspec.msgpack.Decoder(ready(Receipt)).decode
     receipts = {rank: decode(record.receipt) for rank, record in enumerate(records)}
     members: dict[int, list[int]] = {}
     for rank, receipt in receipts.items():

@@ -18,6 +18,7 @@ import msgspec
 
 from laststep.constants import DTYPES, listed
 from laststep.errors import CorruptError, LaststepError, UsageError
+from laststep.process.threads import ready
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
 
@@ -247,7 +248,7 @@ class _MetadataDecoder:
 
     def _record(self, raw: object, kind: type[_T]) -> _T:
         try:
-            return msgspec.convert(raw, kind, from_attributes=True)
+            return msgspec.convert(raw, ready(kind), from_attributes=True)
         except msgspec.ValidationError as error:
             raise self._corrupt(f"a malformed {kind.__name__}: {error}") from None
 
