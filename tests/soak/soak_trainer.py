@@ -53,11 +53,12 @@ def tell(event: object) -> None:
 def children_of(parent: int) -> list[int]:
     """The processes whose parent is `parent`, zombies too."""
     children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has just ended
+            stat = (folder / "stat").read_text()
             # The second field is the command in parentheses, which may contain anything.
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                children.append(int(stat.parent.name))
+            if int(stat.rpartition(")")[2].split()[1]) == parent:
+                children.append(int(folder.name))
     return children
 
 

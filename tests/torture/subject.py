@@ -238,7 +238,7 @@ class Subject:
         if pending.exists and pending.step in steps:
             raise Violation("wrong", f"step {pending.step} is on the lineage, and saved once more")
         number = _point(folder)[0]
-        if self._is_taken_over(one):
+        if self._is_taken_over(one, by_the_dead=False):
             raise Violation("wrong", f"{folder} of a writer that was taken over is committed")
         if number != one.term:
             self._claimed(number, one.head)
@@ -247,9 +247,10 @@ class Subject:
         one.dropped = self.add(pending, folder, one.rules, one.resumed)
         one.head, one.term = folder, number
 
-    def _is_taken_over(self, one: Writer) -> bool:
+    def _is_taken_over(self, one: Writer, *, by_the_dead: bool = True) -> bool:
         """Whether another start has taken the run, or committed to it, since this one saw what it
-        continues."""
+        continues. One of another process, which is dead by now, may be ignored if it has committed
+        nothing."""
         if one.term is not None:
             return one.term != self.ledger.newest_epoch
         seen = one.seen or Seen()
@@ -257,8 +258,10 @@ class Subject:
         if any(point > seen.commit and point[0] not in one.own for point in commits):
             return True
         since = [n for n in self.ledger.terms if n > seen.term and n not in one.own]
-        records = [self.run().term(number) for number in since]
-        return any(record is not None and not record.orphan for record in records)
+        records = filter(None, [self.run().term(number) for number in since])
+        return any(
+            not record.orphan and (by_the_dead or record.pid == os.getpid()) for record in records
+        )
 
     def _newest_point(self) -> Seen:
         points = [_point(entry.folder) for entry in self.ledger.there()]
