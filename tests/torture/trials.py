@@ -228,12 +228,13 @@ def _end(one: _Running) -> int:
 
 
 def _kill_below(pid: int) -> None:
-    """Kill all descendants, also those that one of them forks just before it dies."""
-    deadline = time.monotonic() + 10.0
-    while below := [found for found in descendants(pid) if lives(found)]:
+    """Kill all descendants, also those that one of them forks just before it dies. Whoever changes
+    its parent while /proc is read is missed, so two looks in a row must find nothing."""
+    deadline, empty_looks = time.monotonic() + 10.0, 0
+    while empty_looks < 2 and time.monotonic() < deadline:
+        below = [found for found in descendants(pid) if lives(found)]
+        empty_looks = 0 if below else empty_looks + 1
         for found in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(found, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            return
         time.sleep(0.01)
