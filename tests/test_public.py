@@ -199,7 +199,7 @@ def test_a_setting_is_in_the_guide_and_in_the_signature_as_it_is_declared(name: 
     assert [bound for bound in bounds if not re.search(rf"\b{bound}\b", text)] == []
 
 
-@pytest.mark.parametrize("name", ["Capture", "FlushIn", "OnBusy", "CompareReplicas"])
+@pytest.mark.parametrize("name", ["Capture", "FlushIn", "OnBusy", "OnError", "CompareReplicas"])
 def test_every_choice_of_a_setting_is_in_the_guide(name: str) -> None:
     (values,) = re.findall(rf"^\| `{name}` \| (.*) \|$", dict(guides())["api.md"], re.MULTILINE)
     listed = re.findall(r'`([A-Z]+)` \("(\w+)"\)', values)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from laststep.settings import CompareReplicas as CompareReplicas
     from laststep.settings import FlushIn as FlushIn
     from laststep.settings import OnBusy as OnBusy
+    from laststep.settings import OnError as OnError
     from laststep.settings import Options as Options
     from laststep.settings import Preemption as Preemption
     from laststep.state.items import Deferred as Deferred
@@ -87,7 +88,7 @@ _HOME = {
         ("preempting", "Preempted"),
         ("restoring.choose", "Skipped"),
         ("restoring.restore", "Peeked Restored"),
-        ("settings", "Capture CompareReplicas FlushIn OnBusy Options Preemption"),
+        ("settings", "Capture CompareReplicas FlushIn OnBusy OnError Options Preemption"),
         ("state.items", "Deferred"),
         ("state.layouts", "Flat Mesh Replicate Shard Sharded"),
         ("state.modules", "trainable"),

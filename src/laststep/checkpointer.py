@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DISABLED = "LASTSTEP_DISABLED"
+"""The environment variable that turns saving off, for a run in which laststep is not wanted."""
 _DEFERRED_STEP = 3
 """The optimizer step at which deferred items are looked at: by then the optimizer has state."""
 
@@ -75,7 +77,8 @@ class Checkpointer(single.OnlyOne):
         per item, in which `"*"` stands for all others.
     allow_pickle: Pickle objects that cannot be stored otherwise, and unpickle them on restore.
     new_lineage: Allow saves without a `restore()` in a run that has checkpoints; they start a new
-        lineage. Otherwise the first such save raises `UsageError`.
+        lineage. Also allow saves that lack items of the restored checkpoint. Otherwise the first
+        such save raises `UsageError`.
     host_memory_bytes: The limit of host memory for saves, at least 64 MiB. None means a quarter of
         the available memory, shared by the ranks of a node.
     preemption: True or a `Preemption` to save and exit when the job is about to be killed.
@@ -118,6 +121,7 @@ class Checkpointer(single.OnlyOne):
         self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()
+        self._is_off = os.environ.get(DISABLED, "0") not in ("", "0")
         by_others = rank.ranks > 1 or settings.flush is FlushIn.PROCESS
         self._context = context = RunContext(
             store=open_store(places.primary, shared=by_others),
@@ -135,6 +139,8 @@ class Checkpointer(single.OnlyOne):
         teaming.check_own(context.providers, rank)
         if rank.is_first or not context.store.same_everywhere:
             look_at(context.store)
+        if self._is_off:
+            log.warning("%s is set: nothing is saved to %s", DISABLED, self.path)
         watch(context.bus, settings.subscribers, progress=settings.progress)
         asked = arguments.preemption(preemption)
         self._ending = None if asked is None else Preempting(asked, rank, context.bus)
@@ -157,6 +163,8 @@ class Checkpointer(single.OnlyOne):
         return f"<Checkpointer of {self.path}: {', '.join(self._context.providers)}{state}>"
 
     _who = staticmethod(this_rank)
+    _may_lack_items = False
+    """True in adapters whose items depend on how the framework trains this time."""
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -200,7 +208,10 @@ class Checkpointer(single.OnlyOne):
             short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
             obstacle = self._saves.obstacle(short_of_room=short)
             is_last = self._ending is not None and self._ending.is_last
-            if obstacle is None or self._context.settings.on_busy is OnBusy.WAIT or is_last:
+            waits = self._context.settings.on_busy is OnBusy.WAIT or is_last
+            if self._is_off:
+                obstacle, waits = f"{DISABLED} is set", False
+            if obstacle is None or waits:
                 waited = 0.0 if obstacle is None else self._saves.wait_for_turn()
                 with without_collection():
                     job = self._capture(save, asked)
@@ -225,7 +236,7 @@ class Checkpointer(single.OnlyOne):
         if last is not None and all(provider.passive for provider in providers.values()):
             early = self._capturer.start_early(last.copies)
         try:
-            self._resuming.saves()
+            self._resuming.saves(may_lack_items=self._may_lack_items)
             if self._team is not None:
                 teaming.refuse_mixed(providers)
             taken = self._take(asked.metrics, asked.metadata)
@@ -300,7 +311,7 @@ class Checkpointer(single.OnlyOne):
         if self._team is None and any(save.over for save in self._saves.all()):
             with signals.defer_signals(), self._turn.of("step"):
                 self._raise_failed()  # before the schedule sees this step: it stays due
-        if not self._schedule.due(number, self._meet, last=last):
+        if self._is_off or not self._schedule.due(number, self._meet, last=last):
             return None
         return save() if ending is None else ending.bound(number, save, self._work)
 

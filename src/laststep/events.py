@@ -132,7 +132,7 @@ class SaveFailed(Event, frozen=True):
 
 
 class SaveSkipped(Event, frozen=True):
-    """A save was skipped because earlier saves were in the way (`on_busy="skip"`)."""
+    """A save was skipped: earlier saves were in the way (`on_busy="skip"`), or saving is off."""
 
     step: int
     reason: str

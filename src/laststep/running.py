@@ -79,6 +79,7 @@ def start_parts(context: RunContext) -> RunningParts:
     pool, segment = _pool(context, cap, pinned=bool(on_device))
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     client = _client(context, pool, segment)
+    client.saves.on_error = settings.on_error
     staged = capturer.start(on_device)
     if segment is not None:
         left_behind = functools.partial(_left_behind, segment, ranks_on_this_node(rank))
@@ -381,6 +382,8 @@ class Resuming:
         """The checkpoint that `peek()` returned."""
         self._damaged: frozenset[str] = frozenset()
         """Checkpoints that `peek()` returned and that were then found damaged."""
+        self._absent: list[str] = []
+        """The items of the checkpoint that saves continue and that this Checkpointer lacks."""
 
     @property
     def mixed(self) -> str:
@@ -488,9 +491,22 @@ class Resuming:
             self._work.client.continue_from(continues)
             self._work.saves.restored(found.step, found.lineage_steps)
             self._resumed = True
+            self._absent = sorted(outcome.items - self._context.providers.keys())
 
-    def saves(self) -> None:
-        """Prepare for a save. Raises `UsageError` if it would abandon checkpoints of the run."""
+    def saves(self, *, may_lack_items: bool) -> None:
+        """Prepare for a save. Raises `UsageError` if it would abandon checkpoints of the run, or
+        put one on top of them from which the job that made them cannot resume."""
+        if self._absent and not (may_lack_items or self._context.settings.new_lineage):
+            raise UsageError(
+                "this save would lack items that the run has",
+                where=self._store.url,
+                expected=f"{', '.join(self._absent)} too, as in the restored checkpoint",
+                found=f"only {', '.join(self._context.providers)}",
+                remedy=(
+                    "save to another run (laststep.load(run, into=…) starts it from this one), or "
+                    "pass new_lineage=True to continue this run without them"
+                ),
+            )
         self._peek = None
         self._origins = {}
         if not self._knows_lineage:

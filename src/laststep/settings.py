@@ -55,6 +55,15 @@ class OnBusy(StrEnum):
     """Do not save this step; `SaveReport.skipped` holds the reason."""
 
 
+class OnError(StrEnum):
+    """The reaction to a save that failed in the background."""
+
+    RAISE = "raise"
+    """Raise its error at the next save(), wait() or close()."""
+    WARN = "warn"
+    """Log its error and let training continue."""
+
+
 class Compression(StrEnum):
     """The ways to encode blocks."""
 
@@ -149,6 +158,9 @@ class Options(Checked, frozen=True, kw_only=True):
     """The place where digests and writes run, a `FlushIn` or its text."""
     on_busy: OnBusy = OnBusy.WAIT
     """The reaction of save() while earlier saves are in the way, an `OnBusy` or its text."""
+    on_error: OnError = OnError.RAISE
+    """The reaction to a save that failed in the background, an `OnError` or its text. Errors of the
+    call itself, such as wrong arguments, are raised in any case."""
     progress: bool | None = None
     """Show a progress bar on stderr; None means only if stderr is a terminal."""
     subscribers: Annotated[

@@ -126,3 +126,38 @@ def test_a_pattern_that_is_a_stored_name_means_that_one_alone(tmp_path: Path) ->
         assert [name for name, tensor in state.items() if tensor.any()] == ["a[0]", "b*"]
         checkpointer.restore(only="state/a[01]")
         assert [name for name, tensor in state.items() if tensor.any()] == ["a[0]", "a0", "b*"]
+
+
+def test_a_save_that_lacks_items_of_the_run_is_refused(
+    saved: Callable[..., Path], run_folder: Path, fresh: object
+) -> None:
+    saved(1)
+    with laststep.Checkpointer(run_folder, model=fresh.model) as checkpointer:
+        checkpointer.restore(only=["model"])
+        with raises(laststep.UsageError, found="model", expected="blob, optimizer, plain"):
+            checkpointer.save(2)
+        checkpointer.restore(strict=False)
+        with raises(laststep.UsageError, remedy="new_lineage=True"):
+            checkpointer.save(2)
+    assert laststep.open(run_folder).steps() == [1]
+
+
+def test_new_lineage_continues_a_run_without_some_of_its_items(
+    saved: Callable[..., Path], run_folder: Path, fresh: object
+) -> None:
+    saved(1)
+    with laststep.Checkpointer(run_folder, model=fresh.model, new_lineage=True) as checkpointer:
+        checkpointer.restore(only=["model"])
+        checkpointer.save(2)
+    assert laststep.open(run_folder)[2].items() == ["model"]
+
+
+def test_a_run_whose_part_was_restored_may_gain_items(
+    saved: Callable[..., Path], run_folder: Path, opened: object, fresh: object
+) -> None:
+    saved(1)
+    items = {**fresh.items(), "more": {"n": 1}}
+    with laststep.Checkpointer(run_folder, items=items) as checkpointer:
+        checkpointer.restore(only=["model"])
+        checkpointer.save(2)
+    assert "more" in laststep.open(run_folder)[2].items()

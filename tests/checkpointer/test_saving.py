@@ -196,6 +196,52 @@ def test_a_failed_save_is_told_once_at_the_next_call_and_training_goes_on(
     assert not list(run_folder.glob("step-*/*.tmp-*"))
 
 
+def test_with_on_error_warn_a_failed_save_is_only_logged(
+    opened: object,
+    training: object,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with opened(training, on_error="warn") as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(serving.SaveWriter, "finish", _no_space)
+            failed = checkpointer.save(0)
+            assert checkpointer.wait()
+        assert len(warned(caplog, "step 0", "training continues", "disk is full")) == 1
+        with raises(laststep.StorageError):
+            failed.result()
+        checkpointer.save(1)
+        with raises(laststep.UsageError):
+            checkpointer.save(-1)
+    assert laststep.open(run_folder).steps() == [1]
+
+
+def test_saving_can_be_turned_off(
+    opened: object,
+    training: object,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with opened(training) as checkpointer:
+        checkpointer.save(0)
+    monkeypatch.setenv("LASTSTEP_DISABLED", "1")
+    with opened(training, every=1) as checkpointer:
+        assert checkpointer.restore().step == 0
+        handle = checkpointer.save(1)
+        assert not handle.wait()
+        assert "LASTSTEP_DISABLED" in handle.report.skipped
+        assert checkpointer.step(2) is None
+    assert laststep.open(run_folder).steps() == [0]
+    assert warned(caplog, "LASTSTEP_DISABLED", run_folder)
+    monkeypatch.setenv("LASTSTEP_DISABLED", "0")
+    with opened(training) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(1)
+    assert laststep.open(run_folder).steps() == [0, 1]
+
+
 def test_what_a_caller_saw_at_the_handle_is_not_told_again(
     opened: object, training: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeGuard
 import msgspec
 
 from laststep.catalog.attempt import PIN_NAME, Attempt, parse_folder, read_indexes
-from laststep.catalog.listing import Listed
+from laststep.catalog.listing import Listed, nearest_steps
 from laststep.catalog.terms import TERMS_FOLDER, is_here, parse_liveness_lock
 from laststep.checks import Checked
 from laststep.constants import MANIFEST_NAME
@@ -263,6 +263,64 @@ def plan_prune(
     lacking = missing_metric(listed, keep)
     return PrunePlan(
         store=run.store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
+    )
+
+
+def plan_removal(run: Run, step: int) -> PrunePlan:
+    """Plan the deletion of every checkpoint of one step: if only the newest of them went, the one
+    that it had replaced would count again. Raise `UsageError` if a job may still need one."""
+    listed, _ = run.look()
+    chosen = [item for item in listed if item.step == step]
+    if not chosen:
+        raise no_step(run, listed, step)
+    return _chosen_plan(run, listed, chosen)
+
+
+def plan_rollback(run: Run, step: int) -> PrunePlan:
+    """Plan the deletion of everything that was committed after a step of the lineage, which is then
+    the newest checkpoint."""
+    listed, _ = run.look()
+    target = [item for item in listed if item.step == step and item.on_lineage and item.is_whole]
+    if not target:
+        raise no_step(run, [item for item in listed if item.on_lineage], step)
+    later = [item for item in listed if item.point > target[-1].point]
+    return _chosen_plan(run, listed, later)
+
+
+def _chosen_plan(run: Run, listed: Sequence[Listed], chosen: Sequence[Listed]) -> PrunePlan:
+    """Plan to delete these, the last commit first. Raise `UsageError` if one must stay."""
+    writer = run.live_writer()
+    if chosen and writer is not None:
+        raise UsageError(
+            "refused to delete checkpoints of a run that is in use",
+            where=run.store.url,
+            found=f"a live writer: {writer.who}",
+            remedy="wait until it has ended; `laststep prune` can run beside it",
+        )
+    for item in chosen:
+        if item.pinned or item.is_link:
+            raise UsageError(
+                f"refused to delete step {item.step}",
+                where=f"{run.store.url}/{item.folder}",
+                found="a pinned checkpoint" if item.pinned else "a symbolic link",
+                remedy="`laststep unpin` it first" if item.pinned else "remove the link yourself",
+            )
+    folders = [item.folder for item in sorted(chosen, key=operator.attrgetter("point"))]
+    return PrunePlan(
+        store=run.store,
+        listed=tuple(listed),
+        verdicts=(),
+        deletions=tuple(reversed(folders)),
+        lacking=None,
+    )
+
+
+def no_step(run: Run, listed: Sequence[Listed], step: int) -> NotFoundError:
+    return NotFoundError(
+        f"there is no checkpoint of step {step}",
+        where=run.store.url,
+        found=nearest_steps((item.step for item in listed), step) if listed else None,
+        remedy="`laststep ls` lists what there is",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from laststep.cli.changing import copy, pin, prune, recover, unpin
+from laststep.cli.deleting import rm, rollback
 from laststep.cli.foreign import export, import_
 from laststep.cli.listing import du, ls, verify
 from laststep.cli.output import FAILED, MISUSED
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, du, verify, copy, prune, pin, unpin, recover, export):
+for command in (ls, show, du, verify, copy, prune, rm, rollback, pin, unpin, recover, export):
     app.command()(command)
 app.command("import")(import_)
 

@@ -10,7 +10,7 @@ import typer
 from laststep.browse import open_run
 from laststep.catalog import attempt
 from laststep.catalog.attempt import parse_folder, read_newest
-from laststep.catalog.listing import nearest_steps
+from laststep.catalog.retention import no_step
 from laststep.catalog.run import Run
 from laststep.cli.output import count_text
 from laststep.errors import NotFoundError
@@ -62,15 +62,13 @@ def find(run: Run, step: int | None) -> tuple[Listed, Sequence[Listed]]:
     choice = [item for item in listed if step in (None, item.step)]
     choice = [item for item in choice if item.on_lineage] or choice
     if not choice:
-        found = None
         if listed and step is not None:
-            found = nearest_steps((item.step for item in listed), step)
-        elif saves := run.attempts():
-            found = f"{count_text(len(saves), 'save')} without a manifest"
+            raise no_step(run, listed, step)
+        saves = run.attempts()
         raise NotFoundError(
             f"there is no checkpoint{'' if step is None else f' of step {step}'}",
             where=run.store.url,
-            found=found,
+            found=f"{count_text(len(saves), 'save')} without a manifest" if saves else None,
             remedy="`laststep ls` lists what there is",
         )
     return choice[-1], listed

@@ -28,7 +28,7 @@ from laststep.flush import protocol
 from laststep.format.manifest import WrittenIndexes
 from laststep.process import signals, system, threads
 from laststep.process.threads import OnlyOne
-from laststep.settings import MAX_UNCOMMITTED
+from laststep.settings import MAX_UNCOMMITTED, OnError
 from laststep.tiers.replicating import TierStatus
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SaveReport:
     """Tiers that hold it, by name, each with the seconds from the call of save()."""
     folder: str | None = None
     skipped: str | None = None
-    """The reason why nothing was saved, with on_busy='skip'."""
+    """The reason why nothing was saved, with on_busy='skip' or `LASTSTEP_DISABLED`."""
     estimate: IntervalEstimate | None = None
     """The reason why `step()` saved now, with every='auto', on rank 0; None for the first save,
     which serves to measure the costs."""
@@ -517,6 +517,7 @@ class Saves:
         """Steps after the restored one: saving them again replaces them."""
         self.refusal: LaststepError | None = None
         """The reason why no save can start, until it is cleared."""
+        self.on_error = OnError.RAISE
 
     def enter(self, save: Save) -> None:
         """Add a save and give it a number; raise `refusal` if there is one."""
@@ -622,8 +623,15 @@ class Saves:
         return [save.error for save in failed if save.error is not None and not save.seen]
 
     def raise_failed(self) -> None:
-        """Raise the error of the first removed save that failed, with a note about the others."""
+        """Raise the error of the first removed save that failed, with a note about the others; or
+        only log them, if the user has asked for that."""
         failed = self.untold() if self._failed else []
+        if self.on_error is OnError.WARN:
+            for error in failed:
+                log.error(
+                    "the save of step %s failed, and training continues: %s", error.step, error
+                )
+            return
         for error in failed[1:]:
             failed[0].add_note(f"step {error.step} failed too: {error.without_remedy()}")
         if failed:

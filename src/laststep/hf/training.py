@@ -127,6 +127,7 @@ class _Checkpointer(laststep.Checkpointer):
     """Asks for metrics and metadata only once a save is due: the log grows with every step."""
 
     described: Callable[[], tuple[dict[str, Any], dict[str, object]]]
+    _may_lack_items = True  # DeepSpeed, for example, has counts of its own
 
     def save(self, step: Any, **given: Any) -> SaveHandle:
         given["metrics"], given["metadata"] = self.described()

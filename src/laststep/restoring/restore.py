@@ -75,6 +75,8 @@ class Outcome:
     """True if the live state may be a mixture with a checkpoint that was tried before."""
     was_in_primary: bool
     """True if all that was requested fitted, and came from the primary."""
+    items: frozenset[str]
+    """The names of all items of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,7 @@ def restore_into(
             restored=restored,
             chosen=chosen,
             was_in_primary=is_in_primary and not plan.problems,
+            items=frozenset(content.items),
             # A damaged checkpoint may have changed state that this one does not cover, unless it
             # is the same checkpoint read from another tier.
             mixed=len(changed) > 1 and (bool(plan.problems) or wanted.only is not None),

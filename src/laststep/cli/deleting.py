@@ -1,0 +1,96 @@
+"""`laststep rm` and `rollback`: delete chosen checkpoints, whatever the retention rules are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from laststep.browse import open_run
+from laststep.catalog.retention import plan_removal, plan_rollback
+from laststep.cli import output, places
+from laststep.cli.output import count_text, print_json, say, size_text
+from laststep.errors import CorruptError
+from laststep.read.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from laststep.catalog.retention import PrunePlan
+    from laststep.catalog.run import Run
+
+Step = Annotated[int, typer.Argument(metavar="STEP", help="The step of the checkpoint.", min=0)]
+
+
+def rm(
+    run: places.RunPath,
+    step: Step,
+    *,
+    dry_run: output.DryRun = False,
+    yes: output.Yes = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Delete the checkpoint of a step."""
+    opened = open_run(run)
+    _carry_out(opened, plan_removal(opened, step), dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def rollback(
+    run: places.RunPath,
+    step: Step,
+    *,
+    dry_run: output.DryRun = False,
+    yes: output.Yes = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Make a step the newest: delete every checkpoint that was committed after it.
+
+    The next restore() then continues from it. The checkpoint is verified first. Replicas are not
+    changed: run the command on each of them too.
+    """
+    opened = open_run(run)
+    plan = plan_rollback(opened, step)
+    _carry_out(opened, plan, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Delete what the plan names, after verifying the checkpoint that is the newest then."""
+    gone = set(plan.deletions)
+    stays = run.would_descend(item for item in plan.listed if item.folder not in gone)
+    newest = stays[-1] if stays else None
+    freed_bytes = plan.sharing().freed_bytes(plan.deletions)
+    would = "would be " if dry_run else ""
+    deleted = plan.deletions
+    if plan.deletions and not dry_run:
+        if not yes:
+            left = "none is left" if newest is None else f"step {newest.step} is the newest then"
+            count = count_text(len(plan.deletions), "checkpoint")
+            output.confirm(f"delete {count} ({size_text(freed_bytes)}; {left})")
+        if newest is not None:
+            _check_sound(run, newest.folder, newest.step)
+        deleted = plan.execute()
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "freed_bytes": freed_bytes,
+                "deleted": [] if dry_run else list(deleted),
+                "to_delete": list(plan.deletions),
+                "newest": None if newest is None else newest.step,
+            }
+        )
+        return
+    for folder in deleted:
+        say(f"{folder}: {would}deleted")
+    say(f"{would}deleted: {count_text(len(deleted), 'checkpoint')}, {size_text(freed_bytes)}")
+    say("no checkpoint is left" if newest is None else f"the newest is now step {newest.step}")
+
+
+def _check_sound(run: Run, folder: str, step: int) -> None:
+    """Raise `CorruptError` if a checkpoint is damaged that restores would depend on."""
+    report = verify_checkpoint(run.store, folder)
+    if report.damage:
+        raise CorruptError(
+            f"step {step}, which would be the newest checkpoint, is damaged",
+            where=f"{run.store.url}/{folder}",
+            found=count_text(len(report.damage), "place"),
+            remedy="nothing was deleted; `laststep verify` lists the damage",
+        )

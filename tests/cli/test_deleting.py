@@ -1,0 +1,115 @@
+"""`rm` and `rollback`: chosen checkpoints go, and it is clear which one is the newest then."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep as library
+from expect import names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def run(maker):
+    """Steps 10 to 40, then a branch from 20 with steps 25 and 35."""
+    for step in (10, 20, 30, 40):
+        maker.save(step)
+    maker.start((1, 2))
+    for step in (25, 35):
+        maker.save(step)
+    return maker
+
+
+def steps(maker) -> list[int]:
+    return [item.step for item in maker.run.checkpoints()]
+
+
+def test_rm_deletes_one_step_and_names_the_newest(run, laststep: Callable) -> None:
+    ended = laststep("rm", run.path, 25, "--yes")
+    assert ended.status == 0
+    assert names(ended.out, "step-00000025.2-1", "1 checkpoint", "step 35")
+    assert steps(run) == [10, 20, 30, 40, 35]
+
+
+def test_rm_deletes_what_a_step_had_replaced_too(maker, laststep: Callable) -> None:
+    for step in (10, 20, 20):
+        maker.save(step)
+    laststep("rm", maker.path, 20, "--yes")
+    assert steps(maker) == [10]
+
+
+def test_rm_says_which_branch_comes_back(run, laststep: Callable) -> None:
+    laststep("rm", run.path, 25, "--yes")
+    document = laststep("rm", run.path, 35, "--yes", "--json").json()
+    assert document["newest"] == 40
+    assert library.open(run.path).latest().step == 40
+
+
+def test_rollback_makes_a_step_the_newest(run, laststep: Callable) -> None:
+    dry = laststep("rollback", run.path, 20, "--dry-run", "--json").json()
+    assert (dry["deleted"], dry["newest"]) == ([], 20)
+    assert [name.split(".")[0] for name in dry["to_delete"]] == [
+        "step-00000035",
+        "step-00000025",
+        "step-00000040",
+        "step-00000030",
+    ]
+    assert len(steps(run)) == 6
+    ended = laststep("rollback", run.path, 20, "--yes")
+    assert names(ended.out, "4 checkpoints", "step 20")
+    assert steps(run) == [10, 20]
+    assert library.open(run.path).latest().step == 20
+
+
+def test_rollback_to_the_newest_deletes_nothing(run, laststep: Callable) -> None:
+    assert "0 checkpoints" in laststep("rollback", run.path, 35, "--yes").out
+    assert len(steps(run)) == 6
+
+
+@pytest.mark.parametrize("command", ["rm", "rollback"])
+def test_a_missing_step_is_answered_with_its_neighbours(run, laststep, command: str) -> None:
+    ended = laststep(command, run.path, 21, "--yes")
+    assert (ended.status, names(ended.err, "step 21", "20", "25")) == (1, True)
+    assert len(steps(run)) == 6
+
+
+def test_an_abandoned_step_is_no_place_to_roll_back_to(run, laststep: Callable) -> None:
+    assert laststep("rollback", run.path, 40, "--yes").status == 1
+    assert len(steps(run)) == 6
+
+
+def test_a_pinned_checkpoint_stops_both(run, laststep: Callable) -> None:
+    laststep("pin", run.path, 30)
+    for command in (("rm", run.path, 30), ("rollback", run.path, 20)):
+        ended = laststep(*command, "--yes")
+        assert (ended.status, names(ended.err, "30", "unpin")) == (2, True)
+    assert len(steps(run)) == 6
+
+
+def test_a_running_job_stops_both(run, laststep: Callable) -> None:
+    with closing(run.run.lock_term(2)):
+        for command in (("rm", run.path, 10), ("rollback", run.path, 20)):
+            ended = laststep(*command, "--yes")
+            assert (ended.status, "live writer" in ended.err) == (2, True)
+    assert len(steps(run)) == 6
+
+
+def test_nothing_is_deleted_if_the_newest_that_stays_is_damaged(run, laststep: Callable) -> None:
+    path = run.path / "step-00000020.1-2" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    ended = laststep("rollback", run.path, 20, "--yes")
+    assert (ended.status, names(ended.err, "step 20", "damaged")) == (1, True)
+    assert len(steps(run)) == 6
+
+
+def test_both_ask_for_confirmation(run, laststep: Callable) -> None:
+    ended = laststep("rollback", run.path, 20)
+    assert (ended.status, names(ended.err, "4 checkpoints", "step 20", "--yes")) == (2, True)
+    assert len(steps(run)) == 6
