@@ -24,6 +24,7 @@ from laststep.checks import plain, shown
 from laststep.constants import is_item_name, with_article
 from laststep.errors import UsageError
 from laststep.state import provider
+from laststep.state.loaders import LoaderProvider, is_torchdata
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
 from laststep.state.provider import ABSENT, AroundProvider, PerRank, State, StateProvider
@@ -482,6 +483,8 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):
         return provider.ScalerProvider(item)
+    if is_torchdata(item):
+        return LoaderProvider(item)
     if isinstance(item, provider.HasStateDict):
         return provider.StateDictProvider(item)
     if type(item) is dict and _is_group(item):

@@ -1,0 +1,166 @@
+"""Data loaders with a position: torchdata's `StatefulDataLoader`.
+
+torchdata restores the position in the data. Three kinds of random numbers would still differ after
+a resumption, and are taken care of here: those that dataset and `collate_fn` draw in the loader's
+worker processes, the loader's own generator, and those that a resumed loader draws because it
+creates its iterator once more. Nothing here changes what an uninterrupted training sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from laststep.state.provider import State, StateDictProvider, handing_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_GENERATOR: Final = "laststep.generator"
+"""The key of the loader's generator in its state."""
+_RANDOM: Final = "laststep.random"
+"""The key of a worker's random numbers in the state of its dataset."""
+_OWN: Final = "laststep.own"
+"""The key of the dataset's own state there, if it has one."""
+_PLAIN: Final = (list, tuple, range)
+"""Datasets that draw nothing."""
+
+
+def is_torchdata(thing: object) -> bool:
+    """Return True for a StatefulDataLoader, or a class that derives from it."""
+    classes = ((kind.__module__, kind.__name__) for kind in type(thing).__mro__)
+    return any(
+        module.startswith("torchdata.") and name == "StatefulDataLoader" for module, name in classes
+    )
+
+
+class LoaderProvider(StateDictProvider):
+    """A StatefulDataLoader, with the random numbers of its workers and of its generator."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        if not loader.num_workers:
+            return
+        init = loader.worker_init_fn
+        if isinstance(init, functools.partial) and init.func is _init_worker:
+            return  # by another Checkpointer
+        why = _why_not(loader)
+        if why is None:
+            loader.worker_init_fn = functools.partial(_init_worker, init)
+        else:
+            log.warning(
+                "random numbers that the %d workers of a data loader draw are not restored, because"
+                " %s: derive them from a seed, the epoch and the index of the sample",
+                loader.num_workers,
+                why,
+            )
+
+    def describe(self) -> State:
+        described = super().describe()
+        generator = self._loader.generator
+        if generator is None or not isinstance(described.value, dict):
+            return described
+        value = {**described.value, _GENERATOR: generator.get_state()}
+        return State(value=value, fresh=described.fresh)
+
+    def restore(self, value: object) -> None:
+        loader = self._loader
+        with handing_over("load_state_dict of StatefulDataLoader"):
+            state = dict(value) if isinstance(value, dict) else value
+            generator = state.pop(_GENERATOR, None) if isinstance(state, dict) else None
+            loader.load_state_dict(state)
+            if generator is not None and loader.generator is not None:
+                loader.generator.set_state(generator)
+            loader._get_iterator = functools.partial(_iterator_of_resumed, loader)
+
+    @property
+    def _loader(self) -> Any:
+        return self._owner
+
+
+def _why_not(loader: Any) -> str | None:
+    """Return the reason why random numbers of the workers cannot be kept; None if they can, or if
+    torchdata replays the samples of this loader, which draws them again."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return "its iterable dataset has a state of its own" if _has_state(dataset) else None
+    if not (hasattr(dataset, "__dict__") or isinstance(dataset, _PLAIN)):
+        return f"its dataset is a {type(dataset).__name__}, which takes no attributes"
+    if getattr(loader, "_iterator", None) is not None:
+        return "it was iterated before the Checkpointer was made"
+    return None
+
+
+def _has_state(dataset: object) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def _iterator_of_resumed(loader: Any) -> object:
+    """Create the iterator of a loader for the first time after its state was restored. That draws
+    random numbers that the uninterrupted training drew when the epoch began."""
+    del loader._get_iterator  # of this object: from now on that of its class
+    before = _random_state()
+    own = None if loader.generator is None else loader.generator.get_state()
+    try:
+        return loader._get_iterator()
+    finally:
+        _set_random_state(before)
+        if own is not None:
+            loader.generator.set_state(own)
+
+
+def _init_worker(init: Callable[[int], object] | None, worker: int) -> None:
+    """Run in a worker process before it fetches anything: let the state of its dataset, which
+    torchdata saves and restores, include the random numbers of this process."""
+    if init is not None:
+        init(worker)
+    info = get_worker_info()
+    assert info is not None  # noqa: S101 (this runs in a worker)
+    dataset: Any = info.dataset
+    if isinstance(dataset, (IterableDataset, *_PLAIN)):
+        return
+    own = (dataset.state_dict, dataset.load_state_dict) if _has_state(dataset) else None
+
+    def state_dict() -> dict[str, object]:
+        return {_RANDOM: _random_state(), _OWN: None if own is None else own[0]()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        if _RANDOM not in state:  # saved without a Checkpointer
+            if own is not None:
+                own[1](state)
+            return
+        if own is not None:
+            own[1](state[_OWN])
+        _set_random_state(state[_RANDOM])
+
+    dataset.state_dict, dataset.load_state_dict = state_dict, load_state_dict
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the random number generators of this process, in bytes: this runs for every batch, and
+    tensors would be sent to the trainer by shared memory."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (as in RNG)
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": [version, array("I", words).tobytes(), gauss],
+        "numpy": [str(kind), np.asarray(keys).tobytes(), position, has_gauss, cached],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(array("I", words)), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    keys = np.frombuffer(keys, np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached))  # noqa: NPY002 (as in RNG)
