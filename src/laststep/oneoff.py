@@ -193,6 +193,7 @@ def load(
     strict: bool = True,
 ) -> object:
     """Load and return a state that `save` stored, or all items of a run's checkpoint as a dict.
+    `optimizer.load_state_dict` accepts the state of an optimizer.
 
     Raises `CorruptError` if the checkpoint is damaged; an older one is never loaded instead.
 
@@ -226,7 +227,9 @@ def load(
                 if rank is None:
                     _tell_whose(seen, matches, own, me)
                 Transfer(content, matches, alone).run(room, _READERS)
-                values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
+                values = {
+                    m.item.name: m.tree(allow_pickle=allow_pickle, as_torch=True) for m in matches
+                }
                 return values[VALUE] if single else values
             live = {VALUE: into} if single else into
             if not isinstance(live, Mapping):

@@ -41,21 +41,22 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 def export(  # noqa: PLR0913 (one parameter for each option)
     path: places.RunOrCheckpoint,
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="The folder to make.", show_default=False)
+        str,
+        typer.Argument(metavar="TARGET", help="The folder or file to make.", show_default=False),
     ],
     *,
     format_: Annotated[
-        Literal["hf", "dcp"],
+        Literal["hf", "dcp", "torch"],
         typer.Option(
             "--format",
-            help="Hugging Face's safetensors, or torch.distributed.checkpoint.",
+            help="Hugging Face's safetensors, torch's DCP, or one file for torch.load.",
             show_default=False,
         ),
     ],
     step: places.StepOption = None,
     item: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which item.", show_default=f"hf: {_MODEL}, dcp: all"),
+        typer.Option(metavar="NAME", help="Which item.", show_default=f"hf: {_MODEL}, else all"),
     ] = None,
     rank: Annotated[
         int | None,
@@ -86,7 +87,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
 
     Takes the newest checkpoint of a run, or that of --step.
     """
-    if format_ == "dcp" and (shard_bytes or dtype or rename):
+    if format_ != "hf" and (shard_bytes or dtype or rename):
         raise typer.BadParameter("--shard-bytes, --dtype and --rename belong to --format hf")
 
     def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
@@ -99,9 +100,14 @@ def export(  # noqa: PLR0913 (one parameter for each option)
                 name = item or _MODEL
                 choices = _choices(shard_bytes or _SHARD, dtype or (), rename or ())
                 return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
+            items = checkpoint.items() if item is None else [item]
+            if format_ == "torch":
+                from laststep.adapters.export.torch_file import export_torch
+
+                alone = item is not None
+                return checkpoint, items, export_torch(checkpoint, target, items=items, alone=alone)
             from laststep.adapters.export.dcp import export_dcp
 
-            items = checkpoint.items() if item is None else [item]
             return checkpoint, items, export_dcp(checkpoint, target, items=items)
 
     checkpoint, items, exported = places.read(path, step, write)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import UsageError
 from laststep.state import tensors
+from laststep.state.optimizers import torch_form
 from laststep.state.provider import ABSENT, State, StateProvider, lies_above, lies_under
 from laststep.state.tree import (
     OWNED,
@@ -148,20 +149,20 @@ class Match:
         self.foreign += (path,)
         self.mismatched.append(f"{show_path(path)} {why}" if path else why)
 
-    def tree(self, *, allow_pickle: bool) -> object:
-        """Return the loaded state; call it after the reads and copies."""
+    def tree(self, *, allow_pickle: bool, as_torch: bool = False) -> object:
+        """Return the loaded state; call it after the reads and copies. With `as_torch`, optimizers
+        are in the form that torch loads, else in that of their provider."""
+
+        def revive(tagged: Tagged) -> object:
+            made = tensors.revive(tagged, where=self.item.name, allow_pickle=allow_pickle)
+            return torch_form(made) if as_torch and tagged.tag == OWNED else made
+
         tree, gone = self.item.tree, self.foreign
         if not self.whole:
             tree = _pruned(tree, (*gone, *self.fresh), plain=False)
         elif gone:
             tree = _pruned(tree, gone, plain=True)
-        value = rebuild(
-            tree,
-            leaf=self.values.__getitem__,
-            revive=functools.partial(
-                tensors.revive, where=self.item.name, allow_pickle=allow_pickle
-            ),
-        )
+        value = rebuild(tree, leaf=self.values.__getitem__, revive=revive)
         if not self.exact:
             for *above, last in self.newer:  # dict entries of the live state that stay
                 within = part_at(value, tuple(above))

@@ -256,6 +256,15 @@ def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
     )
 
 
+def torch_form(state: object) -> object:
+    """Return an optimizer's state as `Optimizer.load_state_dict` takes it, with the names of the
+    parameters in place of their numbers; anything else as it is."""
+    if not is_optimizer_state(state) or len(state) > 2:
+        return state
+    groups = [{**group["options"], "params": [*group["params"]]} for group in state["groups"]]
+    return {"state": state["state"], "param_groups": groups}
+
+
 def _is_group(group: object) -> bool:
     match group:
         case {"params": dict() | Absent() as params, "options": dict() | Absent(), **more}:

@@ -30,7 +30,7 @@ from laststep.adapters.export.folder import Exported, ItemTensors, new_file, new
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import CorruptError, UsageError
 from laststep.state.boxes import whole
-from laststep.state.optimizers import is_optimizer_state
+from laststep.state.optimizers import torch_form
 from laststep.state.tensors import TORCH_DTYPES, revive
 from laststep.state.tree import OWNED, owned, rebuild
 
@@ -159,13 +159,7 @@ def _torch_form(tree: object) -> object:
     def open_tag(tagged: Tagged) -> object:
         if tagged.tag == "counter":
             return tagged.value  # DCP treats it as a dict
-        if tagged.tag != OWNED:
-            return tagged
-        state = owned(tagged).state
-        if not is_optimizer_state(state) or len(state) > 2:
-            return state
-        groups = [{**group["options"], "params": [*group["params"]]} for group in state["groups"]]
-        return {"state": state["state"], "param_groups": groups}
+        return torch_form(owned(tagged).state) if tagged.tag == OWNED else tagged
 
     return rebuild(tree, leaf=TensorRef, revive=open_tag)
 

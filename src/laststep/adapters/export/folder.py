@@ -62,15 +62,25 @@ def check_absent(target: str | os.PathLike[str]) -> None:
 def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder that becomes `target` at the end of the block. With `replace`, an
     existing folder stays until then and is replaced; without, AlreadyExistsError is raised."""
+    with published(target, replace=replace) as staging:
+        staging.mkdir()
+        yield staging
+        Disk().sync_folder(str(staging))
+
+
+@contextlib.contextmanager
+def published(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Yield a hidden path beside `target`, at which the block makes a durable file or folder, and
+    then rename it to `target`. With `replace`, an existing folder is replaced; without,
+    AlreadyExistsError is raised."""
     if not replace:
         check_absent(target)
     path = Path(absolute(target))
     above = [folder for folder in path.parents if not folder.exists()]
     staging = path.parent / f".{path.name}{TEMPORARY}{os.getpid()}-{time.monotonic_ns()}"
     try:
-        staging.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield staging
-        Disk().sync_folder(str(staging))
         if replace and path.is_dir():
             _exchange(staging, path)
         else:
@@ -78,6 +88,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
     except BaseException as error:
         with signals.defer_signals():
             shutil.rmtree(staging, ignore_errors=True)
+            staging.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 for folder in above:
                     folder.rmdir()
