@@ -6,7 +6,6 @@ the memory that each stored tensor is read into, and the copies to make from the
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
