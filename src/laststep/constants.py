@@ -117,6 +117,10 @@ DTYPES = MappingProxyType(
 )
 
 
+ADAPTERS_RUN = "_laststep"
+"""The run's folder in a Trainer's `output_dir`. Pushes to the hub skip names with `_` in front."""
+
+
 def align_up(value: int, to: int) -> int:
     return -(-value // to) * to
 

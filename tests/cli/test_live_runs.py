@@ -53,10 +53,11 @@ def test_verify_says_what_was_deleted_meanwhile_and_goes_on(
 ) -> None:
     ended = laststep("verify", three.path)
     assert (ended.status, ended.err) == (0, "")
-    first, second, third = ended.out.splitlines()
-    assert first.startswith("step-00000100.1-1: sound")
+    first, second, third, total = ended.out.splitlines()
+    assert total == "2 checkpoints ok"
+    assert first.startswith("step-00000100.1-1: ok")
     assert second.startswith(f"{gone_when_verified}: ")
-    assert third.startswith("step-00000300.1-3: sound")
+    assert third.startswith("step-00000300.1-3: ok")
 
 
 def test_what_was_deleted_meanwhile_is_no_damage_but_hides_none(

@@ -29,10 +29,32 @@ def test_ls_lists_in_the_order_of_commits_with_lineage_and_pins(maker, laststep:
     lines = ended.out.splitlines()
     assert (ended.status, ended.err) == (0, "")
     assert [line.split()[0] for line in lines] == ["step", "100", "200", "300", "250"]
-    assert "●" in lines[1]
+    assert " ok " in lines[1]
     assert "loss=2.25" in lines[2]
     assert "abandoned" in lines[3]
     assert "pinned" in lines[4]
+
+
+def test_ls_shows_one_metric_and_all_on_request(maker, laststep: Callable) -> None:
+    maker.save(1, {"_internal": 1.0, "grad_norm": 0.5, "loss": 2.5, "epoch": 1.0})
+    lines = laststep("ls", maker.path).out.splitlines()
+    assert lines[0].split() == ["step", "when", "size", "status", "folder", "metrics"]
+    assert "loss=2.5" in lines[1]
+    assert "epoch" not in lines[1]
+    whole = laststep("ls", maker.path, "--metrics").out
+    assert names(whole, "grad_norm=0.5", "loss=2.5", "epoch=1")
+    assert "_internal" not in whole
+
+
+def test_the_run_that_an_adapter_keeps_in_an_output_folder_is_found(
+    maker, laststep: Callable, tmp_path: Path
+) -> None:
+    maker.save(1)
+    output = tmp_path / "out"
+    output.mkdir()
+    maker.path.rename(output / "_laststep")
+    assert "step-00000001.1-1" in laststep("ls", output).out
+    assert laststep("verify", output).out.splitlines()[-1] == "1 checkpoint ok"
 
 
 def test_ls_of_the_folder_above_a_run_names_the_run(maker, laststep: Callable) -> None:
@@ -96,7 +118,7 @@ def test_ls_shows_a_checkpoint_whose_manifest_is_damaged(maker, laststep: Callab
     ended = laststep("ls", maker.path)
     assert ended.status == 0
     header, row, *_ = ended.out.splitlines()
-    assert row[header.index("status") :].startswith("● damaged")
+    assert row[header.index("status") :].startswith("damaged")
     [checkpoint] = laststep("ls", maker.path, "--json").json()["checkpoints"]
     assert "manifest.json" in checkpoint["error"]
 

@@ -27,26 +27,33 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="laststep",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, du, verify, copy, prune, rm, rollback, pin, unpin, recover, export):
+for command in (ls, show, verify, du, copy, export):
     app.command()(command)
 app.command("import")(import_)
+for command in (pin, unpin, prune, rm, rollback, recover):
+    app.command()(command)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"laststep {VERSION}")
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer calls it by position)
     if wanted:
-        print(f"laststep {VERSION}")
+        version()
         raise typer.Exit
 
 
 @app.callback()
 def _laststep(
     *,
-    version: Annotated[
+    wanted: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version.", callback=_print_version, is_eager=True

@@ -41,10 +41,10 @@ def rollback(
     yes: output.Yes = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Make a step the newest: delete every checkpoint that was committed after it.
+    """Delete all checkpoints that were committed after a step.
 
-    The next restore() then continues from it. The checkpoint is verified first. Replicas are not
-    changed: run the command on each of them too.
+    The next restore() then continues from that step. Its checkpoint is verified first. Replicas
+    are not changed: run the command on each of them too.
     """
     opened = open_run(run)
     plan = plan_rollback(opened, step)

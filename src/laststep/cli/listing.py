@@ -33,10 +33,14 @@ def ls(
         typer.Argument(metavar="URL", help="With --tiers: further places of the run."),
     ] = None,
     *,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Show all metrics.")] = False,
     tiers: Annotated[bool, typer.Option("--tiers", help="How far each tier has come.")] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """List the checkpoints of a run, newest last; or its tiers, nearest first."""
+    """List the checkpoints of a run, newest last.
+
+    With --tiers, list the places of the run instead, nearest first.
+    """
     if urls and not tiers:
         raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
     try:
@@ -60,7 +64,7 @@ def ls(
             }
         )
     else:
-        _print(run, checkpoints, attempts)
+        _print(run, checkpoints, attempts, all_metrics=metrics)
 
 
 def lineage_of(listed: Listed) -> str:
@@ -95,9 +99,13 @@ def _document(item: Listed) -> dict[str, object]:
     }
 
 
-def _row(item: Listed, *, share: bool) -> dict[str, str]:
-    """Return the table cells by column; with `share`, also the size of its new files."""
+def _row(item: Listed, *, share: bool, metric: str | None) -> dict[str, str]:
+    """Return the table cells by column; with `share`, also the size of its new files. `metric` is
+    the only one to show; None shows all."""
     commit, new_bytes = item.commit, ""
+    metrics = {} if commit is None else output.shown_metrics(commit.metrics)
+    if metric is not None:
+        metrics = {name: value for name, value in metrics.items() if name == metric}
     if commit is not None:
         new_bytes = size_text(commit.written.size_bytes - commit.written.shared_bytes)
     return {
@@ -105,35 +113,50 @@ def _row(item: Listed, *, share: bool) -> dict[str, str]:
         "when": output.time_text(item.created_s),
         "size": size_text(item.size_bytes),
         **({"new": new_bytes} if share else {}),
-        "metrics": "" if commit is None else output.metrics_text(commit.metrics),
         "status": _status(item),
         "pinned": "pinned" if item.pinned else "",
         "folder": item.folder,
+        "metrics": output.metrics_text(metrics),
     }
 
 
+def _main_metric(checkpoints: Sequence[Listed]) -> str:
+    """Return the name of the one metric to show: a loss if there is one."""
+    commits = [item.commit for item in checkpoints if item.commit is not None]
+    names = [name for commit in commits for name in output.shown_metrics(commit.metrics)]
+    losses = [name for name in ("eval_loss", "val_loss", "loss") if name in names]
+    return (losses or names or [""])[0]
+
+
 def _status(item: Listed) -> str:
-    place = "●" if item.on_lineage else lineage_of(item)
+    parts = [] if item.on_lineage else [lineage_of(item)]
     if item.commit is None:
-        return f"{place} {_unreadable(item)}"
-    if item.commit.written.lossy:
-        place += f" rounded to {', '.join(item.commit.written.lossy)}"
-    if item.commit.omitted_items:
-        place += f" only {', '.join(record.name for record in item.commit.items)}"
-    return place if item.incomplete is None else f"{place} incomplete"
+        parts.append(_unreadable(item))
+    elif item.incomplete is not None:
+        parts.append("incomplete")
+    elif not parts:
+        parts.append("ok")
+    if item.commit is not None and item.commit.written.lossy:
+        parts.append(f"rounded to {', '.join(item.commit.written.lossy)}")
+    if item.commit is not None and item.commit.omitted_items:
+        parts.append(f"only {', '.join(record.name for record in item.commit.items)}")
+    return ", ".join(parts)
 
 
 def _unreadable(item: Listed) -> str:
     return "of a later format" if isinstance(item.error, UsageError) else "damaged"
 
 
-def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
+def _print(
+    run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt], *, all_metrics: bool
+) -> None:
     if not checkpoints:
         say(f"{run} has no checkpoint yet")
     share = any(
         item.commit is not None and item.commit.written.shared_bytes for item in checkpoints
     )
-    print_table([_row(item, share=share) for item in checkpoints])
+    metric = None if all_metrics else _main_metric(checkpoints)
+    print_table([_row(item, share=share, metric=metric) for item in checkpoints])
     for item in checkpoints:
         if item.error is not None:
             say(f"step {item.step} is {_unreadable(item)}: {item.error}")
@@ -198,7 +221,7 @@ def _omitted_items(tier: ReplicaStatus) -> tuple[str, ...]:
 
 
 def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
-    """Show the disk space that checkpoints take, and how much of it they share."""
+    """Show the disk space of checkpoints, and what they share."""
     opened = open_run(run)
     checkpoints = opened.checkpoints()
     sharing = sharing_of(opened.store, checkpoints)
@@ -294,6 +317,8 @@ def verify(
             say(f"the run is DAMAGED: {found.error}")
         elif not found.places:
             say(f"{path} has no checkpoint yet")
+        else:
+            _print_total(checked)
     if not sound:
         raise typer.Exit(output.DAMAGED)
 
@@ -336,6 +361,13 @@ def _report_document(place: places.CheckpointPath, report: VerifyReport) -> dict
     }
 
 
+def _print_total(checked: dict[str, VerifyReport | None]) -> None:
+    reports = [report for report in checked.values() if report is not None]
+    damaged = sum(bool(report.damage) for report in reports)
+    total = count_text(len(reports), "checkpoint")
+    say(f"{damaged:,} of {total} DAMAGED" if damaged else f"{total} ok")
+
+
 def _print_report(folder: str, report: VerifyReport | None) -> None:
     if report is None:
         say(f"{folder}: deleted in the meantime")
@@ -345,7 +377,7 @@ def _print_report(folder: str, report: VerifyReport | None) -> None:
         f"{size_text(report.bytes)}"
     )
     if not report.damage:
-        say(f"{folder}: sound ({checked})")
+        say(f"{folder}: ok ({checked})")
         return
     say(f"{folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
     for damage in report.damage:

@@ -75,10 +75,12 @@ _NUMBERS = (
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print rows, which map columns to cells; on a terminal, cut lines to its width."""
-    if not rows:
+    """Print rows, which map columns to cells, without columns that are empty; on a terminal, cut
+    lines to its width."""
+    columns = [column for column in (rows[0] if rows else ()) if any(row[column] for row in rows)]
+    if not columns:
         return
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    lines = [columns, *([row[column] for column in columns] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in lines:
@@ -124,6 +126,11 @@ size_text = human
 
 def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def shown_metrics(metrics: Mapping[str, object]) -> dict[str, object]:
+    """Return the metrics of the user: names with `_` in front are those of adapters."""
+    return {name: value for name, value in metrics.items() if not name.startswith("_")}
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:

@@ -13,6 +13,7 @@ from laststep.catalog.attempt import parse_folder, read_newest
 from laststep.catalog.retention import no_step
 from laststep.catalog.run import Run
 from laststep.cli.output import count_text
+from laststep.constants import ADAPTERS_RUN
 from laststep.errors import NotFoundError
 from laststep.storage.registry import local_path, open_parent, open_store
 
@@ -22,8 +23,19 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.storage.store import Store
 
+
+def _run_within(path: str) -> str:
+    """Return the run that an adapter keeps in an output folder, if that folder is none itself."""
+    inside = Path(path, ADAPTERS_RUN)
+    is_run = Path(path, attempt.RUN_NAME).exists()
+    return path if is_run or not Path(inside, attempt.RUN_NAME).exists() else str(inside)
+
+
 RunPath = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder or URL of a run.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN", help="The folder or URL of a run.", show_default=False, callback=_run_within
+    ),
 ]
 RunOrCheckpoint = Annotated[
     str,
@@ -31,6 +43,7 @@ RunOrCheckpoint = Annotated[
         metavar="RUN|FOLDER",
         help="The folder or URL of a run, or of one checkpoint.",
         show_default=False,
+        callback=_run_within,
     ),
 ]
 _Result = TypeVar("_Result")

@@ -27,6 +27,7 @@ import laststep
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in
 from laststep.browse import open as open_run
+from laststep.constants import ADAPTERS_RUN
 from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
 from laststep.hf import FRAMEWORK
@@ -107,9 +108,6 @@ class HeldRNG(RNG):
 
 log = logging.getLogger(__name__)
 
-RUN = "_laststep"
-"""The run's folder in `output_dir`. Pushes to the hub skip names that start with `_`."""
-
 
 @dataclasses.dataclass
 class _Resume:
@@ -142,7 +140,7 @@ class TrainCall(contextlib.ExitStack):
         self._trainer, self._settings = trainer, dict(settings)
         self._output = Path(absolute(trainer._get_output_dir(trial)))
         if run is None and not settings.get("tiers"):
-            run = self._output / RUN
+            run = self._output / ADAPTERS_RUN
         self._settings.setdefault("keep", _keep(trainer.args))
         self._own_schedule = bool(settings.get("every") or settings.get("preemption"))
         self.rng = HeldRNG()
@@ -367,7 +365,7 @@ def _is_ours(folder: Path) -> bool:
     return not folder.is_dir() or (folder / MARK).exists()
 
 
-_BEST = "best_at"
+_BEST = "_best_at"
 """Metric that equals the checkpoint's step if it was the best when saved, else -1. Of two equal
 metrics the Trainer prefers the earlier checkpoint and retention the later one; steps are never
 equal."""

@@ -27,8 +27,12 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
 
 from laststep.errors import AlreadyExistsError, NotFoundError, StorageError, UsageError
+from laststep.storage import aws
 from laststep.storage.files import refuse_secrets
 from laststep.storage.store import check_name, too_large
 
@@ -95,13 +99,6 @@ def persist(
     failure.transient = trouble.transient
     raise failure
 
-
-try:
-    import obstore
-    from obstore import exceptions
-    from obstore.store import AzureStore, GCSStore, S3Store
-except ImportError as error:
-    raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
 
 TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure allows no others)
 """Metadata key of the token by which the maker of an object recognizes it."""
@@ -365,10 +362,17 @@ class Bucket:
                     url, client_options=options, retry_config=retry
                 )
             # Blocks have their own digests; signing bodies would digest every byte again.
-            named: S3Config = {"unsigned_payload": True}
+            of_profile, credentials = aws.profile()
+            named: S3Config = {"unsigned_payload": True, **of_profile}
             if endpoint:
                 named["endpoint"] = endpoint
-            return S3Store.from_url(url, config=named, client_options=options, retry_config=retry)
+            return S3Store.from_url(
+                url,
+                config=named,
+                client_options=options,
+                retry_config=retry,
+                credential_provider=credentials,
+            )
         except (exceptions.BaseError, ValueError) as error:
             kind = type(error).__name__
         raise UsageError(

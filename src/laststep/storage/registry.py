@@ -73,6 +73,9 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
     try:
         imported: Opener = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        if getattr(error, "name", None) == "obstore":
+            extra = f"{scheme_of(url)}:// needs: pip install 'laststep[cloud]'"
+            raise UsageError(extra).amended(remedy=None) from None
         raise UsageError(
             "cannot import the opener of this store",
             where=f"{scheme_of(url)}://",
