@@ -8,7 +8,7 @@ exception is a bug and shows its traceback.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from laststep.cli.showing import show
 from laststep.errors import LaststepError, UsageError
 from laststep.version import VERSION
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["app", "main"]
 
 
@@ -31,11 +34,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, verify, du, copy, export):
-    app.command()(command)
-app.command("import")(import_)
-for command in (pin, unpin, prune, rm, rollback, recover):
-    app.command()(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    **{command.__name__: command for command in (ls, show, verify, du, copy, export)},
+    "import": import_,
+    **{command.__name__: command for command in (pin, unpin, prune, rm, rollback, recover)},
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 @app.command()
