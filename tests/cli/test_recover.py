@@ -51,7 +51,7 @@ def test_a_dry_run_and_keep_remove_nothing(maker, own, laststep, base: str) -> N
     assert (told.status, "  alone" in told.out) == (0, True)
     assert library.open(maker.path).steps() == []
     (one,) = laststep("recover", "--base", base, "--keep", "--json").json()["segments"]
-    assert [save["fate"] for save in one["saves"]] == ["recovered"]
+    assert [save["state"] for save in one["saves"]] == ["recovered"]
     assert (one["is_removed"], one["is_alive"], one["pid"]) == (False, False, segment.owner.pid)
     assert library.open(maker.path).steps() == [7]
     told = laststep("recover", maker.path, "--base", base)
@@ -190,7 +190,7 @@ def test_what_a_rescue_could_not_finish_the_next_one_makes_anew(
         patched.setattr(Attempt, "commit", full)
         (left,) = library.recover(base=base).segments
     (save,) = left.saves
-    assert (save.fate, "no room is left" in str(save.error)) == ("not stored", True)
+    assert (save.state, "no room is left" in str(save.error)) == ("not stored", True)
     assert (maker.path / folder / "state.safetensors").exists()
     assert library.open(maker.path).steps() == []
     assert library.recover(base=base).ok

@@ -88,7 +88,7 @@ def test_by_its_path_it_is_found_though_it_was_saved_by_a_link(places: Places) -
 
 def test_a_rescue_by_a_link_stores_it(places: Places) -> None:
     report = laststep.recover(places.link / "run", base=places.base)
-    assert [save.fate for one in report.segments for save in one.saves] == ["recovered"]
+    assert [save.state for one in report.segments for save in one.saves] == ["recovered"]
     assert places.steps(places.real / "run") == [1, 2]
     assert segments.found(str(places.base)) == []
 

@@ -300,7 +300,7 @@ def _rows(segment: OrphanedSegment) -> Iterator[dict[str, str]]:
     rank, ranks = segment.rank, segment.ranks
     for save in segment.saves or (None,):
         sized = segment if save is None else save
-        state = "holds no save" if save is None else save.fate.value
+        state = "holds no save" if save is None else save.state.value
         yield {
             "run": segment.run,
             "step": "" if save is None else str(save.step),

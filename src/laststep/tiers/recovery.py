@@ -216,7 +216,7 @@ class OrphanedSnapshot:
     """The folder of this checkpoint in its run."""
     created_s: float
     size_bytes: int
-    fate: SnapshotState
+    state: SnapshotState
     error: str | None = None
     """The reason why it could not be stored."""
 
@@ -245,7 +245,7 @@ class OrphanedSegment:
     def is_needed(self) -> bool:
         """Return True if its owner is alive, or something in it is unreadable or nowhere else."""
         lost = (SnapshotState.ALONE, SnapshotState.NOT_STORED)
-        return self.is_alive or self.unreadable > 0 or any(save.fate in lost for save in self.saves)
+        return self.is_alive or self.unreadable > 0 or any(save.state in lost for save in self.saves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class RecoverReport:
         """Return True if every snapshot of a dead process that should be stored was stored."""
         return not any(
             segment.unreadable
-            or any(save.fate is SnapshotState.NOT_STORED for save in segment.saves)
+            or any(save.state is SnapshotState.NOT_STORED for save in segment.saves)
             for segment in self.segments
             if not (segment.is_alive or segment.is_removed)
         )
@@ -362,7 +362,7 @@ def _described(segment: Segment, fates: _Fates, *, is_alive: bool) -> OrphanedSe
                 folder=save.at.folder,
                 created_s=save.created_s,
                 size_bytes=save.tensor_bytes,
-                fate=state,
+                state=state,
                 error=error,
             )
         )
