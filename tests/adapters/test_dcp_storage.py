@@ -333,14 +333,16 @@ def test_the_id_of_a_checkpoint_is_its_step(tmp_path: Path) -> None:
 def test_a_load_tells_which_step_and_which_save_it_reads(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     told = dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id="3")
-    dcp.save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path, step=4))
+    writer = Writer(tmp_path, step=4)
+    told_later = dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+    assert told_later.storage_meta.save_id == writer.save_id
     for step, reader in (("3", Reader(tmp_path, 3)), ("4", Reader(tmp_path))):
         assert reader.checkpoint_id in (str(tmp_path), step)
         found = reader.read_metadata().storage_meta
         assert found is not None
         assert found.checkpoint_id == reader.checkpoint_id == step
         assert (found.save_id == told.storage_meta.save_id) == (step == "3")
-        assert found.load_id != Reader(tmp_path).read_metadata().storage_meta.load_id
+        assert found.load_id == reader.load_id != Reader(tmp_path).load_id
 
 
 def test_what_no_dcp_saved_has_a_step_and_no_id_of_a_save(tmp_path: Path) -> None:

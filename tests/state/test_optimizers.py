@@ -599,3 +599,18 @@ def test_options_go_to_the_groups_that_have_the_same_parameters(
     restored = carry(items(["weight", "bias"]), other, strict=False)
     assert decays(other) == [0.3, 0.2, 0.1]
     assert any(names(text, "opt", "options") for text in restored.problems.mismatched)
+
+
+def test_a_restore_logs_which_settings_it_replaced(
+    carry: Callable[..., object], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(lr: float) -> dict[str, object]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=lr)}
+
+    with caplog.at_level("INFO", "laststep"):
+        carry(make(3e-4), make(1e-2))
+        assert "AdamW: restored lr 0.0003 over 0.01" in caplog.messages
+        caplog.clear()
+        carry(make(3e-4), make(3e-4))
+        assert not [text for text in caplog.messages if "AdamW" in text]

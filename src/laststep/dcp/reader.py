@@ -78,7 +78,7 @@ class Reader(StorageReader):
         self._found: _FoundCheckpoint | None = None
         self._content: DcpContent | StockFolder | None = None
         self._stored: dict[Any, Any] = {}
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_content": None}
@@ -89,7 +89,7 @@ class Reader(StorageReader):
         """Begin a new load. `checkpoint_id` is the path to load from or the step to load."""
         self._close()
         self._found, self._stored = None, {}
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._address = self._address.named(checkpoint_id)
 
     # No `**kwargs`: DCP would take them as a sign that each rank may have its own metadata, and
@@ -100,7 +100,7 @@ class Reader(StorageReader):
         content = self._opened()
         metadata = content.metadata()
         self._found.checkpoint_id, self._found.save_id = self.checkpoint_id, content.save_id
-        self._found.load_id = self._load_id
+        self._found.load_id = self.load_id
         metadata.storage_meta = self._found
         return metadata
 

@@ -110,7 +110,7 @@ class Writer(StorageWriter):
             self._giving_up = None
         self._save: DcpSave | None = None
         self._ranks = 0
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state that another process needs to save on behalf of this one."""
@@ -121,6 +121,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save. `checkpoint_id` is its path or its step."""
         self._forget()
+        self.save_id = str(uuid.uuid4())
         self._address = self._address.named(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -178,7 +179,7 @@ class Writer(StorageWriter):
         if save is None or self._giving_up is None:
             raise UsageError("cannot finish a save that was not begun", where=self._path)
         try:
-            commit = make_commit(save, metadata, results, save_id=self._save_id)
+            commit = make_commit(save, metadata, results, save_id=self.save_id)
             save.commit(commit)
         except BaseException as error:
             save.abort(f"the coordinator failed: {error!r}")
@@ -205,7 +206,7 @@ class Writer(StorageWriter):
         return is_address(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
     def _path(self) -> str:

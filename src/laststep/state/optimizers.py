@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from laststep.constants import listed
 from laststep.errors import UsageError
 from laststep.state.provider import ABSENT, Absent, State, StateProvider, handing_over, has_absent
 from laststep.state.tensors import put_tensor
@@ -170,6 +171,7 @@ class OptimizerProvider(StateProvider):
                 elif whole:
                     live.pop(parameter, None)
             stored_as = self._stored_as(parameters, value)
+            replaced: dict[str, None] = {}
             for group, number in zip(self._optimizer.param_groups, stored_as, strict=True):
                 options = {} if number is None else _entries(value["groups"][number]["options"])
                 for key, entry in options.items():
@@ -179,7 +181,11 @@ class OptimizerProvider(StateProvider):
                     if isinstance(group.get(key), torch.Tensor):
                         put_tensor(group[key], entry)
                     else:
+                        if key in group and type(entry) is float and entry != group[key]:
+                            replaced[f"{key} {entry:g} over {group[key]!r}"] = None
                         group[key] = entry
+        if replaced:
+            log.info("%s: restored %s", type(self._optimizer).__name__, listed(replaced, 5))
 
     def _stored_as(
         self, parameters: dict[str, tuple[torch.Tensor, int]], stored: dict[str, Any]

@@ -245,7 +245,9 @@ class OrphanedSegment:
     def is_needed(self) -> bool:
         """Return True if its owner is alive, or something in it is unreadable or nowhere else."""
         lost = (SnapshotState.ALONE, SnapshotState.NOT_STORED)
-        return self.is_alive or self.unreadable > 0 or any(save.state in lost for save in self.saves)
+        return (
+            self.is_alive or self.unreadable > 0 or any(save.state in lost for save in self.saves)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
