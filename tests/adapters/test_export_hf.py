@@ -109,12 +109,14 @@ def test_a_large_model_is_cut_as_the_index_says(
     assert document["items"] == ["model"]
 
 
-def test_of_tied_tensors_the_first_is_written(
+def test_tied_tensors_are_written_under_all_names_unless_they_are_dropped(
     export: Callable, run_folder: Path, tmp_path: Path
 ) -> None:
     model = Tied()
     save(run_folder, model=model)
-    _, out, _ = export(run_folder, tmp_path / "once", "--format", "hf")
+    export(run_folder, tmp_path / "all", "--format", "hf")
+    Tied().load_state_dict(load_file(tmp_path / "all" / "model.safetensors"))
+    _, out, _ = export(run_folder, tmp_path / "once", "--format", "hf", "--drop-tied")
     assert names(out, "head.weight", "embed.weight")
     once = load_file(tmp_path / "once" / "model.safetensors")
     assert "head.weight" not in once
@@ -170,7 +172,7 @@ def test_tensors_that_overlap_are_written_apart(
         "again": whole[2:5],
     }
     save(run_folder, model=state)
-    assert export(run_folder, tmp_path / "hf", "--format", "hf")[0] == 0
+    assert export(run_folder, tmp_path / "hf", "--format", "hf", "--drop-tied")[0] == 0
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
     assert loaded.keys() == state.keys() - {"again"}
     for name, tensor in loaded.items():

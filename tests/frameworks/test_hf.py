@@ -38,6 +38,8 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from frameworks import hf_train
 from frameworks.trained import Script, environment, read
+from laststep import cli
+from laststep.adapters.export.trainer import export_trainer
 from laststep.hf.folders import Folders
 from laststep.hf.training import TrainCall
 
@@ -207,6 +209,42 @@ def test_a_checkpoint_has_a_folder_with_links_that_from_pretrained_loads(tmp_pat
     assert loaded.keys() == live.keys()
     assert all(torch.equal(loaded[name], live[name]) for name in live)
     assert AutoTokenizer.from_pretrained(last)("w5 w6")["input_ids"] == [5, 6]
+
+
+def test_a_stock_trainer_resumes_from_an_exported_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"save_steps": 6}
+    stock = here(tmp_path / "stock" / "out", kind="stock", args=args)
+    stock.train()
+    here(tmp_path / "ours" / "out", args=args).train()
+    target = tmp_path / "again" / "out" / "checkpoint-6"
+    target.parent.mkdir(parents=True)
+    words = ["export", tmp_path / "ours" / "out", target, "--format", "hf-trainer", "--step", 6]
+    monkeypatch.setattr(sys, "argv", ["laststep", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    theirs = tmp_path / "stock" / "out" / "checkpoint-6"
+    assert {file.name for file in target.iterdir()} == {file.name for file in theirs.iterdir()}
+    assert state_of(target) == state_of(theirs)
+    again = here(tmp_path / "again" / "out", kind="stock", args=args)
+    again.train(resume_from_checkpoint=str(target))
+    whole, rest = (read(tmp_path / name / "losses") for name in ("stock", "again"))
+    assert rest == {step: loss for step, loss in whole.items() if step > 6}
+    expected = stock.model.state_dict()
+    assert all(torch.equal(found, expected[n]) for n, found in again.model.state_dict().items())
+
+
+def test_only_what_a_trainer_saved_is_exported_as_its_folder(tmp_path: Path) -> None:
+    with laststep.Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1)) as ckpt:
+        ckpt.save(0)
+    with (
+        laststep.open(tmp_path / "run")[0] as checkpoint,
+        raises(laststep.UsageError, remedy="--format torch"),
+    ):
+        export_trainer(checkpoint, tmp_path / "checkpoint-0", run=None)
+    assert not (tmp_path / "checkpoint-0").exists()
 
 
 LIMITED = {

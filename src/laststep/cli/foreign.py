@@ -24,7 +24,7 @@ from laststep.cli.output import AsJson, count_text, fields, print_json, print_ta
 from laststep.constants import bytes_per_s, is_item_name, listed
 from laststep.errors import AbortedError, AlreadyExistsError, NotFoundError, StorageError
 from laststep.process import system
-from laststep.storage.registry import open_store
+from laststep.storage.registry import local_path, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,10 +46,10 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     ],
     *,
     format_: Annotated[
-        Literal["hf", "dcp", "torch"],
+        Literal["hf", "hf-trainer", "dcp", "torch"],
         typer.Option(
             "--format",
-            help="Hugging Face's safetensors, torch's DCP, or one file for torch.load.",
+            help="Hugging Face's weights or Trainer, torch's DCP, or a file for torch.load.",
             show_default=False,
         ),
     ],
@@ -81,14 +81,21 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         list[str] | None,
         typer.Option(metavar="REGEX=REPLACEMENT", help="Change names; one after the other."),
     ] = None,
+    drop_tied: Annotated[
+        bool, typer.Option("--drop-tied", help="Write only the first of several tied tensors.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in a format that other tools read.
 
     Takes the newest checkpoint of a run, or that of --step.
     """
-    if format_ != "hf" and (shard_bytes or dtype or rename):
-        raise typer.BadParameter("--shard-bytes, --dtype and --rename belong to --format hf")
+    if format_ == "hf-trainer" and item:
+        raise typer.BadParameter("--item belongs to the other formats")
+    if format_ != "hf" and (shard_bytes or dtype or rename or drop_tied):
+        raise typer.BadParameter(
+            "--shard-bytes, --dtype, --rename and --drop-tied belong to --format hf"
+        )
 
     def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
         check_absent(target)
@@ -98,9 +105,17 @@ def export(  # noqa: PLR0913 (one parameter for each option)
                 from laststep.adapters.export.hf import export_hf
 
                 name = item or _MODEL
-                choices = _choices(shard_bytes or _SHARD, dtype or (), rename or ())
+                choices = _choices(shard_bytes or _SHARD, dtype or (), rename or ())._replace(
+                    drop_tied=drop_tied
+                )
                 return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
             items = checkpoint.items() if item is None else [item]
+            if format_ == "hf-trainer":
+                from laststep.adapters.export.trainer import export_trainer
+
+                local = local_path(place.store.url)
+                run = None if local is None else Path(local)
+                return checkpoint, items, export_trainer(checkpoint, target, run=run)
             if format_ == "torch":
                 from laststep.adapters.export.torch_file import export_torch
 

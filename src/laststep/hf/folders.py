@@ -129,7 +129,7 @@ class Folders:
             # ZeRO's weights are stored in full precision, whatever the model computes with.
             dtype = str(self._model.dtype).removeprefix("torch.")
             casts = (Cast(pattern=None, dtype=dtype),) if self._trainer.is_deepspeed_enabled else ()
-            choices = Choices(shard_bytes=_SHARD_BYTES, casts=casts)
+            choices = Choices(shard_bytes=_SHARD_BYTES, casts=casts, drop_tied=True)
             export_hf(checkpoint, parts, item="model", choices=choices)
             for file in parts.iterdir():
                 file.rename(folder / file.name)

@@ -2,7 +2,7 @@
 
 Everything that cannot work is found before anything is written. Tensors are split into files as
 `save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
-cannot share bytes, so only the first of several tied tensors is written.
+cannot share bytes, so tied tensors are written under each of their names, or only the first one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from laststep.state.tree import OWNED, owned
 
 if TYPE_CHECKING:
     import os
+    import pathlib
     from collections.abc import Collection, Mapping, Sequence
 
     from laststep.browse import Checkpoint
@@ -51,6 +52,8 @@ class Choices(NamedTuple):
     shard_bytes: int = 5 * 10**9
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
     casts: tuple[Cast, ...] = ()
+    drop_tied: bool = False
+    """Write only the first of several tied tensors, as `save_pretrained` does."""
 
 
 class ExportTensor(NamedTuple):
@@ -70,6 +73,14 @@ def export_hf(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, item: str, choices: Choices
 ) -> Exported:
     """Write an item to a new folder. Raise UsageError if the request cannot be fulfilled."""
+    with new_folder(target) as folder:
+        return write_weights(checkpoint, folder, item=item, choices=choices)
+
+
+def write_weights(
+    checkpoint: Checkpoint, folder: pathlib.Path, *, item: str, choices: Choices
+) -> Exported:
+    """Write an item to a folder without such files."""
     tensors = ItemTensors(checkpoint, item)
     paths, omitted_values = _leaves(tensors)
     names = _renamed(paths, choices.renames, tensors)
@@ -78,7 +89,7 @@ def export_hf(
     kept: dict[str, str] = {}
     for stored, name in names.items():
         known = first.setdefault(tensors.source_of(stored), stored)
-        if known == stored:
+        if known == stored or not choices.drop_tied:
             kept[stored] = name
         else:
             dropped[name] = names[known]
@@ -96,19 +107,18 @@ def export_hf(
             _check_used("--dtype", cast.pattern, kept.values(), tensors)
     to_write = [_entry(stored, name, tensors, choices.casts) for stored, name in kept.items()]
     planned = _files(to_write, choices.shard_bytes)
-    with new_folder(target) as folder:
-        files: dict[str, int] = {}
-        for name, entries in planned.items():
-            with new_file(folder / name) as file:
-                file.write(_header(entries))
-                for entry in entries:
-                    for _, piece in tensors.pieces(entry.stored):
-                        made = _cast(piece, entry, tensors.item).contiguous()
-                        file.write(made.reshape(-1).view(torch.uint8).numpy().data)
-                files[name] = file.tell()
-        if len(planned) > 1:
-            with new_file(folder / "model.safetensors.index.json") as file:
-                file.write(_index(planned))
+    files: dict[str, int] = {}
+    for name, entries in planned.items():
+        with new_file(folder / name) as file:
+            file.write(_header(entries))
+            for entry in entries:
+                for _, piece in tensors.pieces(entry.stored):
+                    made = _cast(piece, entry, tensors.item).contiguous()
+                    file.write(made.reshape(-1).view(torch.uint8).numpy().data)
+            files[name] = file.tell()
+    if len(planned) > 1:
+        with new_file(folder / "model.safetensors.index.json") as file:
+            file.write(_index(planned))
     return Exported(files=files, tensors=len(kept), dropped=dropped, omitted_values=omitted_values)
 
 

@@ -33,30 +33,29 @@ def export_torch(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, items: Sequence[str], alone: bool
 ) -> Exported:
     """Write a new file: a dict of all items by name; or with `alone`, the state of the only one."""
-    count = 0
-
-    def state_of(item: str) -> object:
-        nonlocal count
-        tensors = ItemTensors(checkpoint, item)
-        known: dict[str, torch.Tensor] = {}
-
-        def tensor(name: str) -> torch.Tensor:
-            source = tensors.source_of(name)
-            if source not in known:
-                known[source] = tensors.whole(name)
-            return known[source]
-
-        where = f"{checkpoint.folder}, item {item}"
-        state = rebuild(tensors.tree, leaf=tensor, revive=functools.partial(_revive, where=where))
-        count += len(known)
-        return _plain(state, where)
-
-    states = {item: state_of(item) for item in items}
+    states = {item: state_of(checkpoint, item) for item in items}
     path = Path(target)
     with published(path) as staging:
         save_file(states[items[0]] if alone else states, staging)
         size_bytes = staging.stat().st_size
-    return Exported(files={path.name: size_bytes}, tensors=count)
+    names = [name for item in items for name in checkpoint.content().item(item).names]
+    return Exported(files={path.name: size_bytes}, tensors=len(names))
+
+
+def state_of(checkpoint: Checkpoint, item: str) -> object:
+    """Return the state of an item in types that `torch.load` reads by default."""
+    tensors = ItemTensors(checkpoint, item)
+    known: dict[str, torch.Tensor] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        source = tensors.source_of(name)
+        if source not in known:
+            known[source] = tensors.whole(name)
+        return known[source]
+
+    where = f"{checkpoint.folder}, item {item}"
+    state = rebuild(tensors.tree, leaf=tensor, revive=functools.partial(_revive, where=where))
+    return _plain(state, where)
 
 
 def save_file(state: object, path: Path) -> None:
