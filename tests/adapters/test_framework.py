@@ -10,7 +10,7 @@ import torch
 
 import laststep
 from expect import raises, warned
-from laststep.adapters.framework import Framework
+from laststep.adapters.framework import Framework, advising
 from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
@@ -95,3 +95,18 @@ def test_damage_elsewhere_is_not_taken_for_damage_of_the_checkpoint(tmp_path: Pa
         ckpt.save(1, metadata=numpy.stamp()).result()
         with pytest.raises(laststep.CorruptError, match="tokenizer"):
             numpy.resume(ckpt, elsewhere)
+
+
+def test_a_mismatch_is_answered_with_what_a_framework_s_user_can_do(tmp_path: Path) -> None:
+    how = {"progress": False, "flush": "thread"}
+    run = tmp_path / "run"
+    with laststep.Checkpointer(run, model=torch.nn.Linear(2, 2), **as_keywords(how)) as ckpt:
+        ckpt.save(1)
+    with laststep.Checkpointer(run, model=torch.nn.Linear(3, 2), **as_keywords(how)) as ckpt:
+        with (
+            raises(laststep.MismatchError, remedy=f"laststep.load({str(run)!r}") as caught,
+            advising(ckpt),
+        ):
+            ckpt.restore()
+        assert "only=" not in str(caught.value)
+        assert caught.value.problems.mismatched

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in, skip_in_place
-from laststep.adapters.framework import Framework
+from laststep.adapters.framework import Framework, advising
 from laststep.browse import Checkpoint
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
@@ -229,9 +229,11 @@ class Attached:
                     self._after_load_hooks(peeked)
                 return checkpointer.restore()
 
-            restored = FRAMEWORK.resume(checkpointer, restore) or checkpointer.restore()
+            with advising(checkpointer):
+                restored = FRAMEWORK.resume(checkpointer, restore) or checkpointer.restore()
         else:
-            restored = checkpointer.restore(found.step)
+            with advising(checkpointer):
+                restored = checkpointer.restore(found.step)
         if restored.step is None and hooks:
             self._close()  # the first save tells which models hooks save
         if restored.step is not None:

@@ -7,6 +7,7 @@ the run of another.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from laststep.checkpointer import Checkpointer
     from laststep.restoring.restore import Peeked, Restored
@@ -91,3 +92,16 @@ class Framework:
         if damage is not None:
             raise damage
         return None
+
+
+@contextlib.contextmanager
+def advising(ckpt: Checkpointer) -> Iterator[None]:
+    """Replace advice that a framework's user cannot follow, such as restore(strict=False)."""
+    try:
+        yield
+    except MismatchError as error:
+        remedy = (
+            "build the same model and optimizer as in the run, or save to a new run; "
+            f"laststep.load({ckpt.path!r}, into={{'model': model}}, strict=False) loads what fits"
+        )
+        raise error.amended(remedy=remedy) from error.__cause__

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laststep import browse
+from laststep.adapters.framework import advising
 from laststep.checkpointer import Checkpointer
 from laststep.deepspeed.items import FRAMEWORK, model, optimizer, progress
 from laststep.errors import NotFoundError, UsageError
@@ -104,11 +105,12 @@ class _EngineSaving:
         only = None if wanted == self._items.keys() else sorted(wanted)
         strict, ckpt = load_module_strict, self.checkpointer
         self._client.state = {}
-        if tag is None:
-            restored = FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore(only=only, strict=strict))
-        else:
-            step = None if ckpt.peek() is None else _step_with(str(tag), ckpt.path)
-            restored = None if step is None else ckpt.restore(step, only=only, strict=strict)
+        with advising(ckpt):
+            if tag is None:
+                restored = FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore(only=only, strict=strict))
+            else:
+                step = None if ckpt.peek() is None else _step_with(str(tag), ckpt.path)
+                restored = None if step is None else ckpt.restore(step, only=only, strict=strict)
         if restored is not None:
             stamp: Any = restored.metadata
             self._tags = (restored.step or 0, stamp["tags"])

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in
+from laststep.adapters.framework import advising
 from laststep.browse import open as open_run
 from laststep.constants import ADAPTERS_RUN
 from laststep.errors import NotFoundError, UsageError
@@ -270,10 +271,11 @@ class TrainCall(contextlib.ExitStack):
                 )
             both = sorted(set(self._items) & stored)  # DeepSpeed has counts of its own
             # `Restored.step` is the number of completed steps, as `global_step` is.
-            self._ckpt.restore(
-                resume.step if resume.exact else None,
-                only=None if stored == set(self._items) else both,
-            )
+            with advising(self._ckpt):
+                self._ckpt.restore(
+                    resume.step if resume.exact else None,
+                    only=None if stored == set(self._items) else both,
+                )
             resume.restored = True
             if self._trainer.args.ignore_data_skip and self._placed is not None:
                 self._placed.skip(0)  # restart the epoch, as requested

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from laststep import browse
+from laststep.adapters.framework import advising
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
@@ -141,11 +142,12 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             return
         if self._resume is False:
             return
-        if self._resume is not True:
-            restored = ckpt.restore(self._resume)
-            FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
-        else:
-            restored = FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore()) or ckpt.restore()
+        with advising(ckpt):
+            if self._resume is not True:
+                restored = ckpt.restore(self._resume)
+                FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
+            else:
+                restored = FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore()) or ckpt.restore()
         if restored.step is not None:
             self._position.resume(self._state.put_back())
             self._resumed = restored.step

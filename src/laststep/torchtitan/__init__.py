@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from laststep.adapters.framework import Framework
+from laststep.adapters.framework import Framework, advising
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import UsageError
@@ -146,7 +146,8 @@ class Manager(CheckpointManager):  # type: ignore[misc]
                 found=f"step-{theirs}",
                 remedy=f"move that away, or set load_step={newest.step} to leave it out",
             )
-        FRAMEWORK.resume(self._ckpt, lambda found, _: self._restore(found.step))
+        with advising(self._ckpt):
+            FRAMEWORK.resume(self._ckpt, lambda found, _: self._restore(found.step))
         return True
 
     def _restore(self, number: int, step: int | None = None) -> Restored:
