@@ -10,6 +10,7 @@ import html
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -31,7 +32,8 @@ text {{ font: 12.5px ui-monospace, Menlo, Consolas, monospace; white-space: pre;
 def run() -> list[tuple[float, str]]:
     """Return each line of the demo with the seconds at which it was printed."""
     command = [sys.executable, "-u", str(ROOT / "examples" / "demo.py")]
-    lines, at, last = [(0.0, "$ make demo")], 0.5, time.monotonic()
+    lines, is_over = [(0.0, "$ make demo")], False
+    at, last = 0.5, time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as demo,
@@ -39,9 +41,13 @@ def run() -> list[tuple[float, str]]:
         for line in demo.stdout or ():
             now = time.monotonic()
             at, last = at + min(now - last, LONGEST_PAUSE_S), now
-            if line.startswith("The run is there"):
-                break  # what follows names folders of this machine
-            lines.append((at, line.rstrip()))
+            is_over = is_over or line.startswith("The run is there")
+            if is_over:  # what follows names folders of this machine
+                continue
+            wrapped = textwrap.wrap(
+                line.rstrip(), COLUMNS, drop_whitespace=False, subsequent_indent="   "
+            ) or [""]
+            lines += [(at, part) for part in wrapped]
     return lines
 
 
@@ -58,8 +64,8 @@ def drawn(lines: list[tuple[float, str]]) -> str:
         kind = "line start" if line.startswith("$") else "line"
         y = MARGIN + LINE_HEIGHT * (number + 1)
         texts.append(
-            f'<text id="l{number}" class="{kind}" x="{MARGIN}" y="{y}">'
-            f"{html.escape(line[:COLUMNS])}</text>"
+            f'<text xml:space="preserve" id="l{number}" class="{kind}" x="{MARGIN}" y="{y}">'
+            f"{html.escape(line)}</text>"
         )
     height = 2 * MARGIN + LINE_HEIGHT * (len(lines) + 1)
     style = STYLE.format(length=length, frames="\n".join(frames))
